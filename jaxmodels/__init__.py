@@ -1,0 +1,1 @@
+"""Models for robot policies in JAX: arrays in, arrays out."""

@@ -1,0 +1,33 @@
+"""What can go wrong with a policy, as a tree.
+
+    JaxModelsError
+    ├── ConfigError          a config field is missing, unknown or makes no sense
+    ├── CheckpointError      files of a checkpoint are missing, malformed, or do not fit the config
+    │   └── WeightsMismatch  names or shapes of tensors differ; lists all of them at once
+    ├── ObservationError     an observation lacks a feature or has the wrong shape or dtype
+    └── HubError             a repo could not be fetched (unknown, not allowed, offline and not cached)
+"""
+
+
+class JaxModelsError(Exception):
+    """Base of every error this package raises on purpose; its text is safe to show to a user."""
+
+
+class ConfigError(JaxModelsError, ValueError):
+    """A config field is missing, unknown or makes no sense."""
+
+
+class CheckpointError(JaxModelsError, ValueError):
+    """Files of a checkpoint are missing, malformed, or do not fit the config."""
+
+
+class WeightsMismatch(CheckpointError):
+    """Tensor names or shapes differ from what the config asks for."""
+
+
+class ObservationError(JaxModelsError, ValueError):
+    """An observation lacks a feature, or a feature has the wrong shape or dtype."""
+
+
+class HubError(JaxModelsError):
+    """A repo could not be fetched from the Hub."""

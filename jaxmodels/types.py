@@ -1,0 +1,32 @@
+"""What a policy needs and gives: the contract with whoever runs one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a policy needs from a robot, and the shape of what it gives back.
+
+    Attributes:
+        policy_type: the registry name, e.g. ``"act"``.
+        cameras: camera name (``"front"`` for the feature ``observation.images.front``) to
+            (height, width) in pixels; frames of other sizes are resized inside the program.
+        state: width of ``observation.state``, or None when the policy reads no state.
+        environment_state: width of ``observation.environment_state``, or None.
+        action: width of one action.
+        chunk: steps in one action chunk.
+        action_steps: how many of them are meant to be executed before the next inference.
+        joint_names: names of the action's (and state's) joints in order, when the checkpoint says.
+        rate: actions per second the policy was trained at, when the checkpoint says.
+    """
+
+    policy_type: str
+    cameras: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    state: int | None = None
+    environment_state: int | None = None
+    action: int = 0
+    chunk: int = 1
+    action_steps: int = 1
+    joint_names: tuple[str, ...] | None = None
+    rate: float | None = None

@@ -1,0 +1,1 @@
+"""Rooms: how frames and joints come in and commands go out."""
