@@ -19,6 +19,7 @@ class Requirements:
         action_steps: how many of them are meant to be executed before the next inference.
         joint_names: names of the action's (and state's) joints in order, when the checkpoint says.
         rate: actions per second the policy was trained at, when the checkpoint says.
+        temporal_ensemble_coeff: LeRobot's exponential weight of older predictions; None is off.
     """
 
     policy_type: str
@@ -30,3 +31,4 @@ class Requirements:
     action_steps: int = 1
     joint_names: tuple[str, ...] | None = None
     rate: float | None = None
+    temporal_ensemble_coeff: float | None = None
