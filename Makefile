@@ -1,0 +1,59 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up everything it needs, once.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# Headless rendering of the simulated arm: EGL over Mesa's software rasteriser.
+DEBIAN_PACKAGES := libegl1 libgles2 libgl1-mesa-dri
+# Passed on to `robojax demo`, e.g. make demo ARGS="--episodes 0" to run until Ctrl-C.
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types setup setup-dev rendering clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
+
+demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
+	@$(BIN)/robojax demo $(ARGS)
+
+test: setup-dev rendering ## the whole test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup-dev ## ruff: style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup-dev ## pyright
+	@$(BIN)/pyright
+
+setup: $(VENV)/.robojax-demo ## environment and packages for the demo
+setup-dev: $(VENV)/.robojax-dev ## the same with the tools of developers
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"robojax needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}. Try: make demo PYTHON=python3.12")'
+	@echo "robojax: making the environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { echo "robojax: python's venv module failed; on Debian: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.robojax-demo: $(BIN)/python pyproject.toml
+	@echo "robojax: installing packages (about a minute the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sim]'
+	@touch $@
+
+$(VENV)/.robojax-dev: $(BIN)/python pyproject.toml
+	@echo "robojax: installing packages and developers' tools (about a minute the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sim,dev]'
+	@touch $(VENV)/.robojax-demo $@
+
+# Rendering works already (a GPU driver, or Mesa is there): nothing to do. Otherwise install when we may.
+rendering: setup
+	@MUJOCO_GL=egl $(BIN)/python -c 'import mujoco; mujoco.GLContext(8, 8)' >/dev/null 2>&1 || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "robojax: installing $(DEBIAN_PACKAGES) for headless rendering"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(DEBIAN_PACKAGES) >/dev/null; \
+	  else \
+	    echo "robojax: no headless OpenGL here. On Debian or Ubuntu: sudo apt-get install $(DEBIAN_PACKAGES)"; \
+	  fi; }
+
+clean: ## remove the environment and caches of this checkout
+	@rm -rf $(VENV) .pytest_cache .ruff_cache

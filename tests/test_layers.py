@@ -1,0 +1,117 @@
+"""Who may import whom: one table, read against every import of the packages."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = ("jaxmodels", "service", "hooks")
+ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "safetensors"}
+SERVER = {"sanic", "pydantic", "pydantic_settings", "asyncio", "aiohttp", "aiortc", "av", "uvloop", "typer", "rich"}
+
+# package -> modules it must not import (a prefix match on the dotted name)
+FORBIDDEN: dict[str, set[str]] = {
+    "jaxmodels": {"service", "hooks", *SERVER},
+    "hooks": {"service", "jaxmodels", *ACCELERATOR},
+    "service": {*ACCELERATOR, "torch"},
+}
+# module of ours -> who may import it
+COMPOSITION_ONLY = {"hooks": {"service/app.py"}}
+# third-party module -> the only places in jaxmodels that touch it
+ONE_PLACE = {"huggingface_hub": {"jaxmodels/hub.py"}}
+
+
+def modules() -> list[Path]:
+    return sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
+    place = str(path.relative_to(ROOT))
+    package = place.split("/")[0]
+    wrong = [
+        f"{place}:{line}: {package} must not import {name}"
+        for line, name in imports(path)
+        for banned in FORBIDDEN[package]
+        if within(name, banned)
+    ]
+    wrong += [
+        f"{place}:{line}: only {sorted(allowed)} may import {name}"
+        for line, name in imports(path)
+        for module, allowed in COMPOSITION_ONLY.items()
+        if within(name, module) and package != module and place not in allowed
+    ]
+    if package == "jaxmodels":
+        wrong += [
+            f"{place}:{line}: only {sorted(allowed)} may import {name}"
+            for line, name in imports(path)
+            for module, allowed in ONE_PLACE.items()
+            if within(name, module) and place not in allowed
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_service_uses_only_public_names_of_jaxmodels() -> None:
+    public = ("jaxmodels", "jaxmodels.errors", "jaxmodels.training", "jaxmodels.data")
+    wrong = []
+    for path in (ROOT / "service").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
+            wrong += [
+                f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+                for name in names
+                if within(name, "jaxmodels") and name not in public
+            ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_no_circular_imports() -> None:
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text())
+        # Imports inside functions run later and cannot close a cycle at import time.
+        top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        wanted = set()
+        for node in top:
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            else:
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    wanted.add(whole if whole in files else str(node.module))
+        graph[name] = {other for other in wanted if other in files and other != name}
+
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, "circular import: " + " -> ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
