@@ -37,6 +37,10 @@ def imports(path: Path) -> list[tuple[int, str]]:
     return found
 
 
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
@@ -88,7 +92,7 @@ def test_the_service_uses_only_public_names_of_jaxmodels() -> None:
 
 
 def test_there_are_no_circular_imports() -> None:
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
+    files = {module_name(path): path for path in modules()}
     graph: dict[str, set[str]] = {}
     for name, path in files.items():
         tree = ast.parse(path.read_text())
