@@ -1,11 +1,11 @@
 """What can go wrong with a policy, as a tree.
 
-    JaxModelsError
-    ├── ConfigError          a config field is missing, unknown or makes no sense
-    ├── CheckpointError      files of a checkpoint are missing, malformed, or do not fit the config
-    │   └── WeightsMismatch  names or shapes of tensors differ; lists all of them at once
-    ├── ObservationError     an observation lacks a feature or has the wrong shape or dtype
-    └── HubError             a repo could not be fetched (unknown, not allowed, offline and not cached)
+JaxModelsError
+├── ConfigError          a config field is missing, unknown or makes no sense
+├── CheckpointError      files of a checkpoint are missing, malformed, or do not fit the config
+│   └── WeightsMismatch  names or shapes of tensors differ; lists all of them at once
+├── ObservationError     an observation lacks a feature or has the wrong shape or dtype
+└── HubError             a repo could not be fetched (unknown, not allowed, offline and not cached)
 """
 
 

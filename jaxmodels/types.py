@@ -2,6 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Observation(NamedTuple):
+    """What a policy sees, in the order of its config; a NamedTuple, so JAX knows it as a tree of arrays.
+
+    Attributes:
+        images: one array (b, h, w, 3) per camera. uint8 pixels outside a program; inside, floats.
+        state: (b, s), or None when the policy reads no state.
+        environment_state: (b, e), or None.
+
+    No jaxtyping here: JAX also builds trees of shapes and of gradients with this class.
+    """
+
+    images: tuple[Any, ...] = ()
+    state: Any = None
+    environment_state: Any = None
 
 
 @dataclass(frozen=True)

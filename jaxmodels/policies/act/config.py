@@ -1,0 +1,221 @@
+"""Everything that shapes an ACT policy: every field of LeRobot's configuration, and one more vision backbone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.features import ACTION, ENVIRONMENT_STATE, MODES, STATE, TYPES, Feature, dump_features, parse_features
+from jaxmodels.layers.feed_forward import ACTIVATIONS
+from jaxmodels.layers.resnet import RESNETS
+
+SMALL_CNN = "small_cnn"
+BACKBONES = (*RESNETS, SMALL_CNN)
+
+DEFAULT_NORMALIZATION = (("VISUAL", "MEAN_STD"), ("STATE", "MEAN_STD"), ("ACTION", "MEAN_STD"))
+COUNTS = (
+    "n_obs_steps",
+    "chunk_size",
+    "n_action_steps",
+    "dim_model",
+    "n_heads",
+    "dim_feedforward",
+    "n_encoder_layers",
+    "n_decoder_layers",
+    "latent_dim",
+    "n_vae_encoder_layers",
+)
+
+
+@dataclass(frozen=True)
+class ActConfig:
+    """LeRobot's `ACTConfig`, field by field (lerobot/policies/act/configuration_act.py).
+
+    Differences: features are tuples, because their order is the order of the tokens; `vision_backbone` may also be
+    ``small_cnn`` (jaxmodels/layers/small_cnn.py), which LeRobot does not know.
+
+    Raises:
+        ConfigError: a value makes no sense; all complaints together.
+    """
+
+    type: ClassVar[str] = "act"
+
+    n_obs_steps: int = 1
+    input_features: tuple[Feature, ...] = ()
+    output_features: tuple[Feature, ...] = ()
+    device: str | None = None
+    use_amp: bool = False
+    use_peft: bool = False
+    push_to_hub: bool = True
+    repo_id: str | None = None
+    private: bool | None = None
+    tags: tuple[str, ...] | None = None
+    license: str | None = None
+    pretrained_path: str | None = None
+    chunk_size: int = 100
+    n_action_steps: int = 100
+    normalization_mapping: tuple[tuple[str, str], ...] = DEFAULT_NORMALIZATION
+    vision_backbone: str = "resnet18"
+    pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
+    replace_final_stride_with_dilation: bool = False
+    pre_norm: bool = False
+    dim_model: int = 512
+    n_heads: int = 8
+    dim_feedforward: int = 3200
+    feedforward_activation: str = "relu"
+    n_encoder_layers: int = 4
+    n_decoder_layers: int = 1
+    use_vae: bool = True
+    latent_dim: int = 32
+    n_vae_encoder_layers: int = 4
+    temporal_ensemble_coeff: float | None = None
+    dropout: float = 0.1
+    kl_weight: float = 10.0
+    optimizer_lr: float = 1e-5
+    optimizer_weight_decay: float = 1e-4
+    optimizer_lr_backbone: float = 1e-5
+
+    def __post_init__(self) -> None:
+        wrong = [*self._wrong_numbers(), *self._wrong_features()]
+        if wrong:
+            raise ConfigError("ACT config: " + "; ".join(wrong))
+
+    def _wrong_numbers(self) -> list[str]:
+        wrong = [
+            f"{name} is {getattr(self, name)!r}; wanted an integer of 1 or more"
+            for name in COUNTS
+            if isinstance(getattr(self, name), bool)
+            or not isinstance(getattr(self, name), int)
+            or getattr(self, name) < 1
+        ]
+        if wrong:
+            return wrong
+        if self.n_obs_steps != 1:
+            wrong.append(f"n_obs_steps is {self.n_obs_steps}; ACT looks at 1 step")
+        if self.n_action_steps > self.chunk_size:
+            wrong.append(f"n_action_steps is {self.n_action_steps}, more than chunk_size {self.chunk_size}")
+        if self.temporal_ensemble_coeff is not None and self.n_action_steps != 1:
+            wrong.append(f"n_action_steps is {self.n_action_steps}; with temporal_ensemble_coeff it must be 1")
+        if self.dim_model % self.n_heads:
+            wrong.append(f"dim_model {self.dim_model} is not a multiple of n_heads {self.n_heads}")
+        if self.feedforward_activation not in ACTIVATIONS:
+            wrong.append(f"feedforward_activation is {self.feedforward_activation!r}; known: {', '.join(ACTIVATIONS)}")
+        elif self.dim_feedforward % ACTIVATIONS[self.feedforward_activation][1]:
+            wrong.append(f"dim_feedforward {self.dim_feedforward} cannot be halved by {self.feedforward_activation}")
+        if not 0.0 <= self.dropout < 1.0:
+            wrong.append(f"dropout is {self.dropout}; wanted 0 <= dropout < 1")
+        if self.use_peft:
+            wrong.append("use_peft is true; merge the adapter into the weights first")
+        return wrong
+
+    def _wrong_features(self) -> list[str]:
+        wrong = [
+            f"normalization_mapping has {kind}: {mode}; wanted types {', '.join(TYPES)} and modes {', '.join(MODES)}"
+            for kind, mode in self.normalization_mapping
+            if kind not in TYPES or mode not in MODES
+        ]
+        if not any(feature.name == ACTION and feature.type == "ACTION" for feature in self.output_features):
+            wrong.append(f"output_features has no feature {ACTION!r} of type ACTION")
+        environments = [feature.name for feature in self.input_features if feature.type == "ENV"]
+        if environments not in ([], [ENVIRONMENT_STATE]):
+            wrong.append(f"features of type ENV are {environments}; wanted at most one, {ENVIRONMENT_STATE!r}")
+        if not self.cameras and not environments:
+            wrong.append("input_features has neither an image nor an environment state; ACT needs one of them")
+        if self.cameras:
+            if self.vision_backbone not in BACKBONES:
+                wrong.append(f"vision_backbone is {self.vision_backbone!r}; known: {', '.join(BACKBONES)}")
+            elif self.replace_final_stride_with_dilation and not self._is_bottleneck:
+                wrong.append(
+                    f"replace_final_stride_with_dilation is set, but {self.vision_backbone} has no bottlenecks that "
+                    "could be dilated; set it to false or use resnet50"
+                )
+            if isinstance(self.dim_model, int) and self.dim_model % 4:
+                wrong.append(f"dim_model {self.dim_model} is not a multiple of 4, which image positions need")
+        return wrong
+
+    @property
+    def _is_bottleneck(self) -> bool:
+        return RESNETS.get(self.vision_backbone, (False,))[0]
+
+    @property
+    def cameras(self) -> tuple[Feature, ...]:
+        """Image features in the order of their tokens."""
+        return tuple(feature for feature in self.input_features if feature.type == "VISUAL")
+
+    @property
+    def state(self) -> Feature | None:
+        """The robot's state; like LeRobot, only under its usual name."""
+        return next((f for f in self.input_features if f.type == "STATE" and f.name == STATE), None)
+
+    @property
+    def environment_state(self) -> Feature | None:
+        return next((f for f in self.input_features if f.type == "ENV"), None)
+
+    @property
+    def action(self) -> Feature:
+        return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "ActConfig":
+        """Reads a ``config.json`` that was parsed already.
+
+        Raises:
+            ConfigError: unknown fields, or values that make no sense.
+        """
+        known = {field.name: field for field in fields(cls)}
+        values = {name: value for name, value in values.items() if name != "type"}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"ACT config: unknown fields {', '.join(unknown)}; this reads the fields of LeRobot 0.4.4"
+            )
+        read = dict(values)
+        for name in ("input_features", "output_features"):
+            read[name] = parse_features(name, values.get(name))
+        if "normalization_mapping" in values:
+            mapping = values["normalization_mapping"]
+            if not isinstance(mapping, Mapping):
+                raise ConfigError("ACT config: normalization_mapping is no object of type and mode")
+            read["normalization_mapping"] = tuple((str(kind), str(mode)) for kind, mode in mapping.items())
+        if values.get("tags") is not None:
+            read["tags"] = tuple(str(tag) for tag in values["tags"])
+        for name, value in read.items():
+            read[name] = _typed(name, str(known[name].type), value)
+        return cls(**read)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as LeRobot writes them, ``type`` first."""
+        values: dict[str, Any] = {"type": self.type}
+        values |= {field.name: getattr(self, field.name) for field in fields(self)}
+        values["input_features"] = dump_features(self.input_features)
+        values["output_features"] = dump_features(self.output_features)
+        values["normalization_mapping"] = dict(self.normalization_mapping)
+        values["tags"] = None if self.tags is None else list(self.tags)
+        return values
+
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
+    {
+        "int": int,
+        "bool": bool,
+        "str": str,
+        "float": (int, float),
+        "str | None": (str, type(None)),
+        "bool | None": (bool, type(None)),
+        "float | None": (int, float, type(None)),
+    }
+)
+
+
+def _typed(name: str, declared: str, value: Any) -> Any:
+    """Checks a JSON value against the declared type of its field; LeRobot declares a flag as an integer."""
+    if name == "replace_final_stride_with_dilation" and value in (0, 1):
+        return bool(value)
+    kind = _KINDS.get(declared.removeprefix("<class '").removesuffix("'>"))
+    if kind is None:
+        return value
+    is_number_flag = isinstance(value, bool) and kind not in (bool, (bool, type(None)))
+    if is_number_flag or not isinstance(value, kind):
+        raise ConfigError(f"ACT config: {name} is {value!r}; wanted {declared}")
+    return float(value) if declared.startswith("float") and value is not None else value
