@@ -18,7 +18,7 @@ def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) 
     Raises:
         InvalidRequest: a name cannot stand in a URL, or two rooms would get the same id.
     """
-    workspace = uuid.uuid4().hex if workspace_id is None else workspace_id
+    workspace = str(uuid.uuid4()) if workspace_id is None else workspace_id
     named = (("session_id", session_id), ("workspace_id", workspace), *(("camera name", name) for name in cameras))
     bad = [f"{what} {name!r}" for what, name in named if not _NAME.fullmatch(name) or set(name) == {"."}]
     if bad:

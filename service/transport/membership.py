@@ -1,0 +1,250 @@
+"""One joined socket of one room, from its join to its loss."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+
+import aiohttp
+
+from service.errors import TransportError
+from service.transport.address import Kind
+from service.transport.messages import Error, Heartbeat, HeartbeatAck, Join, Joined, Message, Role, VideoError
+from service.transport.rest import RoomsApi, explain
+from service.transport.wire import MAX_FRAME_BYTES, WireError, build, parse
+
+# Bytes that may wait in this process, and in the kernel, before a command is refused: what waits would
+# reach the robot late and in a burst. A command of six joints is about 350 bytes.
+SEND_LIMIT = 4096
+KERNEL_LIMIT = 16384
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things may take, in seconds.
+
+    Attributes:
+        join: from opening a socket to ``joined``.
+        request: one REST call.
+        heartbeat: between heartbeats, and between looks at who is in the room.
+        missed: heartbeats without an answer in a row that mean the link is lost.
+        retry_first: the first wait before joining again (doubled each time, with full jitter).
+        retry_longest: the longest such wait.
+        leave: for the closing handshake, and again for removing the rooms.
+    """
+
+    join: float = 5.0
+    request: float = 5.0
+    heartbeat: float = 5.0
+    missed: int = 2
+    retry_first: float = 0.25
+    retry_longest: float = 10.0
+    leave: float = 1.0
+
+
+class JoinRefused(TransportError):
+    """The room is unknown, has another producer, or has this participant already; the wire does not say which."""
+
+
+class Membership:
+    """A participant in a room: a joined WebSocket with its heartbeat.
+
+    Attributes:
+        participant_id: ours, fresh for this socket.
+        rtt: seconds from the last heartbeat to its answer, None before the first.
+        sent, refused, received, malformed: counts of messages.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, participant_id: str, pace: Pace):
+        self.participant_id = participant_id
+        self.rtt: float | None = None
+        self.sent = self.refused = self.received = self.malformed = 0
+        self._socket = socket
+        self._pace = pace
+        self._transport = _write_transport(socket)
+        self._outbox: asyncio.Queue[str] = asyncio.Queue(maxsize=16)
+        self._early: list[tuple[Message, float]] = []
+        self._dropped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._beat_at = self._acked_at = time.monotonic()
+
+    @classmethod
+    async def join(
+        cls, api: RoomsApi, kind: Kind, workspace: str, room: str, participant_id: str, role: Role, pace: Pace
+    ) -> "Membership":
+        """Open the socket and join.
+
+        Raises:
+            JoinRefused: the server answered with an error.
+            TransportError: it could not be reached, said nothing in time, or closed the socket.
+        """
+        url = api.address.socket(kind, workspace, room)
+        what = f"joining {url} as {role}"
+        opened: aiohttp.ClientWebSocketResponse | None = None
+        try:
+            async with asyncio.timeout(pace.join):
+                closing = aiohttp.ClientWSTimeout(ws_close=pace.leave)  # pyright: ignore[reportCallIssue]
+                opened = await api.session.ws_connect(url, max_msg_size=MAX_FRAME_BYTES, timeout=closing)
+                membership = cls(opened, participant_id, pace)
+                await opened.send_str(build(Join(participant_id, role)))
+                await membership._wait_joined(what)
+                return membership
+        except BaseException as error:
+            if opened is not None:
+                _abort(opened)
+                await opened.close()
+            if isinstance(error, aiohttp.ClientError | OSError | TimeoutError):
+                raise explain(error, what, api.address.base) from error
+            raise
+
+    async def _wait_joined(self, what: str) -> None:
+        while True:
+            frame = await self._socket.receive()
+            if frame.type is not aiohttp.WSMsgType.TEXT:
+                raise TransportError(f"{what}: the socket was closed before 'joined' ({_ending(frame, self._socket)})")
+            message = self._parse(frame.data)
+            if isinstance(message, Joined):
+                return
+            if isinstance(message, Error | VideoError):
+                raise JoinRefused(
+                    f"{what}: refused with {message.message!r}; the room is unknown there, "
+                    "or it has another producer already"
+                )
+            if message is not None:
+                self._early.append((message, time.monotonic()))
+
+    def send(self, message: Message) -> bool:
+        """Hand one message to the socket without waiting; False when it was not taken."""
+        if (
+            self._dropped.done()
+            or self._outbox.full()
+            or self._transport.is_closing()
+            or self._transport.get_write_buffer_size() > SEND_LIMIT
+        ):
+            self.refused += 1
+            return False
+        self._outbox.put_nowait(build(message))
+        self.sent += 1
+        return True
+
+    def drop(self, reason: str) -> None:
+        """End ``serve`` from outside."""
+        if not self._dropped.done():
+            self._dropped.set_result(reason)
+
+    async def serve(
+        self,
+        received: Callable[[Message, float], None],
+        check: Callable[[], Awaitable[str | None]],
+    ) -> str:
+        """Deliver messages until the socket is lost, and return why.
+
+        Args:
+            received: takes each message and the monotonic time it was read.
+            check: asked at once and then with every heartbeat; returns why the membership is worthless, or None.
+        """
+        for message, seen_at in self._early:
+            received(message, seen_at)
+        self._early.clear()
+        return await _first(
+            self._read(received), self._write(), self._beat(), self._watch(check), self._until_dropped()
+        )
+
+    async def leave(self, at_once: bool = False) -> None:
+        """Close the socket; ``at_once`` also throws away what waits to be sent, as it would come late."""
+        self.drop("left")
+        if at_once:
+            _abort(self._socket)
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            await self._socket.close()
+
+    async def _read(self, received: Callable[[Message, float], None]) -> str:
+        while True:
+            frame = await self._socket.receive()
+            now = time.monotonic()
+            if frame.type is aiohttp.WSMsgType.BINARY:
+                self.malformed += 1
+                continue
+            if frame.type is not aiohttp.WSMsgType.TEXT:
+                return f"the socket was closed ({_ending(frame, self._socket)})"
+            message = self._parse(frame.data)
+            if isinstance(message, HeartbeatAck):
+                self._acked_at = now
+                self.rtt = now - self._beat_at
+            elif message is not None:
+                received(message, now)
+
+    async def _write(self) -> str:
+        while True:
+            text = await self._outbox.get()
+            try:
+                await self._socket.send_str(text)
+            except (aiohttp.ClientError, OSError) as error:
+                return f"sending failed ({error})"
+
+    async def _beat(self) -> str:
+        patience = (self._pace.missed + 0.1) * self._pace.heartbeat
+        while True:
+            self._beat_at = time.monotonic()
+            self.send(Heartbeat())
+            next_beat = self._beat_at + self._pace.heartbeat
+            while (now := time.monotonic()) < next_beat:
+                if now >= self._acked_at + patience:
+                    return f"no answer to a heartbeat for {now - self._acked_at:.1f} s"
+                await asyncio.sleep(min(next_beat, self._acked_at + patience) - now)
+
+    async def _watch(self, check: Callable[[], Awaitable[str | None]]) -> str:
+        while True:
+            reason = await check()
+            if reason is not None:
+                return reason
+            await asyncio.sleep(self._pace.heartbeat)
+
+    async def _until_dropped(self) -> str:
+        return await asyncio.shield(self._dropped)
+
+    def _parse(self, text: str) -> Message | None:
+        try:
+            message = parse(text)
+        except WireError:
+            self.malformed += 1
+            return None
+        self.received += 1
+        return message
+
+
+async def _first(*waiting: Coroutine[None, None, str]) -> str:
+    """The result of whichever ends first; the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(each) for each in waiting]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _write_transport(opened: aiohttp.ClientWebSocketResponse) -> asyncio.WriteTransport:
+    """The transport under an open WebSocket, with a small kernel buffer.
+
+    aiohttp offers no public way to see how much waits to be sent; its ``get_extra_info`` reads this same attribute.
+    """
+    connection = opened._response.connection
+    if connection is None or connection.transport is None:
+        raise TransportError("the socket was closed while it was being opened")
+    raw = connection.transport.get_extra_info("socket")
+    if raw is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_LIMIT)
+    return connection.transport
+
+
+def _abort(opened: aiohttp.ClientWebSocketResponse) -> None:
+    connection = opened._response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+
+
+def _ending(frame: aiohttp.WSMessage, opened: aiohttp.ClientWebSocketResponse) -> str:
+    return str(frame.data) if frame.type is aiohttp.WSMsgType.ERROR else f"code {opened.close_code}"

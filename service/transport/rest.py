@@ -1,0 +1,155 @@
+"""The REST half of the wire, as a client: rooms made, looked at and removed, and signals posted."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from service.errors import TransportError
+from service.transport.address import Address, Kind
+from service.transport.wire import MAX_FRAME_BYTES, is_finite
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Who is in a room now, by participant id."""
+
+    producer: str | None
+    consumers: frozenset[str]
+
+    def __contains__(self, participant_id: object) -> bool:
+        return participant_id == self.producer or participant_id in self.consumers
+
+
+async def refuse_redirects(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """An aiohttp middleware: whoever gave us the URL decided where we go, not the server behind it."""
+    response = await handler(request)
+    if response.status in (301, 302, 303, 307, 308):
+        response.close()
+        raise TransportError(
+            f"{request.method} {request.url} answered {response.status}, a redirect, which is not followed; "
+            "use the final address as transport_server_url"
+        )
+    return response
+
+
+@asynccontextmanager
+async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
+    """One aiohttp session for one link: no proxies from the environment, no cookies, no redirects."""
+    async with aiohttp.ClientSession(
+        trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), middlewares=(refuse_redirects,)
+    ) as session:
+        yield session
+
+
+def explain(error: Exception, what: str, base: str) -> TransportError:
+    """A network failure in words: what was asked, what happened, what to do next."""
+    if isinstance(error, TransportError):
+        return error
+    if isinstance(error, TimeoutError):
+        return TransportError(f"{what}: no answer in time; check that {base} is reachable and not overloaded")
+    if isinstance(error, aiohttp.ClientSSLError):
+        return TransportError(f"{what}: TLS failed ({error}); check the certificate, or use http:// for a local server")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return TransportError(
+            f"{what}: cannot connect ({error.strerror or error}); is a transport server running at {base}? "
+            "Start one with 'robojax transport', or correct transport_server_url"
+        )
+    if isinstance(error, aiohttp.WSServerHandshakeError):
+        return TransportError(
+            f"{what}: answered {error.status} instead of a WebSocket; "
+            f"check the base path of {base} (the public images have the API under /api)"
+        )
+    return TransportError(f"{what}: {type(error).__name__} {error}".rstrip() + f"; check that {base} is healthy")
+
+
+class RoomsApi:
+    """The REST calls of one transport server; every failure is a ``TransportError`` that says what to do."""
+
+    def __init__(self, session: aiohttp.ClientSession, address: Address, timeout: float = 5.0):
+        self.session = session
+        self.address = address
+        self.timeout = timeout
+
+    async def create(self, kind: Kind, workspace: str, room: str) -> None:
+        """Make a room. A room of this id that exists already is replaced by the server, so look first."""
+        await self._call("POST", self.address.rooms(kind, workspace), {"room_id": room})
+
+    async def look(self, kind: Kind, workspace: str, room: str) -> Presence | None:
+        """Who is in a room; None when the server does not know the room."""
+        url = self.address.room(kind, workspace, room)
+        answer = await self._call("GET", url, missing_is_none=True)
+        if answer is None:
+            return None
+        try:
+            participants = answer["room"]["participants"]
+            producer, consumers = participants["producer"], participants["consumers"]
+        except (KeyError, TypeError) as error:
+            raise TransportError(
+                f"GET {url}: the answer lacks room.participants; is this a RobotHub server?"
+            ) from error
+        if not isinstance(producer, str | None) or not isinstance(consumers, list):
+            raise TransportError(f"GET {url}: room.participants has a wrong form; is this a RobotHub server?")
+        return Presence(producer, frozenset(entry for entry in consumers if isinstance(entry, str)))
+
+    async def joints(self, workspace: str, room: str) -> dict[str, float]:
+        """Every joint a robotics room has seen; entries that are no finite numbers are left out."""
+        url = f"{self.address.room(Kind.ROBOTICS, workspace, room)}/state"
+        answer = await self._call("GET", url)
+        try:
+            joints = dict(answer["state"]["joints"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransportError(f"GET {url}: no state.joints; is this a RobotHub server?") from error
+        return {str(name): float(value) for name, value in joints.items() if is_finite(value)}
+
+    async def delete(self, kind: Kind, workspace: str, room: str) -> bool:
+        """Remove a room; False when the server did not know it any more."""
+        url = self.address.room(kind, workspace, room)
+        return await self._call("DELETE", url, missing_is_none=True) is not None
+
+    async def signal(self, workspace: str, room: str, sender: str, message: Mapping[str, object]) -> None:
+        """Post one WebRTC signal (offer, answer or ice) for the server to relay."""
+        url = f"{self.address.room(Kind.VIDEO, workspace, room)}/webrtc/signal"
+        await self._call("POST", url, {"client_id": sender, "message": message})
+
+    async def _call(self, method: str, url: str, body: object = None, missing_is_none: bool = False) -> Any:
+        what = f"{method} {url}"
+        try:
+            async with asyncio.timeout(self.timeout), self.session.request(method, url, json=body) as response:
+                text = bytearray()
+                async for piece in response.content.iter_chunked(1 << 16):
+                    text += piece
+                    if len(text) > MAX_FRAME_BYTES:
+                        raise TransportError(
+                            f"{what}: the answer is over {MAX_FRAME_BYTES} bytes; is this a RobotHub server?"
+                        )
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise explain(error, what, self.address.base) from error
+        if response.status == 404 and missing_is_none and b"Room not found" in text:
+            return None
+        if response.status >= 400:
+            hint = (
+                f"no RobotHub API under {self.address.base}; is its base path right (often /api)?"
+                if response.status in (404, 405)
+                else f"see the log of the server at {self.address.base}"
+            )
+            raise TransportError(f"{what}: answered {response.status}; {hint}")
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise TransportError(
+                f"{what}: answered {response.content_type} where JSON was wanted; "
+                f"{self.address.base} is probably a web page, its API is often under /api"
+            ) from error
+        if not isinstance(answer, dict):
+            raise TransportError(f"{what}: answered a JSON {type(answer).__name__} where an object was wanted")
+        return answer
