@@ -144,7 +144,7 @@ class StreamStarted:
     """A producer's camera runs."""
 
     type: ClassVar[str] = "stream_started"
-    config: Json | None = None
+    config: Json
     participant_id: str | None = None
     timestamp: str | None = None
 

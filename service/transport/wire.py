@@ -25,16 +25,21 @@ class WireError(TransportError):
 
     Attributes:
         type: the message's ``type`` when it could be read, else None.
+        position: where in the text JSON ended to be JSON, when that is what is wrong.
     """
 
-    def __init__(self, text: str, type: str | None = None):
+    def __init__(self, text: str, type: str | None = None, position: int = 0):
         super().__init__(text)
         self.type = type
+        self.position = position
 
 
 # Fields that stand on the wire as null; every other None is left out.
 _NULLS: dict[str, frozenset[str]] = {
     "error": frozenset({"code"}),
+    "recovery_triggered": frozenset({"policy"}),
+    "status_update": frozenset({"data"}),
+    "stream_stopped": frozenset({"reason"}),
     "webrtc_ice": frozenset({"from_producer", "from_consumer"}),
 }
 
@@ -111,6 +116,15 @@ def is_finite(value: object) -> bool:
         return False
 
 
+def decode(raw: str | bytes) -> Any:
+    """Any JSON value. Numbers may be infinite or NaN: whoever uses them checks.
+
+    Raises:
+        WireError: too long, not UTF-8, not JSON, or nested too deep.
+    """
+    return _decode(raw, float)
+
+
 def _object(raw: str | bytes) -> tuple[Json, bool]:
     """The JSON object, and whether all its numbers are finite (``1e999`` is not)."""
     endless: list[str] = []
@@ -121,15 +135,19 @@ def _object(raw: str | bytes) -> tuple[Json, bool]:
             endless.append(text)
         return value
 
-    if len(raw) > MAX_FRAME_BYTES:
-        raise WireError(f"frame of {len(raw)} bytes; the limit is {MAX_FRAME_BYTES}")
-    try:
-        found = json.loads(raw, parse_float=number, parse_constant=endless.append)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise WireError(f"frame is not JSON: {type(error).__name__}") from error
+    found = _decode(raw, number)
     if not isinstance(found, dict):
         raise WireError(f"frame is a JSON {type(found).__name__}; an object was wanted")
     return found, not endless
+
+
+def _decode(raw: str | bytes, number: Callable[[str], float]) -> Any:
+    if len(raw) > MAX_FRAME_BYTES:
+        raise WireError(f"{len(raw)} bytes; the limit is {MAX_FRAME_BYTES}")
+    try:
+        return json.loads(raw, parse_float=number, parse_constant=number)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise WireError(f"not JSON: {type(error).__name__}", position=getattr(error, "pos", 0)) from error
 
 
 # A check takes one field's value (None when it is missing) and returns it, or raises ValueError("what was wanted").
@@ -199,6 +217,10 @@ def _any(value: Any) -> Any:
     return value
 
 
+def _or_empty(value: Any) -> Json:
+    return {} if value is None else _mapping(value)
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
@@ -226,7 +248,7 @@ _FORMS: dict[str, tuple[Callable[..., Message], Mapping[str, Check]]] = {
     "participant_left": (messages.ParticipantLeft, _PRESENCE),
     "stream_started": (
         messages.StreamStarted,
-        {"config": _or_none(_mapping), "participant_id": _or_none(_text), **_STAMP},
+        {"config": _or_empty, "participant_id": _or_none(_text), **_STAMP},
     ),
     "stream_stopped": (
         messages.StreamStopped,
@@ -234,7 +256,7 @@ _FORMS: dict[str, tuple[Callable[..., Message], Mapping[str, Check]]] = {
     ),
     "video_config_update": (
         messages.VideoConfigUpdate,
-        {"config": _mapping, "source": _or_none(_text), **_STAMP},
+        {"config": _or_empty, "source": _or_none(_text), **_STAMP},
     ),
     "status_update": (messages.StatusUpdate, {"status": _any, "data": _any, **_STAMP}),
     "stream_stats": (messages.StreamStats, {"stats": _any, **_STAMP}),

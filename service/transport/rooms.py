@@ -1,0 +1,280 @@
+"""Who is in which room and who gets which message: a synchronous table that takes ``now`` and returns effects.
+
+A connection is whatever its owner uses to reach one socket; the table only hands it back inside effects.
+``is_odd`` reproduces what the reference server does by accident: participant ids are global keys, a refused
+duplicate or a late close evicts whoever holds the id now, making a room again replaces it under its sockets,
+deleting it tells nobody, and ``max_consumers`` is never enforced. Without it each of these is safe.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from service.transport import messages
+from service.transport.address import Kind
+from service.transport.bodies import VideoConfig
+from service.transport.messages import Join, Message, Role
+
+Connection = Hashable
+
+
+class UnknownRoom(LookupError):
+    """There is no such room."""
+
+
+class TooManyRooms(Exception):
+    """The table is full; the message says how full."""
+
+
+class Place(NamedTuple):
+    """Where a room is; rooms of the two services never meet, even with equal ids."""
+
+    kind: Kind
+    workspace: str
+    room: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one table holds before it refuses: rooms, participants in all rooms, joint names per room."""
+
+    rooms: int = 1024
+    participants: int = 1024
+    joints: int = 1024
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One participant: its connection, and what it said in its join."""
+
+    connection: Connection
+    place: Place
+    id: str
+    role: Role
+
+
+@dataclass
+class Room:
+    """One room. Times are monotonic seconds; ``joints`` hold the last value of every name, for ever."""
+
+    place: Place
+    made_at: float
+    touched_at: float
+    config: VideoConfig = field(default_factory=VideoConfig)
+    consumer_limit: int | None = None
+    producer: str | None = None
+    consumers: list[str] = field(default_factory=list)
+    joints: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Send:
+    """Put one message on these connections."""
+
+    to: tuple[Connection, ...]
+    message: Message
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close these connections once what was sent before is written."""
+
+    to: tuple[Connection, ...]
+    reason: str
+
+
+Effects = list[Send | Close]
+
+
+class RoomTable:
+    """All rooms of one transport server, of both services."""
+
+    def __init__(self, limits: Limits | None = None, is_odd: bool = False):
+        self.limits = limits or Limits()
+        self.is_odd = is_odd
+        self.rooms: dict[Place, Room] = {}
+        self._seats: dict[Connection, Seat] = {}
+        self._book: dict[Hashable, Seat] = {}  # who answers to a participant id
+
+    # Rooms.
+
+    def get(self, place: Place) -> Room:
+        """One room.
+
+        Raises:
+            UnknownRoom: there is none there.
+        """
+        if place not in self.rooms:
+            raise UnknownRoom(f"no {place.kind} room {place.room!r} in workspace {place.workspace!r}")
+        return self.rooms[place]
+
+    def create(
+        self, place: Place, now: float, config: VideoConfig | None = None, consumer_limit: int | None = None
+    ) -> Room:
+        """Make a room. One that exists is made anew when it is empty and left as it is when somebody is in it,
+        so that two clients which both make sure of their room cannot throw each other out.
+
+        Raises:
+            TooManyRooms: the limit is reached.
+        """
+        known = self.rooms.get(place)
+        if known is None and len(self.rooms) >= self.limits.rooms:
+            raise TooManyRooms(f"{len(self.rooms)} rooms exist, the limit; delete some or wait for idle ones to go")
+        if known is not None and not self.is_odd and self.is_occupied(place):
+            known.touched_at = now
+            return known
+        room = Room(place, now, now, config or VideoConfig(), consumer_limit)
+        self.rooms[place] = room
+        return room
+
+    def delete(self, place: Place) -> Effects:
+        """Remove a room; everybody in it is shown out.
+
+        Raises:
+            UnknownRoom: there is none there.
+        """
+        self.get(place)
+        del self.rooms[place]
+        if self.is_odd:
+            return []
+        seats = [seat for seat in self._seats.values() if seat.place == place]
+        for seat in seats:
+            del self._seats[seat.connection]
+            del self._book[self._key(seat)]
+        return [Close(_connections(seats), "room deleted")] if seats else []
+
+    def clean(self, now: float, idle: float) -> list[Place]:
+        """Remove the rooms that nobody is in and nothing touched for more than ``idle`` seconds."""
+        gone = [
+            place for place, room in self.rooms.items() if now - room.touched_at > idle and not self.is_occupied(place)
+        ]
+        for place in gone:
+            del self.rooms[place]
+        return gone
+
+    def is_occupied(self, place: Place) -> bool:
+        """Whether anybody is connected to this room."""
+        return any(seat.place == place for seat in self._book.values())
+
+    def connections(self, kind: Kind) -> int:
+        """How many participants one service has."""
+        return sum(seat.place.kind is kind for seat in self._book.values())
+
+    # Participants.
+
+    def join(self, connection: Connection, place: Place, join: Join, now: float) -> Effects:
+        """Answer the first frame of a connection: in, or refused and closed."""
+        seat = Seat(connection, place, join.participant_id, join.role)
+        room = self.rooms.get(place)
+        if room is None or not self._has_space(room, seat):
+            return [
+                Send((connection,), _refusal(place.kind)),
+                *(self._vacate(seat) if self.is_odd else []),
+                Close((connection,), "join refused"),
+            ]
+        if seat.role is Role.PRODUCER:
+            room.producer = seat.id
+        else:
+            room.consumers.append(seat.id)
+        room.touched_at = now
+        self._seats[connection] = self._book[self._key(seat)] = seat
+        if place.kind is Kind.VIDEO:
+            came = messages.ParticipantJoined(place.room, seat.id, seat.role)
+            return [
+                Send((connection,), messages.Joined(place.room, seat.role)),
+                *send(self.others(room, seat), came),
+            ]
+        joined = Send((connection,), messages.Joined(place.room, seat.role, place.workspace))
+        if seat.role is Role.CONSUMER:
+            return [Send((connection,), messages.StateSync(dict(room.joints))), joined]
+        return [joined]
+
+    def leave(self, connection: Connection) -> Effects:
+        """The connection is gone, for whatever reason; of one that never joined nothing follows."""
+        seat = self._seats.pop(connection, None)
+        return [] if seat is None else self._vacate(seat)
+
+    def seat(self, connection: Connection) -> Seat | None:
+        """Where this connection sits; None before its join and after it was shown out."""
+        return self._seats.get(connection)
+
+    def claimed(self, place: Place, participant_id: str) -> Seat | None:
+        """Who a REST caller claims to be: the producer or a consumer of this room, or nobody."""
+        room = self.rooms.get(place)
+        if room is None:
+            return None
+        if room.producer == participant_id:
+            return self.find(place, Role.PRODUCER, participant_id)
+        return self.find(place, Role.CONSUMER, participant_id) if participant_id in room.consumers else None
+
+    def find(self, place: Place, role: Role, participant_id: str) -> Seat | None:
+        """Who a message for this id goes to."""
+        return self._book.get(self._key(Seat(None, place, participant_id, role)))
+
+    # Who is who.
+
+    def _key(self, seat: Seat) -> Hashable:
+        return (seat.place.kind, seat.id) if self.is_odd else (seat.place, seat.role, seat.id)
+
+    def _has_space(self, room: Room, seat: Seat) -> bool:
+        if len(self._seats) >= self.limits.participants:
+            return False
+        if seat.role is Role.PRODUCER:
+            return room.producer is None
+        limit = None if self.is_odd else room.consumer_limit
+        return seat.id not in room.consumers and (limit is None or len(room.consumers) < limit)
+
+    def _vacate(self, seat: Seat) -> Effects:
+        """Free the place of whoever answers to this seat's id: the seat itself, or, being odd, whoever does now."""
+        holder = self._book.get(self._key(seat))
+        if holder is None or not (self.is_odd or holder is seat):
+            return []
+        del self._book[self._key(seat)]
+        room = self.rooms.get(holder.place)
+        if room is None:
+            return []
+        if holder.role is Role.PRODUCER and room.producer == holder.id:
+            room.producer = None
+        elif holder.role is Role.CONSUMER and holder.id in room.consumers:
+            room.consumers.remove(holder.id)
+        else:
+            return []
+        if room.place.kind is Kind.ROBOTICS:
+            return []
+        left = messages.ParticipantLeft(room.place.room, holder.id, holder.role)
+        return send(self.others(room, holder), left)
+
+    def consumers(self, room: Room | None) -> list[Seat]:
+        """The consumers of a room, in the order they came; of no room, nobody."""
+        if room is None:
+            return []
+        found = (self.find(room.place, Role.CONSUMER, name) for name in room.consumers)
+        return [seat for seat in found if seat is not None]
+
+    def everybody(self, room: Room | None) -> list[Seat]:
+        """The producer, then the consumers."""
+        producer = self.find(room.place, Role.PRODUCER, room.producer) if room and room.producer is not None else None
+        return [*([] if producer is None else [producer]), *self.consumers(room)]
+
+    def others(self, room: Room | None, but: Seat) -> list[Seat]:
+        """Everybody but one."""
+        return [seat for seat in self.everybody(room) if (seat.role, seat.id) != (but.role, but.id)]
+
+    def reply(self, seat: Seat, message: Message) -> Effects:
+        """A message to the sender; being odd, to whoever answers to the sender's id now."""
+        to = self._book.get(self._key(seat)) if self.is_odd else seat
+        return [] if to is None else [Send((to.connection,), message)]
+
+
+def send(seats: Iterable[Seat], message: Message) -> Effects:
+    """One message to these participants; nothing when there are none."""
+    to = _connections(seats)
+    return [Send(to, message)] if to else []
+
+
+def _connections(seats: Iterable[Seat]) -> tuple[Connection, ...]:
+    return tuple(seat.connection for seat in seats)
+
+
+def _refusal(kind: Kind) -> Message:
+    return messages.JoinRefused() if kind is Kind.ROBOTICS else messages.VideoError("Cannot join room")
