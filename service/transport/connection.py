@@ -40,7 +40,7 @@ def retry_delay(attempt: int, pace: Pace) -> float:
 class RoomConnection:
     """Joins one room, and joins it again, with a fresh participant id, each time the membership is lost.
 
-    ``open`` joins the first time and raises; ``run`` keeps the connection after that until it is cancelled.
+    ``open`` joins the first time and raises; ``run`` keeps the connection until cancelled; then comes ``close``.
 
     Args:
         who: what our participant ids begin with.
@@ -107,22 +107,24 @@ class RoomConnection:
     async def run(self) -> None:
         """Deliver what comes, and join again when the room is lost, until cancelled."""
         attempt = 0
-        try:
-            while True:
-                if self._membership is not None:
-                    reason = await self._membership.serve(self._listener.received, self._check)
-                    attempt = 0 if self._membership.rtt is not None else attempt
-                    await self._forget(reason)
-                await asyncio.sleep(retry_delay(attempt, self._pace))
-                attempt += 1
-                try:
-                    await self.open()
-                    self._reconnects += 1
-                except TransportError as error:
-                    self._last_error = str(error)
-        finally:
+        while True:
             if self._membership is not None:
-                await self._membership.leave()
+                reason = await self._membership.serve(self._listener.received, self._check)
+                attempt = 0 if self._membership.rtt is not None else attempt
+                await self._forget(reason)
+            await asyncio.sleep(retry_delay(attempt, self._pace))
+            attempt += 1
+            try:
+                await self.open()
+                self._reconnects += 1
+            except TransportError as error:
+                self._last_error = str(error)
+
+    async def close(self) -> None:
+        """Leave the room, when we are in it."""
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            await membership.leave()
 
     def health(self) -> Mapping[str, object]:
         """Plain figures for a status page."""

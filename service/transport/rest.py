@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from service.errors import TransportError
 from service.transport.address import Address, Kind
 from service.transport.wire import MAX_FRAME_BYTES, is_finite
 
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

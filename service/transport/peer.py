@@ -1,0 +1,203 @@
+"""One WebRTC peer connection and the signals that make it, for the side that answers and the side that offers."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from aiortc import (
+    MediaStreamTrack,
+    RTCConfiguration,
+    RTCIceServer,
+    RTCPeerConnection,
+    RTCSessionDescription,
+)
+from aiortc.sdp import candidate_from_sdp
+
+from service.transport.camera import CameraTrack, fit_encoder, vp8
+from service.transport.video import Screen
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT = 2.0
+
+
+class BadSignal(Exception):
+    """An offer, an answer or a candidate that cannot be used."""
+
+
+class Peer:
+    """A peer connection with its late candidates; ``answering`` and ``offering`` make one.
+
+    Attributes:
+        connected_at: when it connected (monotonic), None before.
+        has_video: whether the other side offered, or took, a video stream.
+    """
+
+    def __init__(self, ice_servers: Sequence[str]):
+        servers = [RTCIceServer(urls=url) for url in ice_servers]
+        self._pc = RTCPeerConnection(RTCConfiguration(iceServers=servers))
+        self._adding: set[asyncio.Task[None]] = set()
+        self.made_at = time.monotonic()
+        self.connected_at: float | None = None
+        self.has_video = False
+        self.changed = asyncio.Event()
+        self._pc.on("connectionstatechange", self._state_changed)
+
+    @property
+    def state(self) -> str:
+        """new, connecting, connected, failed or closed."""
+        return self._pc.connectionState
+
+    async def answer(self, offer: str, screen: Screen) -> str:
+        """Take an offer, show its first video stream on ``screen``, and return the answer's SDP with all candidates.
+
+        Raises:
+            BadSignal: the offer cannot be used.
+        """
+
+        def receive(track: MediaStreamTrack) -> None:
+            for transceiver in self._pc.getTransceivers():
+                if transceiver.receiver.track is track and track.kind == "video" and not self.has_video:
+                    screen.fit(transceiver.receiver)
+                    self.has_video = True
+                elif transceiver.receiver.track is track:
+                    transceiver.direction = "inactive"
+
+        self._pc.on("track", receive)
+        plain, named = split_mdns(offer)
+        await self._take(RTCSessionDescription(plain, "offer"))
+        await self._pc.setLocalDescription()
+        self.add_all(named)
+        return self._description()
+
+    async def offer(self, track: CameraTrack) -> str:
+        """Send ``track``, and return the offer's SDP with all candidates.
+
+        Raises:
+            BadSignal: there is no address to offer.
+        """
+        transceiver = self._pc.addTransceiver(track, direction="sendonly")
+        transceiver.setCodecPreferences(vp8())
+        fit_encoder(transceiver.sender, track)
+        self.has_video = True
+        await self._pc.setLocalDescription()
+        return self._description()
+
+    async def accept(self, answer: str) -> None:
+        """Take the answer to our offer.
+
+        Raises:
+            BadSignal: it cannot be used.
+        """
+        if self._pc.signalingState != "have-local-offer":
+            raise BadSignal(f"an answer came while the connection was {self._pc.signalingState}")
+        plain, named = split_mdns(answer)
+        await self._take(RTCSessionDescription(plain, "answer"))
+        self.add_all(named)
+
+    def add_all(self, candidates: Iterable[Mapping[str, Any]]) -> None:
+        """Add trickled candidates, each in its own time: an mDNS name takes up to a second to resolve."""
+        for candidate in candidates:
+            task = asyncio.ensure_future(self._add(candidate))
+            self._adding.add(task)
+            task.add_done_callback(self._adding.discard)
+
+    async def close(self) -> None:
+        """Close the connection and everything that still waits for it."""
+        for task in self._adding:
+            task.cancel()
+        await asyncio.gather(*self._adding, return_exceptions=True)
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await self._pc.close()
+        except TimeoutError:
+            log.warning("a peer connection did not close within %s s", CLOSE_TIMEOUT)
+
+    def _description(self) -> str:
+        # Only after setLocalDescription does it hold our candidates; what createOffer and createAnswer return has none.
+        sdp = self._pc.localDescription.sdp
+        if self.has_video and "a=candidate:" not in sdp:
+            raise BadSignal("this machine has no network address but loopback, which WebRTC leaves out; bring one up")
+        return sdp
+
+    async def _take(self, description: RTCSessionDescription) -> None:
+        try:
+            await self._pc.setRemoteDescription(description)
+        except Exception as error:
+            # aiortc parses SDP with asserts, indexing and int(): a stranger's text can raise nearly anything.
+            raise BadSignal(f"unusable {description.type} ({type(error).__name__}: {error})") from error
+
+    async def _add(self, candidate: Mapping[str, Any]) -> None:
+        text = candidate.get("candidate")
+        if not isinstance(text, str) or not text.strip():
+            return  # the browser's end of candidates
+        try:
+            parsed = candidate_from_sdp(text.removeprefix("a=").removeprefix("candidate:"))
+            mid, index = candidate.get("sdpMid"), candidate.get("sdpMLineIndex")
+            parsed.sdpMid = mid if isinstance(mid, str) else None
+            parsed.sdpMLineIndex = index if isinstance(index, int) else 0 if parsed.sdpMid is None else None
+            await self._pc.addIceCandidate(parsed)
+        except Exception as error:
+            # As above; and one bad candidate, or a host without multicast for mDNS, leaves the other candidates.
+            log.info("candidate %r not used: %s: %s", text, type(error).__name__, error)
+
+    def _state_changed(self) -> None:
+        if self.state == "connected" and self.connected_at is None:
+            self.connected_at = time.monotonic()
+        self.changed.set()
+
+
+class EarlyCandidates:
+    """Candidates by sender, kept because they come by another way than the offer and may be there before it.
+
+    They are never cleared by an offer. A new offer of the same sender takes those of its own generation
+    (``usernameFragment``) and those that do not say; a candidate of an older generation does no harm.
+    """
+
+    def __init__(self, senders: int = 16, each: int = 64):
+        self._senders = senders
+        self._each = each
+        self._kept: dict[str, deque[Mapping[str, Any]]] = {}
+
+    def keep(self, sender: str, candidate: Mapping[str, Any]) -> None:
+        """Remember one; the oldest go when there are too many."""
+        kept = self._kept.pop(sender, None) or deque(maxlen=self._each)
+        kept.append(candidate)
+        self._kept[sender] = kept
+        while len(self._kept) > self._senders:
+            del self._kept[next(iter(self._kept))]
+
+    def forget(self, sender: str) -> None:
+        """The sender left."""
+        self._kept.pop(sender, None)
+
+    def fitting(self, sender: str, sdp: str) -> list[Mapping[str, Any]]:
+        """Those that belong to this description of the sender."""
+        fragments = {line.partition(":")[2].strip() for line in sdp.splitlines() if line.startswith("a=ice-ufrag:")}
+        return [
+            candidate
+            for candidate in self._kept.get(sender, ())
+            if not candidate.get("usernameFragment") or candidate["usernameFragment"] in fragments
+        ]
+
+
+def split_mdns(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
+    """An SDP without its ``.local`` candidates, and those as if they had trickled in.
+
+    aiortc resolves the ones inside a description before it goes on, a second each, and fails on the whole
+    description when the mDNS port cannot be had.
+    """
+    kept: list[str] = []
+    named: list[Mapping[str, Any]] = []
+    index = -1
+    for line in sdp.splitlines():
+        index += line.startswith("m=")
+        words = line.split()
+        if line.startswith("a=candidate:") and len(words) > 4 and words[4].endswith(".local"):
+            named.append({"candidate": line, "sdpMLineIndex": max(index, 0)})
+        else:
+            kept.append(line)
+    return "\r\n".join(kept) + "\r\n", named

@@ -1,0 +1,167 @@
+"""The consumer's side of one camera room: answers offers, shows pictures, asks again when they stay away."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from service.errors import TransportError
+from service.transport.base import EmergencyStop, Inbox, LinkDown, LinkUp
+from service.transport.connection import RoomConnection
+from service.transport.messages import EmergencyStop as StopMessage
+from service.transport.messages import Message, ParticipantLeft, WebrtcIce, WebrtcOffer
+from service.transport.peer import BadSignal, EarlyCandidates, Peer
+from service.transport.rest import RoomsApi
+from service.transport.video import Screen
+
+ANSWER_TIMEOUT = 10.0
+CONNECT_TIMEOUT = 15.0  # aioice checks candidates for up to about this long
+SILENCE = 10.0  # a connected peer without a picture for this long is asked for a new offer
+ASK_FIRST, ASK_LONGEST = 5.0, 60.0  # seconds between such requests, doubling
+
+
+class CameraReceiver:
+    """Receives one camera: a ``Listener`` of its room, and the task ``run``."""
+
+    def __init__(self, camera: str, room: str, api: RoomsApi, inbox: Inbox, ice_servers: Sequence[str]):
+        self.camera = camera
+        self.room = room
+        self._api = api
+        self._inbox = inbox
+        self._ice_servers = ice_servers
+        self._signals: asyncio.Queue[WebrtcOffer | WebrtcIce | ParticipantLeft] = asyncio.Queue(maxsize=256)
+        self._candidates = EarlyCandidates()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._peer: Peer | None = None
+        self._producer: str | None = None
+        self._screen = Screen(self._show, self._fail)
+        self._counts: dict[str, int] = {"offers": 0, "refused_offers": 0, "asked_again": 0, "signals_dropped": 0}
+        self._counts |= dict.fromkeys(self._screen.counts(), 0)
+        self._complaint: str | None = None
+        self._ask_wait = ASK_FIRST
+        self._ask_at = 0.0
+        self._last_error: str | None = None
+
+    def joined(self, participant_id: str) -> None:
+        """Tell the session. Pictures of the old peer go on until the producer's new offer replaces it."""
+        self._inbox.event(LinkUp(self.room))
+
+    def lost(self, reason: str) -> None:
+        """Tell the session."""
+        self._inbox.event(LinkDown(self.room, reason))
+
+    def received(self, message: Message, seen_at: float) -> None:
+        """Queue a signal for ``run``; an emergency stop goes on at once."""
+        if isinstance(message, StopMessage):
+            self._inbox.event(EmergencyStop(message.reason or "no reason given", message.source or "unknown"))
+        elif isinstance(message, WebrtcOffer | WebrtcIce | ParticipantLeft):
+            if self._signals.full():
+                self._counts["signals_dropped"] += 1
+            else:
+                self._signals.put_nowait(message)
+
+    async def run(self, connection: RoomConnection) -> None:
+        """Answer offers until cancelled."""
+        try:
+            while True:
+                if self._failure.done():
+                    self._failure.result()  # raises what the session's inbox raised
+                try:
+                    signal = await asyncio.wait_for(self._signals.get(), timeout=0.5)
+                except TimeoutError:
+                    await self._ask_when_needed(connection)
+                    continue
+                if isinstance(signal, WebrtcOffer):
+                    await self._answer(signal, connection)
+                elif isinstance(signal, ParticipantLeft):
+                    self._candidates.forget(signal.participant_id)
+                elif signal.from_producer is not None:
+                    self._candidates.keep(signal.from_producer, signal.candidate)
+                    if self._peer is not None and signal.from_producer == self._producer:
+                        self._peer.add_all([signal.candidate])
+        finally:
+            self._screen.is_muted = True
+            if self._peer is not None:
+                await self._peer.close()
+
+    def health(self) -> Mapping[str, object]:
+        """Plain figures for a status page."""
+        screen = self._screen
+        return {
+            "state": "waiting" if self._peer is None else self._peer.state,
+            "size": None if screen.size is None else list(screen.size),
+            "age_ms": None if screen.shown_at is None else round((time.monotonic() - screen.shown_at) * 1e3, 1),
+            "last_error": self._complaint or self._last_error,
+            **{name: count + screen.counts().get(name, 0) for name, count in self._counts.items()},
+        }
+
+    async def _answer(self, message: WebrtcOffer, connection: RoomConnection) -> None:
+        """A second offer replaces the peer connection: producers make a new one for each stream they start."""
+        self._counts["offers"] += 1
+        participant_id = connection.participant_id
+        if participant_id is None:
+            return  # the offer was for an id we no longer have
+        sdp = message.offer["sdp"]
+        peer, screen = Peer(self._ice_servers), Screen(self._show, self._fail)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT):
+                answer = await peer.answer(sdp, screen)
+            peer.add_all(self._candidates.fitting(message.from_producer, sdp))
+            signal = {"type": "answer", "sdp": answer, "target_producer": message.from_producer}
+            await self._api.signal(connection.workspace, self.room, participant_id, signal)
+        except (BadSignal, TransportError, TimeoutError) as error:
+            self._counts["refused_offers"] += 1
+            self._complaint = f"offer of {message.from_producer}: {error or type(error).__name__}"
+            await peer.close()
+            return
+        except BaseException:
+            await peer.close()
+            raise
+        await self._replace(peer, screen)
+        self._producer = message.from_producer
+        self._complaint = None
+
+    async def _replace(self, peer: Peer | None, screen: Screen) -> None:
+        old_peer, self._peer = self._peer, peer
+        old_screen, self._screen = self._screen, screen
+        old_screen.is_muted = True
+        if old_peer is not None:
+            await old_peer.close()
+        for name, count in old_screen.counts().items():
+            self._counts[name] += count
+
+    async def _ask_when_needed(self, connection: RoomConnection) -> None:
+        """Join again when the peer is of no use while its producer is there: this makes the producer offer anew."""
+        now = time.monotonic()
+        self._complaint = self._complaint or self._find_fault(now)
+        if self._complaint is None:
+            if self._screen.frames:
+                self._ask_wait = ASK_FIRST
+            return
+        if self._peer is not None and self._peer.state in ("failed", "closed"):
+            await self._replace(None, Screen(self._show, self._fail))
+        if now >= self._ask_at and connection.presence is not None and connection.presence.producer is not None:
+            self._counts["asked_again"] += 1
+            self._ask_at = now + self._ask_wait
+            self._ask_wait = min(2 * self._ask_wait, ASK_LONGEST)
+            self._last_error, self._complaint = self._complaint, None
+            connection.rejoin(f"camera {self.camera}: {self._last_error}; asking for a new offer")
+
+    def _find_fault(self, now: float) -> str | None:
+        peer = self._peer
+        if peer is None or (peer.state not in ("failed", "closed") and not peer.has_video):
+            return None  # no camera yet; the producer offers when it has one
+        if peer.state in ("failed", "closed"):
+            return f"the peer connection is {peer.state}"
+        if peer.connected_at is None:
+            return f"not connected within {CONNECT_TIMEOUT} s" if now > peer.made_at + CONNECT_TIMEOUT else None
+        seen_at = max(peer.connected_at, self._screen.shown_at or 0.0)
+        return f"no picture for {SILENCE} s" if now > seen_at + SILENCE else None
+
+    def _show(self, image: np.ndarray, seen_at: float) -> None:
+        self._inbox.frame(self.camera, image, seen_at)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
