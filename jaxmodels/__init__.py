@@ -1,1 +1,31 @@
-"""Models for robot policies in JAX: arrays in, arrays out."""
+"""Models for robot policies in JAX: arrays in, arrays out.
+
+Names are looked up when first used, so that importing this package does not import JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmodels.ensembling import TemporalEnsembler
+    from jaxmodels.policy import Policy, load_policy
+    from jaxmodels.types import Requirements
+
+__all__ = ["Policy", "Requirements", "TemporalEnsembler", "load_policy"]
+
+_HOMES = {
+    "Policy": "jaxmodels.policy",
+    "Requirements": "jaxmodels.types",
+    "TemporalEnsembler": "jaxmodels.ensembling",
+    "load_policy": "jaxmodels.policy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

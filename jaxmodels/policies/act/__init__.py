@@ -3,7 +3,18 @@
 Source: lerobot/policies/act (https://github.com/huggingface/lerobot); paper https://arxiv.org/abs/2304.13705.
 """
 
+from jaxmodels.policies import PolicyType
+from jaxmodels.policies.act import names, serving
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 
-__all__ = ["Act", "ActConfig"]
+POLICY = PolicyType(
+    config=ActConfig.from_json,
+    model=Act,
+    tensors=names.tensors,
+    architecture=serving.architecture,
+    prepare=serving.prepare,
+    act=serving.act,
+)
+
+__all__ = ["POLICY", "Act", "ActConfig"]

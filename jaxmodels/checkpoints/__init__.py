@@ -1,0 +1,1 @@
+"""Formats of policies on disk; each is read and written whole, nothing is skipped."""

@@ -1,0 +1,71 @@
+"""How one tensor of a PyTorch checkpoint lies in memory, beside the arrays it becomes here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A reversible rearrangement of one tensor of theirs into one or more arrays of ours."""
+
+    read: Callable[[np.ndarray], Sequence[np.ndarray]]
+    write: Callable[[Sequence[np.ndarray]], np.ndarray]
+    shape: Callable[[Sequence[Shape]], Shape]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of theirs, by name, and the arrays of ours it holds."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    layout: Layout
+
+
+SAME = Layout(lambda x: (x,), lambda a: a[0], lambda s: s[0])
+# torch.nn.Linear keeps (out, in)
+LINEAR = Layout(lambda x: (x.T,), lambda a: a[0].T, lambda s: s[0][::-1])
+# torch.nn.Conv2d keeps (out, in, height, width); ours is (height, width, in, out)
+CONVOLUTION = Layout(
+    lambda x: (x.transpose(2, 3, 1, 0),),
+    lambda a: a[0].transpose(3, 2, 0, 1),
+    lambda s: (s[0][3], s[0][2], s[0][0], s[0][1]),
+)
+# a 1x1 convolution is a linear layer over channels
+POINTWISE = Layout(lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1))
+# torch.nn.MultiheadAttention keeps query, key and value under each other
+JOINT_LINEAR = Layout(
+    lambda x: tuple(part.T for part in np.split(x, 3)),
+    lambda a: np.concatenate([part.T for part in a]),
+    lambda s: (sum(part[1] for part in s), s[0][0]),
+)
+JOINT_VECTOR = Layout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),))
+
+
+def read_tensors(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Their tensors as ours, float32; names and shapes must have been checked."""
+    weights: dict[str, np.ndarray] = {}
+    for entry in table:
+        parts = entry.layout.read(tensors[entry.theirs])
+        weights |= {
+            name: np.ascontiguousarray(part, dtype=np.float32) for name, part in zip(entry.ours, parts, strict=True)
+        }
+    return weights
+
+
+def write_tensors(table: Sequence[Tensor], weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The way back."""
+    return {
+        entry.theirs: np.ascontiguousarray(entry.layout.write([np.asarray(weights[name]) for name in entry.ours]))
+        for entry in table
+    }
+
+
+def their_shapes(table: Sequence[Tensor], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The shapes their tensors must have for our shapes."""
+    return {entry.theirs: tuple(entry.layout.shape([shapes[name] for name in entry.ours])) for entry in table}

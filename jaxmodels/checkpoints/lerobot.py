@@ -1,0 +1,155 @@
+"""LeRobot's policy folder: ``config.json``, ``model.safetensors``, processor files, and our ``robojax.json``.
+
+Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
+tensor that is there must be asked for.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxmodels.checkpoints import legacy, orbax
+from jaxmodels.checkpoints.contents import Checkpoint, PolicyConfig, Sidecar
+from jaxmodels.checkpoints.json_file import read_json, write_json
+from jaxmodels.checkpoints.layouts import read_tensors, their_shapes, write_tensors
+from jaxmodels.checkpoints.processors import POST, PRE, read_processors, write_processors
+from jaxmodels.checkpoints.safetensors_file import read_floats, write_safetensors
+from jaxmodels.errors import CheckpointError
+from jaxmodels.features import Feature
+from jaxmodels.normalization import Normalization, check
+from jaxmodels.policies import PolicyType, policy_type
+from jaxmodels.weights import Blueprint, blueprint, check_fit, not_finite
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+SIDECAR = "robojax.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
+
+logger = logging.getLogger(__name__)
+
+
+def read(folder: Path) -> Checkpoint:
+    """Everything in a policy's folder.
+
+    Raises:
+        ConfigError: the config has unknown fields or values that make no sense.
+        CheckpointError: a file is missing, malformed, or does not fit the config (`WeightsMismatch`).
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder.name}: no such folder; wanted one with {CONFIG} and {WEIGHTS}")
+    values = legacy.modern_config(read_json(folder / CONFIG))
+    kind = policy_type(values.get("type"))
+    config = kind.config(values)
+    weights, buffers = _read_weights(folder, kind, config)
+    normalization = _read_normalization(folder, config, buffers)
+    check(normalization)
+    for step in (normalization.inputs, normalization.outputs):
+        if names := step.without_stats():
+            logger.warning("%s: no statistics for %s; like LeRobot, leaving them as they are", folder.name, names)
+    return Checkpoint(config, weights, normalization, _read_sidecar(folder, config))
+
+
+def write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Writes LeRobot's current layout; each file appears whole or not at all, the weights last.
+
+    Raises:
+        WeightsMismatch: the weights are not those of the config.
+    """
+    kind = policy_type(checkpoint.config.to_json()["type"])
+    plan = model_blueprint(kind, checkpoint.config)
+    shapes = {name: tuple(np.shape(array)) for name, array in checkpoint.weights.items()}
+    check_fit(shapes, {name: shape.shape for name, shape in plan.shapes.items()}, where="weights to be written")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
+        draft = Path(name)
+        write_json(draft / CONFIG, checkpoint.config.to_json(), indent=4)
+        write_processors(draft, checkpoint.normalization, checkpoint.config.to_json().get("device"))
+        if sidecar := checkpoint.sidecar.to_json():
+            write_json(draft / SIDECAR, sidecar, indent=2)
+        tensors = write_tensors(kind.tensors(plan.shapes), dict(checkpoint.weights))
+        write_safetensors(draft / WEIGHTS, tensors)
+        for path in sorted(draft.iterdir(), key=lambda path: path.name == WEIGHTS):
+            os.replace(path, folder / path.name)
+
+
+def model_blueprint(kind: PolicyType, config: PolicyConfig) -> Blueprint[Any]:
+    """The module of a config without weights."""
+    return blueprint(lambda: kind.model(config, rngs=nnx.Rngs(0)))
+
+
+def _read_weights(
+    folder: Path, kind: PolicyType, config: PolicyConfig
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Our weights, and the statistics that older policies keep among theirs."""
+    plan = model_blueprint(kind, config)
+    if not (folder / WEIGHTS).exists():
+        if (folder / orbax.FOLDER).is_dir():
+            restored = orbax.restore(folder / orbax.FOLDER, dict(plan.shapes))
+            weights, buffers = {name: np.asarray(array) for name, array in restored.items()}, {}
+        else:
+            raise CheckpointError(_no_weights(folder))
+    else:
+        weights, buffers = _read_tensors(folder / WEIGHTS, kind, plan.shapes)
+    if wrong := not_finite(weights):
+        raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
+    return weights, buffers
+
+
+def _read_tensors(
+    path: Path, kind: PolicyType, shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    tensors = read_floats(path, but=NEVER_USED)
+    buffers = {name: tensors.pop(name) for name in list(tensors) if legacy.is_buffer(name)}
+    table = kind.tensors(shapes)
+    check_fit(
+        {name: array.shape for name, array in tensors.items()},
+        their_shapes(table, {name: shape.shape for name, shape in shapes.items()}),
+        where=path.name,
+    )
+    return read_tensors(table, tensors), buffers
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        return (
+            f"{folder.name}: only {', '.join(pickles)} and no {WEIGHTS}; pickle files can run code and are never "
+            "opened. Load the policy where you trust it and save it as safetensors (LeRobot's save_pretrained does)"
+        )
+    return f"{folder.name}: no {WEIGHTS}; wanted a folder as LeRobot's save_pretrained writes it"
+
+
+def _read_normalization(folder: Path, config: Any, buffers: Mapping[str, np.ndarray]) -> Normalization:
+    inputs: tuple[Feature, ...] = config.input_features
+    outputs: tuple[Feature, ...] = config.output_features
+    if (folder / f"{PRE}.json").exists() or (folder / f"{POST}.json").exists():
+        if buffers:
+            raise CheckpointError(
+                f"{folder.name}: normalisation is in {PRE}.json and in {len(buffers)} buffers of {WEIGHTS}; "
+                "keep one of them"
+            )
+        return read_processors(folder)
+    modes: tuple[tuple[str, str], ...] = config.normalization_mapping
+    is_needed = any(dict(modes).get(feature.type, "IDENTITY") != "IDENTITY" for feature in (*inputs, *outputs))
+    if is_needed and not buffers:
+        raise CheckpointError(
+            f"{folder.name}: no normalisation; wanted {PRE}.json and {POST}.json, "
+            f"or buffers in {WEIGHTS} as LeRobot wrote before 0.4"
+        )
+    return legacy.buffered_normalization(inputs, outputs, modes, buffers)
+
+
+def _read_sidecar(folder: Path, config: PolicyConfig) -> Sidecar:
+    joints = config.action.shape[0]
+    sidecar = Sidecar.from_json(read_json(folder / SIDECAR), joints) if (folder / SIDECAR).exists() else Sidecar()
+    if sidecar.joint_names is None and config.action.names is not None:
+        return Sidecar(sidecar.rate, config.action.names, sidecar.other)
+    return sidecar

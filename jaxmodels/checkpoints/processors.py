@@ -1,0 +1,139 @@
+"""LeRobot's processor files: ``policy_preprocessor.json``, ``policy_postprocessor.json`` and their statistics.
+
+Each lists steps in order. Steps that only move arrays about need nothing here; renaming and normalising are read;
+any other step would change numbers in a way this package does not know, so it is refused.
+Source: lerobot/processor/pipeline.py, lerobot/policies/act/processor_act.py (0.4.4).
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmodels.checkpoints.json_file import read_json, write_json
+from jaxmodels.checkpoints.safetensors_file import read_floats, write_safetensors
+from jaxmodels.errors import CheckpointError, ConfigError
+from jaxmodels.features import MODES, TYPES, dump_features, parse_features
+from jaxmodels.normalization import EPSILON, Normalization, Normalizer
+
+PRE = "policy_preprocessor"
+POST = "policy_postprocessor"
+STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+MOVING = ("to_batch_processor", "device_processor")
+
+
+def read_processors(folder: Path) -> Normalization:
+    """Both files of a policy.
+
+    Raises:
+        CheckpointError: malformed, a step that is not known, or statistics that are missing or unreadable.
+    """
+    inputs, renames = _read(folder, PRE, "normalizer_processor")
+    outputs, other = _read(folder, POST, "unnormalizer_processor")
+    if other:
+        raise CheckpointError(f"{POST}.json: renames {sorted(other)}; only observations can be renamed")
+    return Normalization(inputs, outputs, renames)
+
+
+def write_processors(folder: Path, normalization: Normalization, device: str | None) -> None:
+    """Both files as LeRobot writes them."""
+    move = {"registry_name": "device_processor", "config": {"device": device or "cpu", "float_dtype": None}}
+    before = [
+        {"registry_name": "rename_observations_processor", "config": {"rename_map": dict(normalization.renames)}},
+        {"registry_name": "to_batch_processor", "config": {}},
+        move,
+        _write_step(folder, PRE, 3, "normalizer_processor", normalization.inputs),
+    ]
+    after = [
+        _write_step(folder, POST, 0, "unnormalizer_processor", normalization.outputs),
+        {**move, "config": {"device": "cpu", "float_dtype": None}},
+    ]
+    write_json(folder / f"{PRE}.json", {"name": PRE, "steps": before}, indent=2)
+    write_json(folder / f"{POST}.json", {"name": POST, "steps": after}, indent=2)
+
+
+def _read(folder: Path, name: str, kind: str) -> tuple[Normalizer, dict[str, str]]:
+    where = f"{name}.json"
+    steps = read_json(folder / where).get("steps")
+    if not isinstance(steps, list):
+        raise CheckpointError(f"{where}: has no list of steps")
+    normalizers: list[Normalizer] = []
+    renames: dict[str, str] = {}
+    for step in steps:
+        if not isinstance(step, Mapping) or not isinstance(step.get("config", {}), Mapping):
+            raise CheckpointError(f"{where}: a step is no object with a name and a config")
+        step_kind, config = step.get("registry_name"), step.get("config", {})
+        if step_kind == kind and not normalizers:
+            normalizers.append(_read_step(folder, where, step, config))
+        elif step_kind == "rename_observations_processor" and not normalizers:
+            renames |= _read_renames(where, config, renames)
+        elif step_kind not in MOVING or config.get("float_dtype") not in (None, "float32"):
+            found = step_kind or step.get("class")
+            raise CheckpointError(
+                f"{where}: step {found!r} with {sorted(config)} is not known here; "
+                f"wanted renaming and then one {kind}, as LeRobot 0.4.4 writes for ACT"
+            )
+    if not normalizers:
+        raise CheckpointError(f"{where}: has no step {kind}")
+    return normalizers[0], renames
+
+
+def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:
+    renames = config.get("rename_map", {})
+    if not isinstance(renames, Mapping) or not all(isinstance(name, str) for name in renames.values()):
+        raise CheckpointError(f"{where}: rename_map is {renames!r}; wanted an object of names")
+    if (before and renames) or len(set(renames.values())) < len(renames):
+        raise CheckpointError(f"{where}: rename_map gives one name twice, or there are two of them")
+    return dict(renames)
+
+
+def _read_step(folder: Path, where: str, step: Mapping[str, Any], config: Mapping[str, Any]) -> Normalizer:
+    modes = config.get("norm_map", {})
+    epsilon = config.get("eps", EPSILON)
+    only = config.get("normalize_observation_keys")
+    if not isinstance(modes, Mapping) or not set(modes) <= set(TYPES) or not set(modes.values()) <= set(MODES):
+        raise CheckpointError(f"{where}: norm_map is {modes!r}; wanted types of {TYPES} and modes of {MODES}")
+    if not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
+        raise CheckpointError(f"{where}: eps is {epsilon!r}; wanted a small positive number, e.g. 1e-8")
+    if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
+        raise CheckpointError(f"{where}: normalize_observation_keys is {only!r}; wanted a list of names")
+    try:
+        features = parse_features(f"{where}: features", config.get("features"))
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    stats: dict[str, dict[str, np.ndarray]] = {}
+    for key, array in _read_state(folder, where, step.get("state_file")).items():
+        feature, _, statistic = key.rpartition(".")
+        stats.setdefault(feature, {})[statistic] = array
+    return Normalizer(features, tuple(modes.items()), stats, float(epsilon), None if only is None else tuple(only))
+
+
+def _read_state(folder: Path, where: str, name: Any) -> dict[str, np.ndarray]:
+    if name is None:
+        return {}
+    # The name comes from a file of a stranger: it must not lead out of the folder.
+    if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
+        raise CheckpointError(f"{where}: state_file is {name!r}; wanted the plain name of a .safetensors file")
+    return {key: array.astype(np.float32) for key, array in read_floats(folder / name).items()}
+
+
+def _write_step(folder: Path, name: str, place: int, kind: str, normalizer: Normalizer) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "eps": normalizer.epsilon,
+        "features": dump_features(normalizer.features),
+        "norm_map": dict(normalizer.modes),
+    }
+    if normalizer.only is not None:
+        config["normalize_observation_keys"] = sorted(normalizer.only)
+    step: dict[str, Any] = {"registry_name": kind, "config": config}
+    state = {
+        f"{feature}.{statistic}": array
+        for feature, statistics in normalizer.stats.items()
+        for statistic, array in statistics.items()
+    }
+    if state:
+        step["state_file"] = f"{name}_step_{place}_{kind}.safetensors"
+        write_safetensors(folder / step["state_file"], state)
+    return step

@@ -1,0 +1,173 @@
+"""Normalisation of observations and actions, with LeRobot's modes, constants and file contents.
+
+Every mode is one shape of arithmetic, ``(x - offset) / scale + shift``, so that a compiled program takes its numbers
+as weights and another policy's numbers need no new compilation.
+Source: lerobot/processor/normalize_processor.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from jaxmodels.errors import CheckpointError
+from jaxmodels.features import ACTION, Feature
+
+EPSILON = 1e-8
+
+# mode -> the two statistics it is made of
+STATISTICS = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
+
+Array = TypeVar("Array")
+
+
+class Affine(NamedTuple):
+    """Numbers of one feature; a tree of three vectors, channels last."""
+
+    offset: np.ndarray
+    scale: np.ndarray
+    shift: np.ndarray
+
+    def normalize(self, x):
+        return (x - self.offset) / self.scale + self.shift
+
+    def unnormalize(self, y):
+        return (y - self.shift) * self.scale + self.offset
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """One normalising (or un-normalising) step of a processor file.
+
+    Attributes:
+        features: the features it knows.
+        modes: feature type to mode; a type that is not named is left as it is.
+        stats: feature name to statistic to float32 array; images' are (3, 1, 1). A feature without statistics is
+            left as it is, as LeRobot does.
+        epsilon: added to a standard deviation, and used for a range of zero.
+        only: names of the observations it applies to; None is all.
+    """
+
+    features: tuple[Feature, ...]
+    modes: tuple[tuple[str, str], ...]
+    stats: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    epsilon: float = EPSILON
+    only: tuple[str, ...] | None = None
+
+    def mode(self, feature: Feature) -> str:
+        """The mode that really applies to this feature."""
+        listed = any(known.name == feature.name for known in self.features) or feature.type == "ACTION"
+        left_out = self.only is not None and feature.name not in self.only and feature.type != "ACTION"
+        if not listed or left_out or feature.name not in self.stats:
+            return "IDENTITY"
+        return dict(self.modes).get(feature.type, "IDENTITY")
+
+    def without_stats(self) -> list[str]:
+        """Features whose type has a mode but that have no statistics to apply it with."""
+        modes = dict(self.modes)
+        return [
+            feature.name
+            for feature in self.features
+            if modes.get(feature.type, "IDENTITY") != "IDENTITY"
+            and feature.name not in self.stats
+            and (self.only is None or feature.name in self.only)
+        ]
+
+    def forward(self, feature: Feature) -> Affine:
+        """Numbers for `Affine.normalize`."""
+        return self._affine(feature, inverse=False)
+
+    def backward(self, feature: Feature) -> Affine:
+        """Numbers for `Affine.unnormalize`; with MEAN_STD the epsilon is only in the forward direction."""
+        return self._affine(feature, inverse=True)
+
+    def _affine(self, feature: Feature, *, inverse: bool) -> Affine:
+        width = feature.shape[0]
+        mode = self.mode(feature)
+        if mode == "IDENTITY":
+            return Affine(np.zeros(width, np.float32), np.ones(width, np.float32), np.zeros(width, np.float32))
+        low, high = (self._statistic(feature, name, mode) for name in STATISTICS[mode])
+        epsilon = np.float32(self.epsilon)
+        if mode == "MEAN_STD":
+            return Affine(low, high if inverse else high + epsilon, np.zeros(width, np.float32))
+        span = high - low
+        span = np.where(span == 0, epsilon, span)
+        # 2 (x - low) / span - 1: the halved span is exact, and x == low gives exactly -1.
+        return Affine(low, span / np.float32(2), np.full(width, -1, np.float32))
+
+    def _statistic(self, feature: Feature, name: str, mode: str) -> np.ndarray:
+        """One statistic as a float32 vector over the feature's channels."""
+        values = self.stats[feature.name].get(name)
+        if values is None:
+            raise CheckpointError(
+                f"normalisation of {feature.name!r}: {mode} needs the statistic {name!r}; "
+                f"found {', '.join(sorted(self.stats[feature.name])) or 'none'}"
+            )
+        wanted = (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape
+        if values.shape not in (wanted, (1,) * len(wanted), ()):
+            raise CheckpointError(
+                f"normalisation of {feature.name!r}: {name} has shape {list(values.shape)}; wanted {list(wanted)}"
+            )
+        vector = np.broadcast_to(values.reshape(-1), feature.shape[:1]).astype(np.float32)
+        if not np.isfinite(vector).all():
+            raise CheckpointError(
+                f"normalisation of {feature.name!r}: {name} holds a NaN or an infinity; "
+                "write the statistics of the dataset the policy was trained on"
+            )
+        return vector
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Both steps of a policy: what happens before the model and after it.
+
+    Attributes:
+        inputs: the pre-processor's step; it also normalises actions for training.
+        outputs: the post-processor's step.
+        renames: observation name from outside to the policy's name for it.
+    """
+
+    inputs: Normalizer
+    outputs: Normalizer
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+    def outside_name(self, feature: str) -> str:
+        """What the robot's side calls a feature of the policy."""
+        return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
+
+
+def from_stats(
+    inputs: tuple[Feature, ...],
+    outputs: tuple[Feature, ...],
+    modes: tuple[tuple[str, str], ...],
+    stats: Mapping[str, Mapping[str, np.ndarray]],
+) -> Normalization:
+    """What LeRobot makes for a new policy, from a dataset's statistics.
+
+    Raises:
+        CheckpointError: a statistic that a mode needs is missing, misshaped or not finite.
+    """
+    normalization = Normalization(
+        inputs=Normalizer((*inputs, *outputs), modes, stats), outputs=Normalizer(outputs, modes, stats)
+    )
+    check(normalization)
+    return normalization
+
+
+def check(normalization: Normalization) -> None:
+    """Computes every number once, so that a bad statistic is found when a policy is read, not when it acts.
+
+    Raises:
+        CheckpointError: a statistic that a mode needs is missing, misshaped or not finite.
+    """
+    for feature in normalization.inputs.features:
+        normalization.inputs.forward(feature)
+    for feature in normalization.outputs.features:
+        if feature.name == ACTION:
+            normalization.outputs.backward(feature)

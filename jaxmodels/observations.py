@@ -1,0 +1,113 @@
+"""Observations from outside, checked against what a policy reads, as arrays for its program."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmodels.checkpoints.contents import Checkpoint
+from jaxmodels.errors import ObservationError
+from jaxmodels.features import IMAGES, Feature, camera_name
+from jaxmodels.program import Inputs
+from jaxmodels.types import Observation
+
+
+class Reader:
+    """Knows under which names a policy's features arrive and which shapes they must have."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        config: Any = checkpoint.config
+        self._cameras: tuple[Feature, ...] = config.cameras
+        self._state: Feature | None = config.state
+        self._environment_state: Feature | None = config.environment_state
+        self._outside = checkpoint.normalization.outside_name
+        features = (*self._cameras, self._state, self._environment_state)
+        # A feature may come under its name outside, its name inside, or (cameras) as observation.images.<camera>.
+        self._names = {feature.name: self._aliases(feature) for feature in features if feature is not None}
+
+    def _aliases(self, feature: Feature) -> tuple[str, ...]:
+        outside = self._outside(feature.name)
+        names = [outside, feature.name]
+        if feature.type == "VISUAL":
+            names.append(IMAGES + camera_name(outside))
+        return tuple(dict.fromkeys(names))
+
+    def read(self, observation: Mapping[str, np.ndarray]) -> tuple[Observation, Inputs]:
+        """The observation in the policy's order, and its shapes.
+
+        Raises:
+            ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite.
+        """
+        images = tuple(_frames(*self._find(observation, camera)) for camera in self._cameras)
+        state = self._vector(observation, self._state)
+        environment_state = self._vector(observation, self._environment_state)
+        arrays = [array for array in (*images, state, environment_state) if array is not None]
+        batches = {array.shape[0] for array in arrays}
+        if len(batches) != 1:
+            found = {name: np.shape(observation[name])[:1] for name in observation if name.startswith("observation.")}
+            raise ObservationError(f"features have different batch sizes: {found}; wanted one for all")
+        frames = tuple((image.shape[1], image.shape[2]) for image in images)
+        return Observation(images, state, environment_state), self._inputs(batches.pop(), frames)
+
+    def inputs(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None) -> Inputs:
+        """The shapes of an observation with frames of these sizes.
+
+        Raises:
+            ObservationError: a camera the policy does not have, or one left out.
+        """
+        names = [camera_name(self._outside(camera.name)) for camera in self._cameras]
+        if batch < 1:
+            raise ObservationError(f"batch is {batch}; wanted 1 or more")
+        if cameras is None:
+            return self._inputs(batch, tuple((camera.shape[1], camera.shape[2]) for camera in self._cameras))
+        if set(cameras) != set(names):
+            raise ObservationError(f"cameras are {sorted(cameras)}; the policy has {sorted(names)}")
+        return self._inputs(batch, tuple((cameras[name][0], cameras[name][1]) for name in names))
+
+    def _inputs(self, batch: int, frames: tuple[tuple[int, int], ...]) -> Inputs:
+        return Inputs(
+            batch=batch,
+            frames=frames,
+            state=None if self._state is None else self._state.shape[0],
+            environment_state=None if self._environment_state is None else self._environment_state.shape[0],
+        )
+
+    def _find(self, observation: Mapping[str, np.ndarray], feature: Feature) -> tuple[str, np.ndarray]:
+        for name in self._names[feature.name]:
+            if name in observation:
+                return name, np.asarray(observation[name])
+        wanted = sorted(names[0] for names in self._names.values())
+        raise ObservationError(
+            f"{self._names[feature.name][0]} is missing; found {sorted(observation)}, the policy reads {wanted}"
+        )
+
+    def _vector(self, observation: Mapping[str, np.ndarray], feature: Feature | None) -> np.ndarray | None:
+        if feature is None:
+            return None
+        name, array = self._find(observation, feature)
+        wanted = f"(batch, {feature.shape[0]})"
+        if array.ndim != 2 or array.shape[1] != feature.shape[0] or array.shape[0] < 1:
+            raise ObservationError(f"{name} has shape {array.shape}; wanted {wanted}{_batch_hint(array, 1)}")
+        if array.dtype == bool or not (
+            np.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)
+        ):
+            raise ObservationError(f"{name} is {array.dtype}; wanted {wanted} float32")
+        array = np.ascontiguousarray(array, np.float32)
+        if not np.isfinite(array).all():
+            where = np.argwhere(~np.isfinite(array))[0].tolist()
+            raise ObservationError(f"{name} holds {array[tuple(where)]} at {where}; wanted finite numbers")
+        return array
+
+
+def _frames(name: str, array: np.ndarray) -> np.ndarray:
+    if array.ndim != 4 or array.shape[3] != 3 or min(array.shape) < 1:
+        channels_first = array.ndim == 4 and array.shape[1] == 3
+        hint = "; move the channels to the end" if channels_first else _batch_hint(array, 3)
+        raise ObservationError(f"{name} has shape {array.shape}; wanted (batch, height, width, 3){hint}")
+    if array.dtype != np.uint8:
+        raise ObservationError(f"{name} is {array.dtype}; wanted uint8 pixels in 0..255, the program scales them")
+    return np.ascontiguousarray(array)
+
+
+def _batch_hint(array: np.ndarray, dimensions: int) -> str:
+    return "; add a batch axis, array[None]" if array.ndim == dimensions else ""

@@ -1,0 +1,213 @@
+"""A policy ready to act: a checkpoint's weights on a device, and the programs that run them."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from jaxmodels import observations
+from jaxmodels.checkpoints import lerobot
+from jaxmodels.checkpoints.contents import Checkpoint
+from jaxmodels.devices import device_name, find_device, find_dtype
+from jaxmodels.errors import ConfigError
+from jaxmodels.features import camera_name
+from jaxmodels.hub import fetch
+from jaxmodels.policies import policy_type
+from jaxmodels.program import Programs, Scales
+from jaxmodels.types import Requirements
+
+
+def load_policy(
+    path_or_repo: str | Path,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    *,
+    like: "Policy | None" = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> "Policy":
+    """Reads a LeRobot policy from a folder or from the Hub.
+
+    Args:
+        path_or_repo: a folder, or a repo id like ``owner/name``.
+        revision: branch, tag or commit of a repo.
+        dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
+        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
+        like: a policy whose compiled programs are shared when the architecture is the same.
+        on_progress: told ``downloading``, ``reading``, ``ready``.
+
+    Raises:
+        HubError: the repo cannot be fetched.
+        ConfigError: the config, dtype or device makes no sense.
+        CheckpointError: files are missing, malformed, or do not fit the config.
+    """
+    tell = on_progress or (lambda stage: None)
+    where, compute = find_device(device), find_dtype(dtype)
+    folder = Path(path_or_repo).expanduser()
+    if not folder.is_dir():
+        folder = fetch(str(path_or_repo), revision, on_progress=tell)
+    elif revision is not None:
+        raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
+    tell("reading")
+    checkpoint = lerobot.read(folder)
+    same_place = like is not None and (like.dtype, like.device) == (compute.name, device_name(where))
+    if like is not None and same_place and like.fits(checkpoint):
+        policy = like.with_weights(checkpoint)
+    else:
+        policy = Policy(checkpoint, dtype=dtype, device=device)
+    tell("ready")
+    return policy
+
+
+class Policy:
+    """Observations in, chunks of actions out. Safe to call from any one thread at a time.
+
+    `compile` may run in one thread while `act` runs in another.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str | None = None,
+        device: str | None = None,
+        _programs: Programs | None = None,
+    ):
+        config: Any = checkpoint.config
+        self._checkpoint = checkpoint
+        self._kind = policy_type(config.type)
+        self._dtype, self._device = find_dtype(dtype), find_device(device)
+        self._sizes = tuple((feature.shape[1], feature.shape[2]) for feature in config.cameras)
+        scales = _scales(checkpoint)
+        serving = self._kind.prepare(config, checkpoint.weights)
+        if _programs is None:
+            shapes = {
+                name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
+            }
+            act = partial(self._kind.act, self._kind.architecture(config))
+            _programs = Programs(act, shapes, scales, self._sizes, self._dtype, self._device)
+        self._programs = _programs
+        self._weights = _programs.flatten(serving, scales)
+        self._requirements = _requirements(checkpoint)
+        self._reader = observations.Reader(checkpoint)
+        self._timings: dict[str, float] = {}
+
+    @property
+    def requirements(self) -> Requirements:
+        return self._requirements
+
+    @property
+    def device(self) -> str:
+        """Where it runs, e.g. ``cpu:0``."""
+        return device_name(self._device)
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype.name
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds that the last `act` spent on ``to_device``, ``compute`` and ``to_host``; empty before the first."""
+        return MappingProxyType(self._timings)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self._checkpoint
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> Float[np.ndarray, "b t a"]:
+        """A chunk of un-normalised actions, float32.
+
+        Args:
+            observation: LeRobot's feature names to arrays with a leading batch axis; ``observation.state``
+                (b, s) and ``observation.environment_state`` (b, e) numbers, ``observation.images.<camera>``
+                (b, h, w, 3) uint8. Frames of another size than the policy's are resized in the program. A batch
+                or frame size that is new compiles first; see `is_compiled`.
+
+        Raises:
+            ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite.
+        """
+        seen, inputs = self._reader.read(observation)
+        program = self._programs.get(inputs)
+        start = time.perf_counter()
+        placed = jax.block_until_ready(jax.device_put(seen, self._device))
+        sent = time.perf_counter()
+        chunk = jax.block_until_ready(program(self._weights, placed))
+        computed = time.perf_counter()
+        actions = np.array(chunk)  # a copy: the buffer may be the device's own
+        self._timings = {
+            "to_device": sent - start,
+            "compute": computed - sent,
+            "to_host": time.perf_counter() - computed,
+        }
+        return actions
+
+    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """Compiles for frames of these sizes (the policy's own by default) and runs once on zeros.
+
+        Args:
+            cameras: camera name to (height, width) of the frames that will arrive.
+
+        Raises:
+            ObservationError: a camera the policy does not have, or one left out.
+        """
+        inputs = self._reader.inputs(batch, cameras)
+        program = self._programs.get(inputs)
+        sharding = jax.sharding.SingleDeviceSharding(self._device)
+        zeros = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), inputs.shapes(sharding))
+        jax.block_until_ready(program(self._weights, jax.device_put(zeros, self._device)))
+
+    def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
+        return self._programs.has(self._reader.inputs(batch, cameras))
+
+    def fits(self, checkpoint: Checkpoint) -> bool:
+        """Whether another checkpoint can run in the programs compiled for this one."""
+        mine, other = self._checkpoint.config, checkpoint.config
+        return type(mine) is type(other) and self._kind.architecture(mine) == self._kind.architecture(other)
+
+    def with_weights(self, checkpoint: Checkpoint) -> "Policy":
+        """The same programs over another checkpoint: a swap that compiles nothing.
+
+        Raises:
+            ConfigError: its architecture is another one.
+        """
+        if not self.fits(checkpoint):
+            raise ConfigError("the checkpoint has another architecture; load it as a policy of its own")
+        return Policy(checkpoint, dtype=self.dtype, device=self.device, _programs=self._programs)
+
+    def save(self, path: str | Path) -> None:
+        """Writes LeRobot's layout, and ``robojax.json`` for what it has no field for."""
+        lerobot.write(Path(path), self._checkpoint)
+
+
+def _scales(checkpoint: Checkpoint) -> Scales:
+    config: Any = checkpoint.config
+    inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
+    return Scales(
+        images=tuple(inputs.forward(feature) for feature in config.cameras),
+        state=None if config.state is None else inputs.forward(config.state),
+        environment_state=None if config.environment_state is None else inputs.forward(config.environment_state),
+        action=outputs.backward(config.action),
+    )
+
+
+def _requirements(checkpoint: Checkpoint) -> Requirements:
+    config: Any = checkpoint.config
+    name = checkpoint.normalization.outside_name
+    return Requirements(
+        policy_type=config.type,
+        cameras={camera_name(name(camera.name)): camera.shape[1:] for camera in config.cameras},
+        state=None if config.state is None else config.state.shape[0],
+        environment_state=None if config.environment_state is None else config.environment_state.shape[0],
+        action=config.action.shape[0],
+        chunk=config.chunk_size,
+        action_steps=config.n_action_steps,
+        joint_names=checkpoint.sidecar.joint_names,
+        rate=checkpoint.sidecar.rate,
+        temporal_ensemble_coeff=config.temporal_ensemble_coeff,
+    )

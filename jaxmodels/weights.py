@@ -1,0 +1,78 @@
+"""Weights of a module as a flat mapping, e.g. ``encoder.layers.0.attention.query.kernel``, and the way back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxmodels.errors import WeightsMismatch
+
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    # NNX ends the path to every variable in ".value"; this is the one place that knows.
+    parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+    return ".".join(parts[:-1] if parts[-1] == "value" else parts)
+
+
+def flatten(module: nnx.Module) -> dict[str, jax.Array]:
+    """Every variable of `module` by name, parameters and buffers alike."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.state(module))
+    return {_name(path): leaf for path, leaf in leaves}
+
+
+@dataclass(frozen=True)
+class Blueprint(Generic[Module]):
+    """A module without its weights: what they must be, and how to put them in.
+
+    Attributes:
+        shapes: name to shape and dtype of every weight.
+    """
+
+    graph: nnx.GraphDef[Module]
+    tree: Any
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+
+    def assemble(self, weights: Mapping[str, Any]) -> Module:
+        """The module over these arrays (or tracers); their names must be exactly those of `shapes`."""
+        return nnx.merge(self.graph, jax.tree_util.tree_unflatten(self.tree, [weights[name] for name in self.shapes]))
+
+
+def blueprint(build: Callable[[], Module]) -> Blueprint[Module]:
+    """Builds the module abstractly: no memory for weights, no random numbers."""
+    graph, state = nnx.split(nnx.eval_shape(build))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
+    return Blueprint(graph, tree, shapes)
+
+
+def check_fit(
+    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, where: str, hint: str = ""
+) -> None:
+    """Compares names and shapes.
+
+    Raises:
+        WeightsMismatch: with every missing, unused and misshaped tensor in one message.
+    """
+    missing = [f"{name} {list(wanted[name])}" for name in wanted if name not in found]
+    unused = [f"{name} {list(found[name])}" for name in found if name not in wanted]
+    misshaped = [
+        f"{name}: found {list(found[name])}, wanted {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    lists = {"missing": missing, "unused": unused, "misshaped": misshaped}
+    if missing or unused or misshaped:
+        counts = ", ".join(f"{len(names)} {kind}" for kind, names in lists.items() if names)
+        lines = [f"  {kind}: {name}" for kind, names in lists.items() for name in sorted(names)]
+        advice = hint or "the weights belong to another config, or the config was edited"
+        raise WeightsMismatch("\n".join([f"{where}: weights do not fit the config ({counts}); {advice}", *lines]))
+
+
+def not_finite(weights: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of the arrays that hold a NaN or an infinity."""
+    return [name for name, array in weights.items() if not np.isfinite(array).all()]
