@@ -143,10 +143,12 @@ class RoomTable:
             del self._book[self._key(seat)]
         return [Close(_connections(seats), "room deleted")] if seats else []
 
-    def clean(self, now: float, idle: float) -> list[Place]:
-        """Remove the rooms that nobody is in and nothing touched for more than ``idle`` seconds."""
+    def clean(self, now: float, idle: float, kind: Kind | None = None) -> list[Place]:
+        """Remove the rooms (of one service, or of both) that nobody is in and nothing touched for ``idle`` seconds."""
         gone = [
-            place for place, room in self.rooms.items() if now - room.touched_at > idle and not self.is_occupied(place)
+            place
+            for place, room in self.rooms.items()
+            if kind in (None, place.kind) and now - room.touched_at > idle and not self.is_occupied(place)
         ]
         for place in gone:
             del self.rooms[place]

@@ -1,4 +1,4 @@
-"""Rooms as the JSON that the REST calls of each service answer with."""
+"""What the REST calls of each service answer with, as the JSON it becomes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from service.transport.address import Kind
 from service.transport.bodies import RecoveryPolicy, RobotType, VideoEncoding
 from service.transport.messages import Role
-from service.transport.rooms import Room, RoomTable
+from service.transport.rooms import Place, Room, RoomTable
 
 VERSION = "2.0.0"
 Answer = dict[str, Any]
@@ -19,26 +19,58 @@ def listing(table: RoomTable, kind: Kind, workspace: str) -> Answer:
     return {"success": True, "workspace_id": workspace, "rooms": rows, "total": len(rows)}
 
 
-def details(room: Room) -> Answer:
+def created(place: Place) -> Answer:
+    """A room was made, or was there already."""
+    what = "Video room" if place.kind is Kind.VIDEO else "Room"
+    return {
+        "success": True,
+        "workspace_id": place.workspace,
+        "room_id": place.room,
+        "message": f"{what} {place.room} created successfully in workspace {place.workspace}",
+    }
+
+
+def found(room: Room) -> Answer:
     """One room."""
+    shown = {**_row(room), **_presence(room)}
     if room.place.kind is Kind.VIDEO:
-        return {**_row(room), "config": _config(room)}
-    return {**_row(room), **_presence(room)}
+        shown["config"] = _config(room)
+    return {**_head(room.place), "room": shown}
+
+
+def deleted(place: Place) -> Answer:
+    """A room was removed."""
+    return {**_head(place), "message": f"Room {place.room} deleted successfully from workspace {place.workspace}"}
 
 
 def state(room: Room, timestamp: str) -> Answer:
     """One room and what passed through it; no frame ever passes a relay, so video has none to show."""
-    head = {"room_id": room.place.room, "workspace_id": room.place.workspace}
+    shown: Answer = {"room_id": room.place.room, "workspace_id": room.place.workspace}
     if room.place.kind is Kind.ROBOTICS:
-        return {**head, "joints": room.joints, "participants": _participants(room), "timestamp": timestamp}
+        shown |= {"joints": room.joints, "participants": _participants(room)}
+    else:
+        shown |= {"participants": _participants(room), "frame_count": 0, "last_frame_time": None}
+        shown |= {"current_config": _config(room)}
+    return {**_head(room.place), "state": {**shown, "timestamp": timestamp}}
+
+
+def commanded(place: Place, count: int) -> Answer:
+    """Joints were set; ``count`` of them differed from before."""
     return {
-        **head,
-        "participants": _participants(room),
-        "frame_count": 0,
-        "last_frame_time": None,
-        "current_config": _config(room),
-        "timestamp": timestamp,
+        "success": True,
+        "workspace_id": place.workspace,
+        "room_id": place.room,
+        "joints_updated": count,
+        "message": "Commands sent successfully",
     }
+
+
+def signalled(place: Place, reply: str | None) -> Answer:
+    """A signal was taken; ``reply`` says where it went, None that it went nowhere."""
+    head = {"success": True, "workspace_id": place.workspace}
+    if reply is None:
+        return {**head, "message": "Signal processed"}
+    return {**head, "response": {"success": True, "message": reply}}
 
 
 def status(table: RoomTable, kind: Kind, cleanup: Mapping[str, float | bool]) -> Answer:
@@ -107,6 +139,18 @@ def cleanup_status(
     }
 
 
+def cleaned(before: int, removed: int, timestamp: str) -> Answer:
+    """Idle rooms were removed."""
+    result = {
+        "cleanup_triggered": True,
+        "rooms_before": before,
+        "rooms_after": before - removed,
+        "rooms_removed": removed,
+        "timestamp": timestamp,
+    }
+    return {"success": True, "cleanup_result": result}
+
+
 BANNER: Answer = {
     "status": "active",
     "service": "video",
@@ -123,6 +167,11 @@ BANNER: Answer = {
         "/video/cleanup/manual - Manual cleanup trigger",
     ],
 }
+
+
+def _head(place: Place) -> Answer:
+    # Only the video service repeats the workspace beside what it answers.
+    return {"success": True, "workspace_id": place.workspace} if place.kind is Kind.VIDEO else {"success": True}
 
 
 def _row(room: Room) -> Answer:

@@ -1,0 +1,25 @@
+"""``robojax transport``: the rooms server alone."""
+
+from typing import Annotated
+
+import typer
+
+
+def transport(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, without any login.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web page's origin that may call, e.g. http://localhost:5173; repeat it. Default: all."),
+    ] = None,
+    oddities: Annotated[
+        bool, typer.Option("--oddities", help="Behave like the reference server where it is broken, to test clients.")
+    ] = False,
+) -> None:
+    """Serve rooms (RobotHub's REST, WebSocket and WebRTC signalling) at / and under /api until Ctrl-C."""
+    from service.transport.server import TransportSettings, run_transport
+
+    typer.echo(f"Rooms at http://{host}:{port} and http://{host}:{port}/api; Ctrl-C ends it.")
+    run_transport(host, port, TransportSettings(origins=tuple(origin or ("*",)), is_odd=oddities))

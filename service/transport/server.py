@@ -1,0 +1,209 @@
+"""The transport server as Sanic routes: mounted in the service's own app, or alone."""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+from sanic import Blueprint, HTTPResponse, Request, Sanic
+from sanic.exceptions import SanicException
+from sanic.server.websockets.impl import WebsocketImplProtocol
+
+from service.transport.address import Kind
+from service.transport.cleanup import Cleanup
+from service.transport.cors import Origins
+from service.transport.endpoints import ROOM, CommandEndpoint, RoomEndpoints, SignalEndpoint, answer, endpoint
+from service.transport.outbox import OutboxLimits
+from service.transport.rooms import Limits, Place, RoomTable
+from service.transport.sockets import attend
+from service.transport.wire import MAX_FRAME_BYTES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TransportSettings:
+    """How an embedded transport server behaves; times in seconds.
+
+    Attributes:
+        origins: web pages that may call it, as exact origins, or ``*`` for all. Requests without an Origin
+            header (every client that is no browser) always may.
+        is_odd: reproduce the reference server's accidents (see ``service.transport.rooms``).
+        limits: how much the room table holds.
+        outbox: how far one peer may fall behind.
+        join_timeout: how long an open socket may wait before its join.
+        ping_interval, ping_timeout: WebSocket pings; they free participants whose network went away.
+        idle, cleanup_interval: empty rooms older than ``idle`` go, looked for every ``cleanup_interval``.
+    """
+
+    origins: Sequence[str] = ("*",)
+    is_odd: bool = False
+    limits: Limits = field(default_factory=Limits)
+    outbox: OutboxLimits = field(default_factory=OutboxLimits)
+    join_timeout: float = 30.0
+    ping_interval: float = 10.0
+    ping_timeout: float = 10.0
+    idle: float = 3600.0
+    cleanup_interval: float = 900.0
+
+    def table(self) -> RoomTable:
+        """A new, empty room table of this behaviour."""
+        return RoomTable(self.limits, self.is_odd)
+
+
+def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, prefix: str = "") -> None:
+    """Mount ``{prefix}/robotics`` and ``{prefix}/video``; call it once per prefix with the same table.
+
+    It also sets the app's WebSocket limits, and starts and ends the clean-up of idle rooms with the app.
+    """
+    app.config.WEBSOCKET_MAX_SIZE = MAX_FRAME_BYTES
+    app.config.WEBSOCKET_PING_INTERVAL = settings.ping_interval
+    app.config.WEBSOCKET_PING_TIMEOUT = settings.ping_timeout
+    cleanup = _cleanup_of(app, table, settings)
+    origins = Origins(settings.origins)
+    for kind in Kind:
+        extra = CommandEndpoint(table) if kind is Kind.ROBOTICS else SignalEndpoint(table)
+        name = "-".join(["transport", kind, *prefix.strip("/").split("/")]).strip("-")
+        blueprint = Blueprint(name, url_prefix=f"{prefix}/{kind}")
+        methods: dict[str, list[str]] = {}
+        for method, path, handler in [*RoomEndpoints(kind, table, cleanup).routes(), *extra.routes()]:
+            blueprint.add_route(endpoint(handler), path, methods=[method], name=handler.__name__)
+            methods.setdefault(path, []).append(method)
+        for number, (path, allowed) in enumerate(methods.items()):
+            blueprint.add_route(origins.preflight(allowed), path, methods=["OPTIONS"], name=f"preflight{number}")
+        blueprint.add_websocket_route(_socket_route(kind, table, settings), f"{ROOM}/ws", name="socket")
+        _guard(blueprint, origins)
+        app.blueprint(blueprint)
+
+
+def create_transport_app(settings: TransportSettings | None = None) -> Sanic:
+    """A transport server of its own: the wire at ``/`` and under ``/api``, and ``/health``."""
+    settings = settings or TransportSettings()
+    # Sanic keeps every app in a registry by name and refuses a second one of the same name.
+    app = Sanic(f"transport-{secrets.token_hex(4)}", configure_logging=False)
+    app.config.REQUEST_MAX_SIZE = MAX_FRAME_BYTES
+    app.config.KEEP_ALIVE_TIMEOUT = 15
+    app.config.GRACEFUL_SHUTDOWN_TIMEOUT = 2.0
+    table = settings.table()
+    for prefix in ("", "/api"):
+        add_transport(app, table, settings, prefix)
+    app.add_route(_health, "/health", name="health")
+    app.add_route(_health, "/api/health", name="api_health")
+    app.exception(SanicException)(_refused)
+    app.exception(Exception)(_failed)
+    return app
+
+
+@asynccontextmanager
+async def serve_transport(
+    settings: TransportSettings | None = None, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[str]:
+    """A transport server on the running event loop; yields its URL. Port 0 lets the system choose."""
+    app = create_transport_app(settings)
+    # Bound here because Sanic takes port 0 for its default port, and listens before its router is ready.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        bound = listener.getsockname()[1]
+        server = await app.create_server(
+            sock=listener, return_asyncio_server=True, asyncio_server_kwargs={"start_serving": False}
+        )
+        assert server is not None
+        assert server.server is not None
+        await server.startup()
+        await server.before_start()
+        await server.server.start_serving()
+        await server.after_start()
+        try:
+            yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        finally:
+            await server.before_stop()
+            server.server.close()
+            await _part(server.connections)
+            await server.server.wait_closed()
+            await server.after_stop()
+            Sanic.unregister_app(app)
+
+
+async def _part(connections: set[Any], patience: float = 1.0) -> None:
+    """Tell every WebSocket that the server goes away, give them a moment, and drop what is left."""
+    for connection in list(connections):
+        if getattr(connection, "websocket", None):
+            connection.websocket.fail_connection(code=1001)
+        else:
+            connection.close_if_idle()
+    for _ in range(int(patience / 0.01)):
+        if not connections:
+            break
+        await asyncio.sleep(0.01)
+    for connection in list(connections):
+        connection.abort()
+
+
+def run_transport(host: str = "127.0.0.1", port: int = 8000, settings: TransportSettings | None = None) -> None:
+    """Serve until a signal ends the process; ``robojax transport`` is this."""
+    create_transport_app(settings).run(host=host, port=port, single_process=True, access_log=False, motd=False)
+
+
+def _guard(blueprint: Blueprint, origins: Origins) -> None:
+    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
+    @blueprint.on_request
+    async def refuse(request: Request) -> HTTPResponse | None:
+        return origins.refusal(request)
+
+    @blueprint.on_response
+    async def allow(request: Request, response: HTTPResponse | None) -> None:
+        origins.allow(request, response)
+
+
+def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cleanup:
+    """The one clean-up of this table in this app, however many prefixes it is mounted under."""
+    cleanups: dict[int, Cleanup] = getattr(app.ctx, "transport_cleanups", None) or {}
+    app.ctx.transport_cleanups = cleanups
+    if id(table) in cleanups:
+        return cleanups[id(table)]
+    cleanup = cleanups[id(table)] = Cleanup(table, settings.idle, settings.cleanup_interval)
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start(app: Sanic) -> None:
+        tasks.append(asyncio.get_running_loop().create_task(cleanup.run()))
+
+    async def stop(app: Sanic) -> None:
+        # Sanic does not cancel its own background tasks, so this one is ended here.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks.clear()
+
+    app.after_server_start(start)
+    app.before_server_stop(stop)
+    return cleanup
+
+
+def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings):
+    async def serve(request: Request, websocket: WebsocketImplProtocol, workspace: str, room: str) -> None:
+        place = Place(kind, unquote(workspace), unquote(room))
+        await attend(websocket, place, table, settings.outbox, settings.join_timeout)
+
+    return serve
+
+
+async def _health(request: Request) -> HTTPResponse:
+    return answer(200, {"status": "healthy", "server_running": True})
+
+
+async def _refused(request: Request, error: SanicException) -> HTTPResponse:
+    status = HTTPStatus(error.status_code or 500)
+    return answer(status, {"detail": status.phrase})
+
+
+async def _failed(request: Request, error: Exception) -> HTTPResponse:
+    log.error("%s %s failed", request.method, request.path, exc_info=error)
+    return answer(500, {"detail": "Internal Server Error"})

@@ -1,0 +1,96 @@
+"""One participant's WebSocket: frames in, through the room table, and what follows out to everybody's outboxes."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from socket import IPPROTO_TCP, TCP_NODELAY
+
+from sanic.exceptions import WebsocketClosed
+from sanic.server.websockets.impl import WebsocketImplProtocol
+
+from service.transport import conversation, wire
+from service.transport.outbox import Outbox, OutboxLimits
+from service.transport.rooms import Effects, Place, RoomTable, Send
+
+log = logging.getLogger(__name__)
+
+
+def timestamp() -> str:
+    """The wall clock as the wire writes it: ISO-8601 with +00:00."""
+    return datetime.now(tz=UTC).isoformat()
+
+
+def perform(effects: Effects) -> None:
+    """Hand every message to the outboxes it is for; nothing here waits for anybody."""
+    for effect in effects:
+        if isinstance(effect, Send):
+            text = wire.build(effect.message, timestamp())
+            for outbox in effect.to:
+                assert isinstance(outbox, Outbox)
+                outbox.put(text)
+        else:
+            for outbox in effect.to:
+                assert isinstance(outbox, Outbox)
+                outbox.close(effect.reason)
+
+
+async def attend(
+    socket: WebsocketImplProtocol,
+    place: Place,
+    table: RoomTable,
+    limits: OutboxLimits,
+    join_timeout: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Serve one upgraded socket until it ends: the join, then every frame.
+
+    A first frame that is no join, or none within ``join_timeout`` seconds, ends the connection without a word.
+    """
+    _send_at_once(socket)
+    outbox = Outbox(socket, limits)
+    writer = asyncio.create_task(outbox.run())
+    try:
+        first = await socket.recv(timeout=join_timeout)
+        if first is None:
+            return
+        try:
+            join = wire.parse_join(first)
+        except wire.WireError as error:
+            log.info("a socket of %s is closed: %s", place, error)
+            return
+        perform(table.join(outbox, place, join, clock()))
+        if table.seat(outbox) is None:
+            await writer
+            return
+        while True:
+            raw = await socket.recv()
+            if raw is not None:
+                perform(_answer(table, outbox, raw, clock()))
+    except WebsocketClosed:
+        return
+    finally:
+        # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
+        perform(table.leave(outbox))
+        writer.cancel()
+
+
+def _send_at_once(socket: WebsocketImplProtocol) -> None:
+    """Turn Nagle's algorithm off, which holds a small frame back for up to 40 ms while another is unacknowledged.
+
+    asyncio does so by itself only for sockets made with an explicit TCP protocol number, and Sanic's are not.
+    """
+    connection = None if socket.io_proto is None else socket.io_proto.transport
+    raw = None if connection is None else connection.get_extra_info("socket")
+    if raw is not None:
+        raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+
+
+def _answer(table: RoomTable, outbox: Outbox, raw: str | bytes, now: float) -> Effects:
+    try:
+        message = wire.parse(raw)
+    except wire.WireError as error:
+        log.info("a frame is not relayed: %s", error)
+        return conversation.refuse(table, outbox, error)
+    return conversation.receive(table, outbox, message, now)
