@@ -1,0 +1,152 @@
+"""Actions with the time each is due; late ones are dropped by arithmetic."""
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+
+class Actions(Protocol):
+    """The actions still to be done, whichever way chunks become actions."""
+
+    def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
+        """Take a chunk (t, a) whose first action belongs to the moment ``seen_at``; returns how many are still usable."""
+        ...
+
+    def take(self, deadline: float, now: float) -> np.ndarray | None:
+        """The action (a,) for the tick at ``deadline``, which is run at ``now``; None when there is none."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all that is left."""
+        ...
+
+
+class ActionQueue:
+    """One chunk at a time: action i is due at ``seen_at + i * period``, and a new chunk replaces the rest of the old.
+
+    A tick takes the action due nearest to it, so an action is at most half a period early; one that
+    is more than a period late when its turn comes is never given out. When ticks come at another
+    rate than actions, a tick takes the point on the line between the two actions around it: the
+    motion keeps the speed it was trained with.
+
+    Attributes:
+        period: seconds from one action to the next.
+        consumed: actions of this chunk that were given out.
+        late: actions dropped because their time was over, of all chunks.
+    """
+
+    def __init__(self, period: float, tick_period: float | None = None):
+        self.period = period
+        self.consumed = 0
+        self.late = 0
+        self._is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
+        self._chunk = np.zeros((0, 0), np.float32)
+        self._seen_at = 0.0
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Actions left."""
+        return len(self._chunk) - self._next
+
+    def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
+        """Replace what is left; what of the new chunk is already past is counted as late."""
+        self._chunk, self._seen_at, self.consumed = chunk, seen_at, 0
+        self._next = min(max(self._index(now), 0), len(chunk))
+        self.late += self._next
+        return len(self)
+
+    def take(self, deadline: float, now: float) -> np.ndarray | None:
+        """The action for this tick; those before it that no tick took are counted as late."""
+        if not len(self._chunk):
+            return None
+        moment = deadline
+        if now > self.due(self._index(deadline)) + self.period:
+            # This tick itself runs so late that its own action is over: do the one that belongs to now.
+            moment = now
+        index = self._index(moment)
+        if index < self._next and not (self._is_between and self.consumed):
+            return None
+        self._drop_until(index)
+        if index >= len(self._chunk):
+            return None
+        if index >= self._next:
+            self._next = index + 1
+            self.consumed += 1
+        return self._between(moment) if self._is_between else self._chunk[index]
+
+    def clear(self) -> None:
+        """Forget all that is left; it does not count as late."""
+        self._chunk = self._chunk[:0]
+        self._next = 0
+        self.consumed = 0
+
+    def due(self, index: int) -> float:
+        """When action ``index`` of this chunk is due."""
+        return self._seen_at + index * self.period
+
+    def due_times(self) -> list[float]:
+        """When each action left is due."""
+        return [self.due(index) for index in range(self._next, len(self._chunk))]
+
+    def _index(self, moment: float) -> int:
+        return math.floor((moment - self._seen_at) / self.period + 0.5)
+
+    def _drop_until(self, index: int) -> None:
+        index = min(index, len(self._chunk))
+        if index > self._next:
+            self.late += index - self._next
+            self._next = index
+
+    def _between(self, moment: float) -> np.ndarray:
+        place = min(max((moment - self._seen_at) / self.period, 0.0), len(self._chunk) - 1.0)
+        before = int(place)
+        after = min(before + 1, len(self._chunk) - 1)
+        share = np.float32(place - before)
+        return (1 - share) * self._chunk[before] + share * self._chunk[after]
+
+
+class EnsembledActions(ActionQueue):
+    """Overlapping chunks averaged over time, as LeRobot's ACTTemporalEnsembler does, but aligned by due time.
+
+    Of the predictions for one moment the oldest weighs 1 and the k-th weighs exp(-coefficient * k). With
+    a new chunk at every tick this is LeRobot's recurrence to the letter; when inference takes longer
+    than a tick, a moment simply has fewer predictions.
+    Source: lerobot/policies/act/modeling_act.py, ACTTemporalEnsembler; Zhao et al., arXiv 2304.13705, algorithm 2.
+    """
+
+    def __init__(self, period: float, coefficient: float, tick_period: float | None = None):
+        super().__init__(period, tick_period)
+        self._coefficient = coefficient
+        self._counts = np.zeros(0, np.int64)
+
+    def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
+        """Average the chunk into what is there."""
+        # Whole actions between the first of the old chunk and the first of the new one.
+        shift = max(math.floor((seen_at - self._seen_at) / self.period + 0.5), 0) if len(self._chunk) else 0
+        old, counts = self._chunk[shift:], self._counts[shift:]
+        overlap = min(len(old), len(chunk))
+        merged = np.array(chunk, np.float32)
+        new_counts = np.ones(len(chunk), np.int64)
+        if overlap:
+            seen = counts[:overlap]
+            weight = np.exp(-self._coefficient * seen)
+            before = self._summed(seen)
+            merged[:overlap] = (old[:overlap] * before[:, None] + chunk[:overlap] * weight[:, None]) / (
+                before + weight
+            )[:, None]
+            new_counts[:overlap] = seen + 1
+        self._counts = new_counts
+        return super().push(merged, seen_at, now)
+
+    def clear(self) -> None:
+        """Forget all predictions."""
+        super().clear()
+        self._counts = self._counts[:0]
+
+    def _summed(self, counts: np.ndarray) -> np.ndarray:
+        """Sum of the first ``counts`` weights of the series exp(-coefficient * k)."""
+        if self._coefficient == 0:
+            return counts.astype(np.float64)
+        ratio = math.exp(-self._coefficient)
+        return (1 - ratio**counts) / (1 - ratio)

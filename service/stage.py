@@ -1,0 +1,143 @@
+"""The stages of a session and the moves between them, as a table."""
+
+from enum import StrEnum
+
+from service.errors import MoveRefused
+
+
+class Stage(StrEnum):
+    """Where a session stands; the value is the word on the wire (``deleted`` is never listed)."""
+
+    INITIALIZING = "initializing"
+    READY = "ready"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    RECONNECTING = "reconnecting"
+    DELETED = "deleted"
+
+
+class Move(StrEnum):
+    """What can happen to a session. Those in ``ASKED`` are asked for by somebody, the others just happen."""
+
+    START = "start"
+    STOP = "stop"
+    RESTART = "restart"
+    RESET = "reset"
+    EMERGENCY_STOP = "emergency_stop"
+    DELETE = "delete"
+    LOADED = "loaded"
+    FAILED = "failed"
+    LINK_LOST = "link_lost"
+    LINK_BACK = "link_back"
+    EXPIRED = "expired"
+
+
+ASKED = (Move.START, Move.STOP, Move.RESTART, Move.RESET, Move.EMERGENCY_STOP, Move.DELETE)
+
+# `reconnecting` only ever means "running, but a room is lost", so coming back is one move. A stop asked for
+# twice is no error: a person who presses stop again must not be told that it was refused.
+MOVES: dict[tuple[Stage, Move], Stage] = {
+    (Stage.INITIALIZING, Move.LOADED): Stage.READY,
+    (Stage.INITIALIZING, Move.FAILED): Stage.ERROR,
+    (Stage.INITIALIZING, Move.EMERGENCY_STOP): Stage.INITIALIZING,
+    (Stage.INITIALIZING, Move.RESET): Stage.INITIALIZING,
+    (Stage.INITIALIZING, Move.DELETE): Stage.DELETED,
+    (Stage.READY, Move.START): Stage.RUNNING,
+    (Stage.READY, Move.RESTART): Stage.RUNNING,
+    (Stage.READY, Move.STOP): Stage.STOPPED,
+    (Stage.READY, Move.RESET): Stage.READY,
+    (Stage.READY, Move.EMERGENCY_STOP): Stage.STOPPED,
+    (Stage.READY, Move.FAILED): Stage.ERROR,
+    (Stage.READY, Move.EXPIRED): Stage.TIMEOUT,
+    (Stage.READY, Move.DELETE): Stage.DELETED,
+    (Stage.RUNNING, Move.STOP): Stage.STOPPED,
+    (Stage.RUNNING, Move.RESTART): Stage.RUNNING,
+    (Stage.RUNNING, Move.EMERGENCY_STOP): Stage.STOPPED,
+    (Stage.RUNNING, Move.FAILED): Stage.ERROR,
+    (Stage.RUNNING, Move.LINK_LOST): Stage.RECONNECTING,
+    (Stage.RUNNING, Move.EXPIRED): Stage.TIMEOUT,
+    (Stage.RUNNING, Move.DELETE): Stage.DELETED,
+    (Stage.RECONNECTING, Move.LINK_BACK): Stage.RUNNING,
+    (Stage.RECONNECTING, Move.STOP): Stage.STOPPED,
+    (Stage.RECONNECTING, Move.RESTART): Stage.RUNNING,
+    (Stage.RECONNECTING, Move.EMERGENCY_STOP): Stage.STOPPED,
+    (Stage.RECONNECTING, Move.FAILED): Stage.ERROR,
+    (Stage.RECONNECTING, Move.EXPIRED): Stage.TIMEOUT,
+    (Stage.RECONNECTING, Move.DELETE): Stage.DELETED,
+    (Stage.STOPPED, Move.START): Stage.RUNNING,
+    (Stage.STOPPED, Move.RESTART): Stage.RUNNING,
+    (Stage.STOPPED, Move.STOP): Stage.STOPPED,
+    (Stage.STOPPED, Move.RESET): Stage.STOPPED,
+    (Stage.STOPPED, Move.EMERGENCY_STOP): Stage.STOPPED,
+    (Stage.STOPPED, Move.FAILED): Stage.ERROR,
+    (Stage.STOPPED, Move.DELETE): Stage.DELETED,
+    (Stage.TIMEOUT, Move.STOP): Stage.STOPPED,
+    (Stage.TIMEOUT, Move.RESTART): Stage.RUNNING,
+    (Stage.TIMEOUT, Move.EMERGENCY_STOP): Stage.STOPPED,
+    (Stage.TIMEOUT, Move.FAILED): Stage.ERROR,
+    (Stage.TIMEOUT, Move.DELETE): Stage.DELETED,
+    (Stage.ERROR, Move.RESTART): Stage.RUNNING,
+    (Stage.ERROR, Move.RESET): Stage.ERROR,
+    (Stage.ERROR, Move.EMERGENCY_STOP): Stage.ERROR,
+    (Stage.ERROR, Move.FAILED): Stage.ERROR,
+    (Stage.ERROR, Move.DELETE): Stage.DELETED,
+}
+
+# Moves that set the arm going: they need a loaded policy and living rooms, and no emergency stop.
+SETS_GOING = frozenset({Move.START, Move.RESTART})
+
+
+class Lifecycle:
+    """One session's walk through the table.
+
+    Attributes:
+        stage: where it stands.
+        reason: why, when it is not by request: the text of an error, a timeout or an emergency stop.
+        latch: the reason of an emergency stop that nobody has reset yet, or None.
+        is_loaded: whether policy and rooms are there to be started.
+    """
+
+    def __init__(self, session_id: str):
+        self.stage = Stage.INITIALIZING
+        self.reason: str | None = None
+        self.latch: str | None = None
+        self.is_loaded = False
+        self._session_id = session_id
+
+    def can(self, move: Move) -> bool:
+        """Whether the move is possible now."""
+        if move in SETS_GOING and (self.latch is not None or not self.is_loaded):
+            return False
+        return (self.stage, move) in MOVES
+
+    def move(self, move: Move, reason: str | None = None) -> Stage:
+        """Go where the table says; ``reason`` is kept as the reason of the new stage.
+
+        Raises:
+            MoveRefused: the table has no such move from here; the message names the allowed ones.
+        """
+        if not self.can(move):
+            raise MoveRefused(self._refusal(move))
+        self.stage = MOVES[self.stage, move]
+        if move is Move.EMERGENCY_STOP:
+            # The first reason stays: it is what somebody has to look at before the reset.
+            self.latch = self.latch or reason or "no reason given"
+        elif move is Move.RESET:
+            self.latch = None
+        if move is Move.FAILED or self.stage is not Stage.ERROR:
+            self.reason = reason
+        if move is Move.LOADED and self.latch is not None:
+            self.stage = MOVES[self.stage, Move.EMERGENCY_STOP]
+        return self.stage
+
+    def _refusal(self, move: Move) -> str:
+        name = f"session {self._session_id!r}"
+        if move in SETS_GOING and self.latch is not None:
+            return (
+                f"{name} cannot {move}: an emergency stop is latched ({self.latch}); make sure that the robot is safe, "
+                f"then POST /debug/sessions/{self._session_id}/reset, then start"
+            )
+        allowed = ", ".join(str(other) for other in ASKED if self.can(other)) or "none"
+        return f"{name} is {self.stage} and cannot {move}; allowed now: {allowed}"

@@ -1,0 +1,84 @@
+"""Figures that cost a fixed amount of memory: percentiles of recent samples, rates, tallies by reason."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+
+class Recent:
+    """The newest samples of one figure, and how many there were in all."""
+
+    def __init__(self, size: int):
+        self.count = 0
+        self.total = 0.0
+        self._ring = np.zeros(size)
+
+    def add(self, value: float) -> None:
+        """Keep one sample in place of the oldest."""
+        self._ring[self.count % len(self._ring)] = value
+        self.count += 1
+        self.total += value
+
+    @property
+    def samples(self) -> np.ndarray:
+        """(n,) the samples still kept, in no order."""
+        return self._ring[: min(self.count, len(self._ring))]
+
+    def percentile(self, percent: float) -> float | None:
+        """That percentile of the kept samples, or None before the first."""
+        samples = self.samples
+        return float(np.percentile(samples, percent)) if len(samples) else None
+
+    def percentiles_ms(self, *percents: float) -> dict[str, float | None]:
+        """Of samples in seconds: ``{"p50": 1.25, ...}`` in milliseconds."""
+        samples = self.samples
+        if not len(samples):
+            return {f"p{percent:g}": None for percent in percents}
+        values = np.percentile(samples, percents)
+        return {f"p{percent:g}": round(float(value) * 1e3, 3) for percent, value in zip(percents, values, strict=True)}
+
+
+class Rate:
+    """How often something happens, over its newest times."""
+
+    def __init__(self, size: int = 32, patience: float = 2.0):
+        self.count = 0
+        self._times = np.zeros(size)
+        self._patience = patience
+
+    def add(self, now: float) -> None:
+        """It happened."""
+        self._times[self.count % len(self._times)] = now
+        self.count += 1
+
+    def per_second(self, now: float) -> float:
+        """Events per second; 0 when the newest is older than the patience."""
+        kept = self._times[: min(self.count, len(self._times))]
+        if len(kept) < 2 or now - kept.max() > self._patience:
+            return 0.0
+        span = float(kept.max() - kept.min())
+        return round((len(kept) - 1) / span, 2) if span > 0 else 0.0
+
+
+class Tally:
+    """How often each reason came up."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, reason: str, times: int = 1) -> None:
+        """Count it."""
+        self._counts[reason] += times
+
+    def __getitem__(self, reason: str) -> int:
+        return self._counts[reason]
+
+    @property
+    def total(self) -> int:
+        """All reasons together."""
+        return self._counts.total()
+
+    def by_reason(self) -> Mapping[str, int]:
+        """A copy, sorted by name."""
+        return dict(sorted(self._counts.items()))
