@@ -88,6 +88,7 @@ def create_transport_app(settings: TransportSettings | None = None) -> Sanic:
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     app = Sanic(f"transport-{secrets.token_hex(4)}", configure_logging=False)
     app.config.REQUEST_MAX_SIZE = MAX_FRAME_BYTES
+    app.config.TOUCHUP = False  # it rewrites Sanic's own classes, once per process: a second app would not start
     app.config.KEEP_ALIVE_TIMEOUT = 15
     app.config.GRACEFUL_SHUTDOWN_TIMEOUT = 2.0
     table = settings.table()

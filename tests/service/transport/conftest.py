@@ -1,0 +1,115 @@
+"""A transport server on loopback, and a caller that speaks plain HTTP and WebSocket to it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from service.transport.server import TransportSettings, serve_transport
+
+PATIENCE = 3.0
+
+
+@dataclass
+class Socket:
+    """One WebSocket, read as JSON."""
+
+    raw: aiohttp.ClientWebSocketResponse
+
+    async def send(self, message: Any) -> None:
+        await self.raw.send_str(message if isinstance(message, str) else json.dumps(message))
+
+    async def next(self) -> Any:
+        """The next message; None when the server closed."""
+        frame = await self.raw.receive(PATIENCE)
+        return json.loads(frame.data) if frame.type is aiohttp.WSMsgType.TEXT else None
+
+    async def until(self, kind: str) -> Any:
+        while (message := await self.next()) is not None:
+            if message["type"] == kind:
+                return message
+        raise AssertionError(f"closed before {kind}")
+
+    async def is_silent(self) -> bool:
+        """Nothing was sent to this socket so far: the answer to a heartbeat is the next thing that comes."""
+        await self.send({"type": "heartbeat"})
+        return (await self.next())["type"] == "heartbeat_ack"
+
+    async def close(self) -> None:
+        await self.raw.close()
+
+
+@dataclass
+class Caller:
+    """Calls one server, under ``/`` or ``/api``."""
+
+    session: aiohttp.ClientSession
+    base: str
+    prefix: str = ""
+    opened: list[Socket] = field(default_factory=list)  # held, or the collector closes them in mid-test
+
+    def under(self, prefix: str) -> "Caller":
+        return Caller(self.session, self.base, prefix, self.opened)
+
+    async def call(self, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        async with self.session.request(method, self.base + self.prefix + path, data=data, **more) as response:
+            return response.status, json.loads(await response.read())
+
+    async def room(self, kind: str, room: str, workspace: str = "w", **body: Any) -> str:
+        """Make a room; returns its path."""
+        status, answer = await self.call("POST", f"/{kind}/workspaces/{workspace}/rooms", {"room_id": room, **body})
+        assert status == 200, answer
+        return f"/{kind}/workspaces/{workspace}/rooms/{room}"
+
+    async def open(self, path: str, **more: Any) -> Socket:
+        self.opened.append(Socket(await self.session.ws_connect(f"{self.base}{self.prefix}{path}/ws", **more)))
+        return self.opened[-1]
+
+    async def knock(self, path: str, participant_id: str, role: str, **more: Any) -> Socket:
+        """Open a socket and send the join, without reading what comes back."""
+        socket = await self.open(path, **more)
+        await socket.send({"participant_id": participant_id, "role": role})
+        return socket
+
+    async def join(self, path: str, participant_id: str, role: str, **more: Any) -> Socket:
+        socket = await self.knock(path, participant_id, role, **more)
+        await socket.until("joined")
+        return socket
+
+    async def settled(self, path: str, **wanted: Any) -> Any:
+        """The room, once its participants are as wanted."""
+        for _ in range(int(PATIENCE / 0.01)):
+            _, answer = await self.call("GET", path)
+            participants = answer["room"]["participants"]
+            if all(participants[key] == value for key, value in wanted.items()):
+                return answer["room"]
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"wanted {wanted}, found {participants}")
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Caller]]
+
+
+@pytest.fixture
+def serve() -> Serve:
+    """``async with serve(is_odd=True) as caller``: a server of these settings."""
+
+    @asynccontextmanager
+    async def served(**settings: Any) -> AsyncIterator[Caller]:
+        async with serve_transport(TransportSettings(**settings)) as base, aiohttp.ClientSession() as session:
+            yield Caller(session, base)
+
+    return served
+
+
+@pytest.fixture
+async def caller(serve: Serve) -> AsyncIterator[Caller]:
+    """A server of the default settings."""
+    async with serve() as caller:
+        yield caller

@@ -1,0 +1,756 @@
+"""The acceptance checklist of the wire, in its order: over real sockets, at ``/`` and under ``/api``."""
+
+import asyncio
+import fractions
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+
+import av
+import numpy as np
+import pytest
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription, VideoStreamTrack
+
+ROBOTICS = "/robotics/workspaces/w/rooms"
+VIDEO = "/video/workspaces/w/rooms"
+
+
+@pytest.fixture(params=["", "/api"], ids=["root", "api"])
+def anywhere(request, caller):
+    """The server, at each of the two places where its routes are."""
+    return caller.under(request.param)
+
+
+# Same routes at / and /api; unknown workspace; unknown room; POST create with no body, {}, room_id; 200 not 201.
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+async def test_the_list_of_an_unknown_workspace_is_empty(anywhere, kind):
+    status, answer = await anywhere.call("GET", f"/{kind}/workspaces/nobody/rooms")
+    assert status == 200
+    assert answer == {"success": True, "workspace_id": "nobody", "rooms": [], "total": 0}
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+@pytest.mark.parametrize(("method", "tail"), [("GET", ""), ("DELETE", ""), ("GET", "/state")])
+async def test_an_unknown_room_is_404_with_detail(anywhere, kind, method, tail):
+    status, answer = await anywhere.call(method, f"/{kind}/workspaces/w/rooms/none{tail}")
+    assert (status, answer) == (404, {"detail": "Room not found"})
+
+
+async def test_a_command_to_an_unknown_room_is_404_with_detail(anywhere):
+    body = {"joints": [{"name": "Jaw", "value": 1}]}
+    assert await anywhere.call("POST", f"{ROBOTICS}/none/command", body) == (404, {"detail": "Room not found"})
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+@pytest.mark.parametrize("body", [None, b"{}", b"null"], ids=["no body", "empty object", "null"])
+async def test_create_without_a_room_id_makes_one_and_answers_200(anywhere, kind, body):
+    status, answer = await anywhere.call("POST", f"/{kind}/workspaces/w/rooms", body)
+    assert status == 200
+    assert answer["success"] is True
+    assert answer["workspace_id"] == "w"
+    assert answer["room_id"] in answer["message"]
+    status, listing = await anywhere.call("GET", f"/{kind}/workspaces/w/rooms")
+    assert [row["id"] for row in listing["rooms"]] == [answer["room_id"]]
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+async def test_create_with_a_room_id_takes_the_workspace_from_the_path(anywhere, kind):
+    status, answer = await anywhere.call(
+        "POST", f"/{kind}/workspaces/w/rooms", {"room_id": "r", "workspace_id": "elsewhere", "name": "a name"}
+    )
+    assert status == 200
+    assert (answer["workspace_id"], answer["room_id"]) == ("w", "r")
+
+
+async def test_what_is_made_at_the_root_is_there_under_api(caller):
+    path = await caller.room("robotics", "r")
+    status, _ = await caller.under("/api").call("GET", path)
+    assert status == 200
+
+
+async def test_robotics_rooms_answer_in_their_exact_form(anywhere):
+    path = await anywhere.room("robotics", "r")
+    nobody = {"producer": None, "consumers": [], "total": 0}
+    row = {"id": "r", "workspace_id": "w", "participants": nobody, "joints_count": 0}
+    _, listing = await anywhere.call("GET", ROBOTICS)
+    assert listing == {"success": True, "workspace_id": "w", "rooms": [row], "total": 1}
+    _, room = await anywhere.call("GET", path)
+    assert room == {"success": True, "room": {**row, "has_producer": False, "active_consumers": 0}}
+    _, state = await anywhere.call("GET", f"{path}/state")
+    assert is_now(state["state"].pop("timestamp"))
+    assert state == {
+        "success": True,
+        "state": {"room_id": "r", "workspace_id": "w", "joints": {}, "participants": nobody},
+    }
+    status, gone = await anywhere.call("DELETE", path)
+    assert status == 200
+    assert gone.keys() == {"success", "message"}
+
+
+async def test_video_rooms_answer_in_their_exact_form(anywhere):
+    path = await anywhere.room("video", "v", config={"framerate": 25, "encoding": "h264"})
+    nobody = {"producer": None, "consumers": [], "total": 0}
+    listed = {"resolution": {"width": 640, "height": 480}, "framerate": 25, "bitrate": 1_000_000, "quality": 80}
+    row = {"id": "v", "workspace_id": "w", "participants": nobody, "frame_count": 0}
+    presence = {"has_producer": False, "active_consumers": 0}
+    _, listing = await anywhere.call("GET", VIDEO)
+    assert listing["rooms"] == [{**row, "config": listed, **presence}]
+    _, room = await anywhere.call("GET", path)
+    assert room == {
+        "success": True,
+        "workspace_id": "w",
+        "room": {**row, "config": {**listed, "encoding": "h264"}, **presence},
+    }
+    _, state = await anywhere.call("GET", f"{path}/state")
+    assert is_now(state["state"].pop("timestamp"))
+    assert state == {
+        "success": True,
+        "workspace_id": "w",
+        "state": {
+            "room_id": "v",
+            "workspace_id": "w",
+            "participants": nobody,
+            "frame_count": 0,
+            "last_frame_time": None,
+            "current_config": {**listed, "encoding": "h264"},
+        },
+    }
+    status, gone = await anywhere.call("DELETE", path)
+    assert status == 200
+    assert gone.keys() == {"success", "workspace_id", "message"}
+
+
+async def test_the_services_answer_for_themselves(anywhere):
+    await anywhere.room("robotics", "r")
+    assert await anywhere.call("GET", "/health") == (200, {"status": "healthy", "server_running": True})
+    for kind in ("robotics", "video"):
+        assert await anywhere.call("GET", f"/{kind}/health") == (200, {"status": "healthy", "service": kind})
+    cleanup = {"enabled": True, "inactivity_timeout_hours": 1.0, "cleanup_interval_minutes": 15.0}
+    _, status = await anywhere.call("GET", "/robotics/status")
+    assert status == {
+        "service": "robotics",
+        "status": "active",
+        "workspaces_count": 1,
+        "rooms_count": 1,
+        "connections_count": 0,
+        "version": "2.0.0",
+        "supported_roles": ["producer", "consumer"],
+        "supported_robot_types": ["so-arm100", "generic"],
+        "cleanup": cleanup,
+    }
+    _, status = await anywhere.call("GET", "/video/status")
+    assert (status["webrtc_connections_count"], status["websocket_connections_count"]) == (0, 0)
+    assert status["supported_encodings"] == ["jpeg", "h264", "vp8", "vp9"]
+    assert "freeze_last_frame" in status["recovery_policies"]
+    _, banner = await anywhere.call("GET", "/video/")
+    assert (banner["status"], banner["service"]) == ("active", "video")
+
+
+# Joins: state_sync then joined; joined only; video without workspace_id; refusals and their close; bad join ends.
+
+
+async def test_a_robotics_consumer_gets_state_sync_and_then_joined(anywhere):
+    path = await anywhere.room("robotics", "r")
+    socket = await anywhere.knock(path, "c", "consumer")
+    sync, joined = await socket.next(), await socket.next()
+    assert is_now(sync.pop("timestamp"))
+    assert is_now(joined.pop("timestamp"))
+    assert sync == {"type": "state_sync", "data": {}}
+    assert joined == {"type": "joined", "room_id": "r", "workspace_id": "w", "role": "consumer"}
+
+
+async def test_a_robotics_producer_gets_joined_only(anywhere):
+    path = await anywhere.room("robotics", "r")
+    socket = await anywhere.knock(path, "p", "producer")
+    assert (await socket.next())["type"] == "joined"
+    assert await socket.is_silent()
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+async def test_joined_of_the_video_service_has_no_workspace_id(anywhere, role):
+    path = await anywhere.room("video", "v")
+    joined = await (await anywhere.knock(path, "x", role)).next()
+    assert joined.keys() == {"type", "room_id", "role", "timestamp"}
+    assert (joined["type"], joined["room_id"], joined["role"]) == ("joined", "v", role)
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+@pytest.mark.parametrize("why", ["second producer", "duplicate consumer", "unknown room"])
+async def test_a_refused_join_says_cannot_join_room_and_closes(anywhere, kind, why):
+    path = await anywhere.room(kind, "r")
+    await anywhere.join(path, "p", "producer")
+    await anywhere.join(path, "c", "consumer")
+    where, who, role = {
+        "second producer": (path, "q", "producer"),
+        "duplicate consumer": (path, "c", "consumer"),
+        "unknown room": (f"/{kind}/workspaces/w/rooms/none", "q", "consumer"),
+    }[why]
+    socket = await anywhere.knock(where, who, role)
+    refusal = await socket.next()
+    if kind == "video":
+        assert is_now(refusal.pop("timestamp"))
+        assert refusal.pop("code", "missing") is None
+    assert refusal == {"type": "error", "message": "Cannot join room"}
+    assert await socket.next() is None
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "not json",
+        "[]",
+        "{}",
+        '{"participant_id": "x"}',
+        '{"participant_id": "x", "role": "boss"}',
+        '{"role": 1}',
+        "[" * 99999,
+    ],
+)
+async def test_a_bad_join_just_ends_the_connection(anywhere, kind, first):
+    path = await anywhere.room(kind, "r")
+    socket = await anywhere.open(path)
+    await socket.send(first)
+    assert await socket.next() is None
+    assert (await anywhere.call("GET", path))[1]["room"]["participants"]["total"] == 0
+
+
+# joint_update: changed joints only, whole objects, source and UTC timestamp; and the REST command.
+
+
+async def test_consumers_get_only_the_joints_that_changed_as_whole_objects(anywhere):
+    path = await anywhere.room("robotics", "r")
+    producer, consumer = await anywhere.join(path, "p", "producer"), await anywhere.join(path, "c", "consumer")
+    jaw = {"name": "Jaw", "value": 10, "index": 6, "speed": 3, "unit": {"of": "percent"}}
+    pitch = {"name": "Pitch", "value": -4.5}
+    await producer.send({"type": "joint_update", "data": [jaw, pitch]})
+    update = await consumer.next()
+    assert is_now(update.pop("timestamp"))
+    assert update == {"type": "joint_update", "data": [jaw, pitch], "source": "p"}
+    await producer.send({"type": "joint_update", "data": [jaw, {"name": "Pitch", "value": 5}]})
+    assert (await consumer.next())["data"] == [{"name": "Pitch", "value": 5}]
+    assert await producer.is_silent()
+
+
+async def test_nothing_is_sent_when_nothing_changed_or_the_update_is_empty(anywhere):
+    path = await anywhere.room("robotics", "r")
+    producer, consumer = await anywhere.join(path, "p", "producer"), await anywhere.join(path, "c", "consumer")
+    for data in ([{"name": "Jaw", "value": 1}], [{"name": "Jaw", "value": 1}], [{"name": "Jaw", "value": 1.0}], []):
+        await producer.send({"type": "joint_update", "data": data})
+    await producer.send({"type": "joint_update"})
+    assert await producer.is_silent()
+    assert (await consumer.next())["data"] == [{"name": "Jaw", "value": 1}]
+    assert await consumer.is_silent()
+
+
+async def test_a_joint_update_from_a_consumer_is_ignored(anywhere):
+    path = await anywhere.room("robotics", "r")
+    one, two = await anywhere.join(path, "one", "consumer"), await anywhere.join(path, "two", "consumer")
+    await one.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
+    assert await one.is_silent()
+    assert await two.is_silent()
+    assert (await anywhere.call("GET", path))[1]["room"]["joints_count"] == 0
+
+
+async def test_joints_outlive_their_producer_and_a_later_consumer_gets_them(anywhere):
+    path = await anywhere.room("robotics", "r")
+    producer = await anywhere.join(path, "p", "producer")
+    await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 7.5}]})
+    assert await producer.is_silent()
+    await producer.close()
+    await anywhere.settled(path, producer=None)
+    sync = await (await anywhere.knock(path, "c", "consumer")).next()
+    assert sync["data"] == {"Jaw": 7.5}
+
+
+async def test_a_rest_command_is_broadcast_with_source_api_and_a_null_speed(anywhere):
+    path = await anywhere.room("robotics", "r")
+    consumer = await anywhere.join(path, "c", "consumer")
+    body = {"joints": [{"name": "Jaw", "value": 10}, {"name": "Pitch", "value": -360, "speed": 50}]}
+    status, answer = await anywhere.call("POST", f"{path}/command", body)
+    assert status == 200
+    assert answer == {
+        "success": True,
+        "workspace_id": "w",
+        "room_id": "r",
+        "joints_updated": 2,
+        "message": "Commands sent successfully",
+    }
+    update = await consumer.next()
+    assert update["source"] == "api"
+    assert update["data"] == [
+        {"name": "Jaw", "value": 10, "speed": None},
+        {"name": "Pitch", "value": -360, "speed": 50},
+    ]
+    body["joints"][0]["value"] = 11
+    assert (await anywhere.call("POST", f"{path}/command", body))[1]["joints_updated"] == 1
+
+
+@pytest.mark.parametrize(
+    ("joints", "kind", "loc"),
+    [
+        ([{"name": "j", "value": 0}] * 21, "too_long", ["body", "joints"]),
+        ([], "too_short", ["body", "joints"]),
+        ([{"name": "j", "value": 361}], "less_than_equal", ["body", "joints", 0, "value"]),
+        ([{"name": "j", "value": -361}], "greater_than_equal", ["body", "joints", 0, "value"]),
+        ([{"name": "", "value": 1}], "string_too_short", ["body", "joints", 0, "name"]),
+        ([{"name": "j" * 51, "value": 1}], "string_too_long", ["body", "joints", 0, "name"]),
+        ([{"name": "j"}], "missing", ["body", "joints", 0, "value"]),
+        ([{"name": "j", "value": 1, "speed": 101}], "less_than_equal", ["body", "joints", 0, "speed"]),
+    ],
+)
+async def test_a_command_out_of_bounds_is_422_with_a_validation_list(anywhere, joints, kind, loc):
+    path = await anywhere.room("robotics", "r")
+    status, answer = await anywhere.call("POST", f"{path}/command", {"joints": joints})
+    assert status == 422
+    assert [(entry["type"], entry["loc"]) for entry in answer["detail"]] == [(kind, loc)]
+    assert all(entry.keys() == {"type", "loc", "msg"} for entry in answer["detail"])
+
+
+# heartbeat, emergency_stop, unknown type, invalid JSON.
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+async def test_a_heartbeat_is_answered_to_its_sender_only(anywhere, kind):
+    path = await anywhere.room(kind, "r")
+    one, two = await anywhere.join(path, "one", "consumer"), await anywhere.join(path, "two", "consumer")
+    if kind == "video":
+        assert (await one.next())["type"] == "participant_joined"
+    await one.send({"type": "heartbeat"})
+    ack = await one.next()
+    assert ack.keys() == {"type", "timestamp"}
+    assert ack["type"] == "heartbeat_ack"
+    assert await two.is_silent()
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"), [("robotics", "Emergency stop from c"), ("video", "Emergency stop triggered")]
+)
+async def test_an_emergency_stop_reaches_everybody_its_sender_included(anywhere, kind, default):
+    path = await anywhere.room(kind, "r")
+    sockets = [
+        await anywhere.join(path, who, role) for who, role in (("p", "producer"), ("c", "consumer"), ("d", "consumer"))
+    ]
+    await sockets[1].send({"type": "emergency_stop"})
+    await sockets[1].send({"type": "emergency_stop", "reason": "smoke"})
+    for socket in sockets:
+        for reason in (default, "smoke"):
+            stop = await socket.until("emergency_stop")
+            assert is_now(stop.pop("timestamp"))
+            assert stop == {"type": "emergency_stop", "reason": reason, "source": "c"}
+
+
+async def test_an_emergency_stop_is_not_latched_by_the_room(anywhere):
+    path = await anywhere.room("robotics", "r")
+    producer, consumer = await anywhere.join(path, "p", "producer"), await anywhere.join(path, "c", "consumer")
+    await consumer.send({"type": "emergency_stop"})
+    await consumer.until("emergency_stop")
+    await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
+    assert (await consumer.next())["type"] == "joint_update"
+
+
+async def test_an_unknown_type_is_an_error_in_robotics_and_nothing_in_video(anywhere):
+    robot = await anywhere.join(await anywhere.room("robotics", "r"), "p", "producer")
+    await robot.send({"type": "dance"})
+    error = await robot.next()
+    assert is_now(error.pop("timestamp"))
+    assert error == {"type": "error", "message": "Unknown message type: dance"}
+    camera = await anywhere.join(await anywhere.room("video", "v"), "p", "producer")
+    await camera.send({"type": "dance"})
+    assert await camera.is_silent()
+
+
+async def test_a_type_that_robotics_knows_and_does_not_act_on_is_nothing(anywhere):
+    robot = await anywhere.join(await anywhere.room("robotics", "r"), "p", "producer")
+    for kind in ("status_update", "consumer_status", "state_sync", "joined", "error", "heartbeat_ack"):
+        await robot.send({"type": kind})
+    assert await robot.is_silent()
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+@pytest.mark.parametrize("text", ["{", "", "nul", "[1, 2]", "7", "[" * 99999, '{"type":' * 9999])
+async def test_invalid_json_is_nothing_and_the_socket_lives(anywhere, kind, text):
+    path = await anywhere.room(kind, "r")
+    socket = await anywhere.join(path, "p", "producer")
+    await socket.send(text)
+    assert await socket.is_silent()
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", '"12"', "null", "true", "[1]", "1" + "0" * 400]
+)
+async def test_a_value_that_is_no_finite_number_is_refused_and_never_relayed(anywhere, value):
+    path = await anywhere.room("robotics", "r")
+    producer, consumer = await anywhere.join(path, "p", "producer"), await anywhere.join(path, "c", "consumer")
+    update = '{"type":"joint_update","data":[{"name":"Pitch","value":1},{"name":"Jaw","value":VALUE}]}'
+    await producer.send(update.replace("VALUE", value))
+    error = await producer.next()
+    assert (error["type"], error["message"]) == ("error", "Failed to process joint update")
+    assert await consumer.is_silent()
+    assert (await anywhere.call("GET", f"{path}/state"))[1]["state"]["joints"] == {}
+
+
+# Signalling: offer, answer, ice both ways; missing target or wrong role; 400, 500; participant events.
+
+
+async def test_signals_are_pushed_to_the_other_peer(anywhere):
+    path = await anywhere.room("video", "v")
+    producer, consumer = await anywhere.join(path, "p", "producer"), await anywhere.join(path, "c", "consumer")
+    assert (await producer.next())["type"] == "participant_joined"
+    candidate = {"candidate": "candidate:1 1 udp 1 x.local 9 typ host", "sdpMid": "0", "sdpMLineIndex": 0}
+    calls = [
+        ("p", {"type": "offer", "sdp": "v=0", "target_consumer": "c"}, "Offer forwarded to consumer"),
+        ("c", {"type": "answer", "sdp": "v=1", "target_producer": "p"}, "Answer forwarded to producer"),
+        ("p", {"type": "ice", "candidate": candidate, "target_consumer": "c"}, "ICE candidate forwarded to consumer"),
+        (
+            "c",
+            {"type": "ice", "candidate": {"candidate": ""}, "target_producer": "p"},
+            "ICE candidate forwarded to producer",
+        ),
+    ]
+    for client_id, message, reply in calls:
+        status, answer = await anywhere.call(
+            "POST", f"{path}/webrtc/signal", {"client_id": client_id, "message": message}
+        )
+        assert status == 200
+        assert answer == {"success": True, "workspace_id": "w", "response": {"success": True, "message": reply}}
+    got = [await consumer.next(), await consumer.next(), await producer.next(), await producer.next()]
+    assert all(is_now(message.pop("timestamp")) for message in got)
+    assert got == [
+        {"type": "webrtc_offer", "offer": {"type": "offer", "sdp": "v=0"}, "from_producer": "p"},
+        {"type": "webrtc_ice", "candidate": candidate, "from_producer": "p", "from_consumer": None},
+        {"type": "webrtc_answer", "answer": {"type": "answer", "sdp": "v=1"}, "from_consumer": "c"},
+        {"type": "webrtc_ice", "candidate": {"candidate": ""}, "from_producer": None, "from_consumer": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("client_id", "message"),
+    [
+        ("p", {"type": "ice", "candidate": {}}),
+        ("c", {"type": "ice", "candidate": {}, "target_consumer": "c"}),
+        ("p", {"type": "ice", "candidate": {}, "target_producer": "p"}),
+        ("x", {"type": "ice", "candidate": {}, "target_consumer": "c"}),
+        ("c", {"type": "answer", "sdp": "v=0"}),
+        ("x", {"type": "answer", "sdp": "v=0", "target_producer": "p"}),
+        ("p", {"type": "candidate-pair"}),
+    ],
+)
+async def test_a_signal_without_target_or_of_the_wrong_role_is_processed_and_dropped(anywhere, client_id, message):
+    path = await anywhere.room("video", "v")
+    producer, consumer = await anywhere.join(path, "p", "producer"), await anywhere.join(path, "c", "consumer")
+    await producer.until("participant_joined")
+    status, answer = await anywhere.call("POST", f"{path}/webrtc/signal", {"client_id": client_id, "message": message})
+    assert (status, answer) == (200, {"success": True, "workspace_id": "w", "message": "Signal processed"})
+    assert await producer.is_silent()
+    assert await consumer.is_silent()
+
+
+@pytest.mark.parametrize(
+    ("client_id", "target"), [("p", {}), ("c", {"target_consumer": "c"}), ("x", {"target_consumer": "c"})]
+)
+async def test_an_offer_without_target_or_not_from_the_producer_is_taken_and_ignored(anywhere, client_id, target):
+    path = await anywhere.room("video", "v")
+    await anywhere.join(path, "p", "producer")
+    consumer = await anywhere.join(path, "c", "consumer")
+    body = {"client_id": client_id, "message": {"type": "offer", "sdp": "v=0", **target}}
+    status, answer = await anywhere.call("POST", f"{path}/webrtc/signal", body)
+    assert status == 200
+    assert answer["response"]["message"].startswith("Peer-to-peer mode")
+    assert await consumer.is_silent()
+
+
+async def test_an_offer_for_somebody_who_is_not_there_is_called_forwarded(anywhere):
+    path = await anywhere.room("video", "v")
+    await anywhere.join(path, "p", "producer")
+    body = {"client_id": "p", "message": {"type": "offer", "sdp": "v=0", "target_consumer": "gone"}}
+    _, answer = await anywhere.call("POST", f"{path}/webrtc/signal", body)
+    assert answer["response"]["message"] == "Offer forwarded to consumer"
+
+
+async def test_a_signal_to_an_unknown_room_is_400_without_detail(anywhere):
+    body = {"client_id": "p", "message": {"type": "offer", "sdp": "v=0"}}
+    assert await anywhere.call("POST", f"{VIDEO}/none/webrtc/signal", body) == (400, {"detail": ""})
+
+
+@pytest.mark.parametrize(
+    ("client_id", "message"),
+    [
+        ("p", {"type": "offer", "target_consumer": "c"}),
+        ("c", {"type": "answer", "target_producer": "p"}),
+        ("p", {"type": "ice", "target_consumer": "c"}),
+        ("p", {"sdp": "v=0"}),
+    ],
+)
+async def test_a_signal_without_type_or_sdp_or_candidate_is_500_without_detail(anywhere, client_id, message):
+    path = await anywhere.room("video", "v")
+    await anywhere.join(path, "p", "producer")
+    await anywhere.join(path, "c", "consumer")
+    answer = await anywhere.call("POST", f"{path}/webrtc/signal", {"client_id": client_id, "message": message})
+    assert answer == (500, {"detail": ""})
+
+
+@pytest.mark.parametrize(
+    ("body", "loc"),
+    [
+        ({"message": {}}, ["body", "client_id"]),
+        ({"client_id": "", "message": {}}, ["body", "client_id"]),
+        ({"client_id": "x" * 101, "message": {}}, ["body", "client_id"]),
+        ({"client_id": "x", "message": "hello"}, ["body", "message"]),
+        (b'{"client_id": "x", "message": {"type": "ice", "candidate": {"priority": NaN}}}', ["body", "message"]),
+        (None, ["body"]),
+        (b"{", ["body", 1]),
+    ],
+)
+async def test_a_signal_that_does_not_fit_is_422(anywhere, body, loc):
+    path = await anywhere.room("video", "v")
+    status, answer = await anywhere.call("POST", f"{path}/webrtc/signal", body)
+    assert status == 422
+    assert [entry["loc"] for entry in answer["detail"]] == [loc]
+
+
+async def test_others_in_a_video_room_hear_who_joins_and_who_leaves(anywhere):
+    path = await anywhere.room("video", "v")
+    consumer = await anywhere.join(path, "c", "consumer")
+    producer = await anywhere.join(path, "p", "producer")
+    joined = await consumer.next()
+    assert is_now(joined.pop("timestamp"))
+    assert joined == {"type": "participant_joined", "room_id": "v", "participant_id": "p", "role": "producer"}
+    await producer.close()
+    left = await consumer.next()
+    assert is_now(left.pop("timestamp"))
+    assert left == {"type": "participant_left", "room_id": "v", "participant_id": "p", "role": "producer"}
+
+
+async def test_a_robotics_room_announces_nobody(anywhere):
+    path = await anywhere.room("robotics", "r")
+    consumer = await anywhere.join(path, "c", "consumer")
+    producer = await anywhere.join(path, "p", "producer")
+    await producer.close()
+    await anywhere.settled(path, producer=None)
+    assert await consumer.is_silent()
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ({"type": "stream_started", "config": {"fps": 30}}, {"config": {"fps": 30}, "participant_id": "c"}),
+        ({"type": "stream_started"}, {"config": {}, "participant_id": "c"}),
+        ({"type": "stream_stopped", "reason": "night"}, {"participant_id": "c", "reason": "night"}),
+        ({"type": "stream_stopped"}, {"participant_id": "c", "reason": None}),
+        ({"type": "video_config_update", "config": {"framerate": 5}}, {"config": {"framerate": 5}, "source": "c"}),
+        ({"type": "status_update", "status": "ok", "data": {"a": 1}}, {"status": "ok", "data": {"a": 1}}),
+        ({"type": "status_update"}, {"status": "unknown", "data": None}),
+        ({"type": "stream_stats", "stats": {"fps": 9.5}}, {"stats": {"fps": 9.5}}),
+        (
+            {"type": "recovery_triggered", "policy": "black_screen", "reason": "r"},
+            {"policy": "black_screen", "reason": "r"},
+        ),
+        ({"type": "recovery_triggered"}, {"policy": None, "reason": "Recovery triggered"}),
+    ],
+)
+async def test_video_messages_go_to_the_others_with_a_fresh_timestamp(anywhere, sent, told):
+    path = await anywhere.room("video", "v")
+    producer, consumer = await anywhere.join(path, "p", "producer"), await anywhere.join(path, "c", "consumer")
+    await producer.until("participant_joined")
+    await consumer.send({**sent, "timestamp": "1999-01-01T00:00:00+00:00"})
+    message = await producer.next()
+    assert is_now(message.pop("timestamp"))
+    assert message == {"type": sent["type"], **told}
+    assert await consumer.is_silent()
+
+
+# Oddity mode on and off.
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+async def test_a_refused_duplicate_join_evicts_the_original_only_in_oddity_mode(serve, is_odd):
+    async with serve(is_odd=is_odd) as caller:
+        path = await caller.room("robotics", "r")
+        original = await caller.join(path, "p", "producer")
+        second = await caller.knock(path, "p", "producer")
+        assert (await second.next())["message"] == "Cannot join room"
+        assert await second.next() is None
+        room = await caller.settled(path, producer=None if is_odd else "p")
+        assert room["has_producer"] is not is_odd
+        # The evicted producer still writes, and a retry succeeds: two writers.
+        consumer = await caller.join(path, "c", "consumer")
+        await original.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
+        assert (await consumer.next())["source"] == "p"
+        retry = await caller.knock(path, "p", "producer")
+        assert (await retry.next())["type"] == ("joined" if is_odd else "error")
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+async def test_a_late_close_evicts_the_new_connection_only_in_oddity_mode(serve, is_odd):
+    async with serve(is_odd=is_odd) as caller:
+        one, two = await caller.room("robotics", "one"), await caller.room("robotics", "two")
+        old = await caller.join(one, "p", "producer")
+        await caller.join(two, "p", "producer")
+        await old.close()
+        if is_odd:
+            await caller.settled(two, producer=None)
+        else:
+            await caller.settled(one, producer=None)
+            await caller.settled(two, producer="p")
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+async def test_making_a_room_again_replaces_it_under_its_sockets_only_in_oddity_mode(serve, is_odd):
+    async with serve(is_odd=is_odd) as caller:
+        path = await caller.room("robotics", "r")
+        producer = await caller.join(path, "p", "producer")
+        consumer = await caller.join(path, "c", "consumer")
+        await caller.room("robotics", "r")
+        await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
+        assert await producer.is_silent()
+        room = (await caller.call("GET", path))[1]["room"]
+        assert room["participants"]["total"] == (0 if is_odd else 2)
+        assert (await consumer.is_silent()) is is_odd
+
+
+async def test_making_an_empty_room_again_forgets_its_joints(caller):
+    path = await caller.room("robotics", "r")
+    await caller.call("POST", f"{path}/command", {"joints": [{"name": "Jaw", "value": 1}]})
+    await caller.room("robotics", "r")
+    assert (await caller.call("GET", path))[1]["room"]["joints_count"] == 0
+
+
+@pytest.mark.parametrize("kind", ["robotics", "video"])
+async def test_delete_closes_the_sockets_of_the_room(caller, kind):
+    path = await caller.room(kind, "r")
+    producer, consumer = await caller.join(path, "p", "producer"), await caller.join(path, "c", "consumer")
+    if kind == "video":
+        await producer.until("participant_joined")
+    await caller.call("DELETE", path)
+    assert await producer.next() is None
+    assert await consumer.next() is None
+    assert producer.raw.close_code == 1000
+
+
+async def test_delete_gives_no_notice_in_oddity_mode(serve):
+    async with serve(is_odd=True) as caller:
+        path = await caller.room("robotics", "r")
+        producer = await caller.join(path, "p", "producer")
+        await caller.call("DELETE", path)
+        assert await producer.is_silent()
+        await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
+        assert (await producer.next())["message"] == "Failed to process joint update"
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+async def test_participant_ids_are_global_only_in_oddity_mode(serve, is_odd):
+    async with serve(is_odd=is_odd) as caller:
+        ours, theirs = await caller.room("video", "v", "ours"), await caller.room("video", "v", "theirs")
+        await caller.join(ours, "p", "producer")
+        mine, other = await caller.join(ours, "c", "consumer"), await caller.join(theirs, "c", "consumer")
+        body = {"client_id": "p", "message": {"type": "offer", "sdp": "v=0", "target_consumer": "c"}}
+        await caller.call("POST", f"{ours}/webrtc/signal", body)
+        right, wrong = (other, mine) if is_odd else (mine, other)
+        assert (await right.next())["type"] == "webrtc_offer"
+        if not is_odd:
+            assert await wrong.is_silent()
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+async def test_max_consumers_is_enforced_unless_in_oddity_mode(serve, is_odd):
+    async with serve(is_odd=is_odd) as caller:
+        path = await caller.room("robotics", "r", max_consumers=1)
+        await caller.join(path, "one", "consumer")
+        answer = await (await caller.knock(path, "two", "consumer")).next()
+        assert answer["type"] == ("state_sync" if is_odd else "error")
+
+
+# Real media: two aiortc peers through the relay with no STUN.
+
+
+class Colour(VideoStreamTrack):
+    """A camera that sees one colour."""
+
+    def __init__(self, rgb: tuple[int, int, int]):
+        super().__init__()
+        self.picture = np.full((240, 320, 3), rgb, np.uint8)
+
+    async def recv(self) -> av.VideoFrame:
+        frame = av.VideoFrame.from_ndarray(self.picture, format="rgb24")
+        frame.pts, frame.time_base = await self.next_timestamp()
+        assert isinstance(frame.time_base, fractions.Fraction)
+        return frame
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[list[RTCPeerConnection]]:
+    made: list[RTCPeerConnection] = []
+    yield made
+    await asyncio.gather(*(peer.close() for peer in made))
+
+
+async def offer(caller, path: str, peer: RTCPeerConnection) -> None:
+    await peer.setLocalDescription(await peer.createOffer())
+    message = {"type": "offer", "sdp": peer.localDescription.sdp, "target_consumer": "c"}
+    await caller.call("POST", f"{path}/webrtc/signal", {"client_id": "p", "message": message})
+
+
+async def take_offer(caller, path: str, consumer, peer: RTCPeerConnection) -> asyncio.Future:
+    """Answer the offer that the consumer's socket has; resolves to the first track."""
+    track = asyncio.get_running_loop().create_future()
+    peer.on("track", lambda found: track.done() or track.set_result(found))
+    pushed = await consumer.until("webrtc_offer")
+    await peer.setRemoteDescription(RTCSessionDescription(pushed["offer"]["sdp"], "offer"))
+    await peer.setLocalDescription(await peer.createAnswer())
+    message = {"type": "answer", "sdp": peer.localDescription.sdp, "target_producer": pushed["from_producer"]}
+    await caller.call("POST", f"{path}/webrtc/signal", {"client_id": "c", "message": message})
+    return track
+
+
+async def take_answer(producer, peer: RTCPeerConnection) -> None:
+    pushed = await producer.until("webrtc_answer")
+    await peer.setRemoteDescription(RTCSessionDescription(pushed["answer"]["sdp"], "answer"))
+
+
+async def test_a_frame_of_known_colour_arrives_within_three_seconds(caller, peers):
+    path = await caller.room("video", "v")
+    started = time.monotonic()
+    producer, consumer = await caller.join(path, "p", "producer"), await caller.join(path, "c", "consumer")
+    assert (await producer.until("participant_joined"))["participant_id"] == "c"
+    peers += [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(2)]
+    peers[0].addTrack(Colour((200, 40, 90)))
+    await offer(caller, path, peers[0])
+    track = await take_offer(caller, path, consumer, peers[1])
+    await take_answer(producer, peers[0])
+    frame = await asyncio.wait_for((await track).recv(), 3)
+    assert time.monotonic() - started < 3
+    assert np.abs(frame.to_ndarray(format="rgb24").mean((0, 1)) - (200, 40, 90)).max() < 6
+
+
+async def test_a_camera_that_starts_late_offers_again_and_is_seen(caller, peers):
+    path = await caller.room("video", "v")
+    producer, consumer = await caller.join(path, "p", "producer"), await caller.join(path, "c", "consumer")
+    early = [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(2)]
+    peers += early
+    early[0].createDataChannel("no camera yet")
+    await offer(caller, path, early[0])
+    assert "m=video" not in early[0].localDescription.sdp
+    track = await take_offer(caller, path, consumer, early[1])
+    await take_answer(producer, early[0])
+    assert not track.done()
+    late = [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(2)]
+    peers += late
+    late[0].addTrack(Colour((20, 220, 60)))
+    await producer.send({"type": "stream_started", "config": {}})
+    assert (await consumer.until("stream_started"))["participant_id"] == "p"
+    started = time.monotonic()
+    await offer(caller, path, late[0])
+    track = await take_offer(caller, path, consumer, late[1])
+    await take_answer(producer, late[0])
+    frame = await asyncio.wait_for((await track).recv(), 3)
+    assert time.monotonic() - started < 3
+    assert np.abs(frame.to_ndarray(format="rgb24").mean((0, 1)) - (20, 220, 60)).max() < 6
+
+
+def is_now(timestamp: str) -> bool:
+    """ISO-8601 with a UTC offset, and of this moment."""
+    at = datetime.fromisoformat(timestamp)
+    return timestamp.endswith("+00:00") and abs(datetime.now(tz=UTC) - at) < timedelta(seconds=10)
