@@ -85,7 +85,7 @@ class Policy:
         self._dtype, self._device = find_dtype(dtype), find_device(device)
         self._sizes = tuple((feature.shape[1], feature.shape[2]) for feature in config.cameras)
         scales = _scales(checkpoint)
-        serving = self._kind.prepare(config, checkpoint.weights)
+        serving = self._kind.prepare(config, checkpoint.weights, self._device.platform)
         if _programs is None:
             shapes = {
                 name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())

@@ -3,6 +3,9 @@
 Source: torchvision/models/resnet.py (v1.5: the stride of a bottleneck sits in its 3x3 convolution).
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -42,30 +45,65 @@ def convolution(
     )
 
 
+class BlockPlan(NamedTuple):
+    """The shape of one residual block.
+
+    Attributes:
+        convolutions: (input channels, kernel size, stride, dilation) of each; the last has `outputs` channels.
+        scale: how many pixels of the image one pixel of the block's output stands for, per side.
+        projects: whether the skip connection has a convolution of its own, with stride `stride`.
+    """
+
+    stage: int
+    place: int
+    convolutions: tuple[tuple[int, int, int, int], ...]
+    outputs: int
+    stride: int
+    scale: int
+    projects: bool
+
+    @property
+    def inputs(self) -> int:
+        return self.convolutions[0][0]
+
+
+def blocks(name: str, dilate_last: bool = False) -> Iterator[BlockPlan]:
+    """The residual blocks of a ResNet in order."""
+    is_bottleneck, counts = RESNETS[name]
+    inputs, scale = STAGE_WIDTHS[0], 4
+    for stage, (width, count) in enumerate(zip(STAGE_WIDTHS, counts, strict=True)):
+        outputs = width * EXPANSION if is_bottleneck else width
+        is_dilated = dilate_last and stage == 3
+        for place in range(count):
+            stride = 2 if place == 0 and stage > 0 and not is_dilated else 1
+            # The first block keeps the dilation of the stage before it.
+            dilation = 2 if is_dilated and place > 0 else 1
+            scale *= stride
+            if is_bottleneck:
+                convolutions = ((inputs, 1, 1, 1), (width, 3, stride, dilation), (width, 1, 1, 1))
+            else:
+                convolutions = ((inputs, 3, stride, 1), (width, 3, 1, 1))
+            projects = stride != 1 or inputs != outputs
+            yield BlockPlan(stage, place, convolutions, outputs, stride, scale, projects)
+            inputs = outputs
+
+
 class Block(nnx.Module):
     """Convolutions with norms around a skip connection; the basic kind has two 3x3, the bottleneck 1x1, 3x3, 1x1."""
 
-    def __init__(
-        self, inputs: int, width: int, *, bottleneck: bool, stride: int, dilation: int, project: bool, rngs: nnx.Rngs
-    ):
-        outputs = width * (EXPANSION if bottleneck else 1)
-        if bottleneck:
-            convolutions = [
-                convolution(inputs, width, 1, rngs=rngs),
-                convolution(width, width, 3, stride, dilation, rngs=rngs),
-                convolution(width, outputs, 1, rngs=rngs),
+    def __init__(self, plan: BlockPlan, *, rngs: nnx.Rngs):
+        widths = [inputs for inputs, *_ in plan.convolutions[1:]] + [plan.outputs]
+        self.convolutions = nnx.List(
+            [
+                convolution(inputs, outputs, size, stride, dilation, rngs=rngs)
+                for (inputs, size, stride, dilation), outputs in zip(plan.convolutions, widths, strict=True)
             ]
-        else:
-            convolutions = [
-                convolution(inputs, width, 3, stride, rngs=rngs),
-                convolution(width, width, 3, rngs=rngs),
-            ]
-        self.convolutions = nnx.List(convolutions)
-        self.norms = nnx.List([FrozenBatchNorm(layer.out_features) for layer in convolutions])
-        self.projects = project
-        if project:
-            self.skip = convolution(inputs, outputs, 1, stride, rngs=rngs)
-            self.skip_norm = FrozenBatchNorm(outputs)
+        )
+        self.norms = nnx.List([FrozenBatchNorm(width) for width in widths])
+        self.projects = plan.projects
+        if plan.projects:
+            self.skip = convolution(plan.inputs, plan.outputs, 1, plan.stride, rngs=rngs)
+            self.skip_norm = FrozenBatchNorm(plan.outputs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
         skip = self.skip_norm(self.skip(x)) if self.projects else x
@@ -93,33 +131,16 @@ class ResNet(nnx.Module):
     """
 
     def __init__(self, name: str, *, dilate_last: bool = False, rngs: nnx.Rngs):
-        bottleneck, counts = RESNETS[name]
-        self.stem = convolution(3, 64, 7, 2, rngs=rngs)
-        self.stem_norm = FrozenBatchNorm(64)
-        inputs = 64
-        stages = []
-        for stage, (width, count) in enumerate(zip(STAGE_WIDTHS, counts, strict=True)):
-            blocks = []
-            outputs = width * (EXPANSION if bottleneck else 1)
-            dilate = dilate_last and stage == 3
-            for i in range(count):
-                stride = 2 if i == 0 and stage > 0 and not dilate else 1
-                blocks.append(
-                    Block(
-                        inputs,
-                        width,
-                        bottleneck=bottleneck,
-                        stride=stride,
-                        # The first block keeps the dilation of the stage before it.
-                        dilation=2 if dilate and i > 0 else 1,
-                        project=i == 0 and (stage > 0 or inputs != outputs),
-                        rngs=rngs,
-                    )
-                )
-                inputs = outputs
-            stages.append(nnx.List(blocks))
-        self.stages = nnx.List(stages)
-        self.width = inputs
+        self.stem = convolution(3, STAGE_WIDTHS[0], 7, 2, rngs=rngs)
+        self.stem_norm = FrozenBatchNorm(STAGE_WIDTHS[0])
+        plans = list(blocks(name, dilate_last))
+        self.stages = nnx.List(
+            [
+                nnx.List([Block(plan, rngs=rngs) for plan in plans if plan.stage == stage])
+                for stage in range(len(STAGE_WIDTHS))
+            ]
+        )
+        self.width = plans[-1].outputs
 
     def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 c"]:
         x = max_pool(jax.nn.relu(self.stem_norm(self.stem(images))))

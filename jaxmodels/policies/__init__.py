@@ -18,7 +18,7 @@ class PolicyType:
         model: builds the NNX module from a config, given random keys.
         tensors: the table of LeRobot's tensors for our names of the weights.
         architecture: what programs depend on, out of a config; equal ones share programs.
-        prepare: weights of the module to weights of the serving program.
+        prepare: (config, weights of the module, platform) to weights of the serving program.
         act: serving weights and a normalised observation to a normalised chunk.
     """
 

@@ -4,7 +4,7 @@ Source: lerobot/policies/act (https://github.com/huggingface/lerobot); paper htt
 """
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.act import names, serving
+from jaxmodels.policies.act import folding, names, serving
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 
@@ -13,7 +13,7 @@ POLICY = PolicyType(
     model=Act,
     tensors=names.tensors,
     architecture=serving.architecture,
-    prepare=serving.prepare,
+    prepare=folding.fold,
     act=serving.act,
 )
 

@@ -1,14 +1,22 @@
-"""ACT for serving: trained weights to serving weights, and the forward pass over those."""
+"""ACT for serving: the forward pass over folded weights (jaxmodels/policies/act/folding.py)."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
 
+import jax
+import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
+from jaxmodels.layers import winograd
+from jaxmodels.layers.attention import attend_scaled
+from jaxmodels.layers.feed_forward import ACTIVATIONS
+from jaxmodels.layers.norm import EPSILON
+from jaxmodels.layers.resnet import RESNETS, blocks, max_pool
+from jaxmodels.layers.small_cnn import SmallCnn
 from jaxmodels.policies.act.config import ActConfig
-from jaxmodels.policies.act.model import Act
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 
@@ -26,6 +34,7 @@ INDIFFERENT = (
     "normalization_mapping",
     "pretrained_backbone_weights",
     "n_vae_encoder_layers",
+    "latent_dim",
     "temporal_ensemble_coeff",
     "dropout",
     "kl_weight",
@@ -41,10 +50,120 @@ def architecture(config: ActConfig) -> ActConfig:
     return replace(config, **{**defaults, "use_vae": False, "n_action_steps": 1})
 
 
-def prepare(config: ActConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: array for name, array in weights.items() if not name.startswith("latent_encoder.")}
+class Serving:
+    """The forward pass; a class only so that config and weights need not travel through every call."""
+
+    def __init__(self, config: ActConfig, weights: Mapping[str, Array]):
+        self._config = config
+        self._weights = weights
+
+    def __call__(self, observation: Observation) -> Float[Array, "b t a"]:
+        """A normalised chunk for a normalised observation."""
+        config, weights = self._config, self._weights
+        x = self._tokens(observation)
+        for i in range(config.n_encoder_layers):
+            x = self._encoder_layer(f"encoder.layers.{i}", x)
+        memory = self._norm("encoder.norm", x) if config.pre_norm else x
+        batch = memory.shape[0]
+        x = jnp.broadcast_to(weights["start"], (batch, config.chunk_size, config.dim_model))
+        for i in range(config.n_decoder_layers):
+            x = self._decoder_layer(f"decoder.layers.{i}", x, memory, is_first=i == 0)
+        return self._linear("action_out", self._norm("decoder.norm", x))
+
+    def _tokens(self, observation: Observation) -> Float[Array, "b n d"]:
+        first = observation.images[0] if observation.images else observation.environment_state
+        tokens = [jnp.broadcast_to(self._weights["latent"], (first.shape[0], 1, self._config.dim_model))]
+        if observation.state is not None:
+            tokens.append(self._linear("state_in", observation.state)[:, None])
+        if observation.environment_state is not None:
+            tokens.append(self._linear("environment_in", observation.environment_state)[:, None])
+        for image in observation.images:
+            features = self._linear("image_in", self._backbone(image))
+            tokens.append(rearrange(features, "b h w d -> b (h w) d"))
+        return jnp.concatenate(tokens, axis=1)
+
+    def _encoder_layer(self, layer: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        x = self._self_attention(f"{layer}.attention", f"{layer}.norm1", x)
+        return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm2", x)
+
+    def _decoder_layer(
+        self, layer: str, x: Float[Array, "b t d"], memory: Float[Array, "b n d"], *, is_first: bool
+    ) -> Float[Array, "b t d"]:
+        weights, pre_norm = self._weights, self._config.pre_norm
+        cross = f"{layer}.cross_attention"
+        query = weights[f"{cross}.query.table"][None]
+        if is_first:
+            query = jnp.broadcast_to(query, (x.shape[0], *query.shape[1:]))
+        else:
+            x = self._self_attention(f"{layer}.self_attention", f"{layer}.norm1", x)
+            placed = self._norm(f"{layer}.norm2", x) if pre_norm else x
+            query = placed @ weights[f"{cross}.query.kernel"] + query
+        key, value = jnp.split(
+            memory @ weights[f"{cross}.memory.kernel"] + weights[f"{cross}.memory.table"], 2, axis=-1
+        )
+        x = x + self._linear(f"{cross}.out", attend_scaled(query, key, value, self._config.n_heads))
+        if not pre_norm:
+            x = self._norm(f"{layer}.norm2", x)
+        return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm3", x)
+
+    def _self_attention(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        weights, pre_norm = self._weights, self._config.pre_norm
+        seen = self._norm(norm, x) if pre_norm else x
+        query, key, value = jnp.split(
+            seen @ weights[f"{name}.joint.kernel"] + weights[f"{name}.joint.table"], 3, axis=-1
+        )
+        x = x + self._linear(f"{name}.out", attend_scaled(query, key, value, self._config.n_heads))
+        return x if pre_norm else self._norm(norm, x)
+
+    def _feed_forward(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        activation, _ = ACTIVATIONS[self._config.feedforward_activation]
+        seen = self._norm(norm, x) if self._config.pre_norm else x
+        x = x + self._linear(f"{name}.down", activation(self._linear(f"{name}.up", seen)))
+        return x if self._config.pre_norm else self._norm(norm, x)
+
+    def _linear(self, name: str, x: Float[Array, "... c"]) -> Float[Array, "... d"]:
+        return x @ self._weights[f"{name}.kernel"] + self._weights[f"{name}.bias"]
+
+    def _norm(self, name: str, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        # In float32 whatever the program computes in: a sum over the width loses too much in bfloat16.
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        normal = centred * lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + EPSILON)
+        return normal.astype(x.dtype) * self._weights[f"{name}.scale"] + self._weights[f"{name}.bias"]
+
+    def _backbone(self, image: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 c"]:
+        name, dilate = self._config.vision_backbone, self._config.replace_final_stride_with_dilation
+        if name not in RESNETS:
+            plan = blueprint(lambda: SmallCnn(rngs=nnx.Rngs(0)))
+            return plan.assemble({key: self._weights[f"backbone.{key}"] for key in plan.shapes})(image)
+        x = max_pool(jax.nn.relu(self._convolve("backbone.stem", image, stride=2)))
+        for block in blocks(name, dilate):
+            prefix = f"backbone.stages.{block.stage}.{block.index}"
+            skip = self._convolve(f"{prefix}.skip", x, stride=block.stride) if block.projects else x
+            last = len(block.convolutions) - 1
+            for i, (_, _, stride, dilation) in enumerate(block.convolutions):
+                x = self._convolve(f"{prefix}.convolutions.{i}", x, stride=stride, dilation=dilation)
+                x = jax.nn.relu(x + skip if i == last else x)
+        return x
+
+    def _convolve(
+        self, name: str, x: Float[Array, "b h w c"], *, stride: int = 1, dilation: int = 1
+    ) -> Float[Array, "b h2 w2 c2"]:
+        kernel, bias = self._weights[f"{name}.kernel"], self._weights[f"{name}.bias"]
+        if kernel.ndim == 3:  # prepared for Winograd
+            return winograd.convolve(x, kernel) + bias
+        pad = dilation * (kernel.shape[0] // 2)
+        out = lax.conv_general_dilated(
+            x,
+            kernel,
+            (stride, stride),
+            ((pad, pad), (pad, pad)),
+            rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        return out + bias
 
 
 def act(config: ActConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
-    plan = blueprint(lambda: Act(config, rngs=nnx.Rngs(0)))
-    return plan.assemble(weights)(observation)
+    """A normalised chunk for a normalised observation, over folded weights."""
+    return Serving(config, weights)(observation)
