@@ -1,25 +1,8 @@
 """Actions with the time each is due; late ones are dropped by arithmetic."""
 
 import math
-from typing import Protocol
 
 import numpy as np
-
-
-class Actions(Protocol):
-    """The actions still to be done, whichever way chunks become actions."""
-
-    def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
-        """Take a chunk (t, a) whose first action belongs to the moment ``seen_at``; returns how many are still usable."""
-        ...
-
-    def take(self, deadline: float, now: float) -> np.ndarray | None:
-        """The action (a,) for the tick at ``deadline``, which is run at ``now``; None when there is none."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all that is left."""
-        ...
 
 
 class ActionQueue:
@@ -50,7 +33,10 @@ class ActionQueue:
         return len(self._chunk) - self._next
 
     def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
-        """Replace what is left; what of the new chunk is already past is counted as late."""
+        """Take a chunk (t, a) whose first action belongs to ``seen_at``; returns how many are still usable.
+
+        It replaces what is left; what of it is already past is counted as late.
+        """
         self._chunk, self._seen_at, self.consumed = chunk, seen_at, 0
         self._next = min(max(self._index(now), 0), len(chunk))
         self.late += self._next

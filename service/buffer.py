@@ -139,8 +139,12 @@ class Buffer:
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """(height, width) of each camera's newest frame, of those that sent one."""
+        return {camera: (picture.image.shape[0], picture.image.shape[1]) for camera, picture in self._pictures.items()}
+
+    def frame_ages(self, now: float) -> dict[str, float | None]:
+        """Seconds since each camera's newest frame was seen, None before the first."""
         return {
-            camera: (picture.image.shape[0], picture.image.shape[1]) for camera, picture in self._pictures.items()
+            camera: now - self._pictures[camera].seen_at if camera in self._pictures else None for camera in self.frames
         }
 
     def lacking(self, now: float) -> Lack | None:

@@ -145,7 +145,8 @@ def table_for(
 
     Names come from the checkpoint, else from the request; else six joints are an SO-100 and others
     are ``joint_1``, ``joint_2``, ... Joints of an SO-100 get its wire names and ranges whichever way they are
-    written (``shoulder_pan``, ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``); others are unbounded unless ``ranges`` names them.
+    written (``shoulder_pan``, ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``); others are unbounded
+    unless ``ranges`` names them.
 
     Raises:
         InvalidRequest: the requested names do not fit the policy.

@@ -25,6 +25,11 @@ class Recent:
         """(n,) the samples still kept, in no order."""
         return self._ring[: min(self.count, len(self._ring))]
 
+    @property
+    def newest_ms(self) -> float | None:
+        """The newest sample, of seconds in milliseconds."""
+        return round(float(self._ring[(self.count - 1) % len(self._ring)]) * 1e3, 3) if self.count else None
+
     def percentile(self, percent: float) -> float | None:
         """That percentile of the kept samples, or None before the first."""
         samples = self.samples

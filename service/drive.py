@@ -1,0 +1,186 @@
+"""A session's data flow: what comes from the rooms goes in, what control decides goes out."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from service.buffer import Buffer, Snapshot
+from service.control import Control, ControlLoop, Step
+from service.engine import Engine, Inference, InferenceStuck, Served, Sizes, in_words
+from service.errors import PolicyFailed
+from service.joints import JointTable
+from service.stage import Move
+from service.stats import Recent
+from service.transport.base import EmergencyStop, Link, LinkDown, LinkEvent, LinkUp
+
+STAGES = ("queue", "to_device", "compute", "to_host", "total")
+
+
+class Drive:
+    """Wires one robot's buffer, control, engine and link; it is the link's inbox.
+
+    Attributes:
+        buffer, control, served: its parts.
+        commands_sent, commands_refused: what the link took, and what it did not.
+        last_command: wire name to value, as last sent.
+        inference: seconds per stage of the newest inferences.
+        inference_errors: inferences that failed.
+        lost: rooms that are down, with the reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: JointTable,
+        buffer: Buffer,
+        control: Control,
+        engine: Engine,
+        served: Served,
+        notify: Callable[[Move, str | None], None],
+    ):
+        self.buffer = buffer
+        self.control = control
+        self.served = served
+        self.commands_sent = self.commands_refused = self.inference_errors = 0
+        self.last_command: dict[str, float] = {}
+        self.inference = {stage: Recent(control.pace.samples) for stage in STAGES}
+        self.lost: dict[str, str] = {}
+        self._table = table
+        self._engine = engine
+        self._notify = notify
+        self._loop = ControlLoop(control, self._do)
+        self._link: Link | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._compiling: frozenset[tuple[str, tuple[int, int]]] | None = None
+
+    async def run(self, link: Link) -> None:
+        """Control the robot behind this link until cancelled."""
+        self._link = link
+        async with asyncio.TaskGroup() as self._tasks:
+            await self._loop.run()
+
+    def begin(self) -> None:
+        """Let the robot move."""
+        self.control.begin(time.monotonic())
+        self._loop.wake()
+
+    def halt(self, *, always_hold: bool = False) -> None:
+        """Stop the robot: the hold goes out before this returns, its repeats at the next ticks."""
+        self._do(self.control.halt(time.monotonic(), always_hold=always_hold))
+        self._loop.wake()
+
+    async def idle(self) -> None:
+        """Wait until a robot that was halted has all repeats of its hold."""
+        await self._loop.idle()
+
+    # What comes in.
+
+    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        """Take one picture."""
+        before = self.buffer.sizes().get(camera)
+        self.buffer.put_frame(camera, image, seen_at)
+        sizes = self.buffer.sizes()
+        if sizes.get(camera) != before and len(sizes) == len(self.buffer.frames):
+            self._make_ready(sizes)
+
+    def joints(self, values: Mapping[str, float], seen_at: float) -> None:
+        """Take a partial joint update."""
+        self.buffer.put_joints(values, seen_at)
+
+    def event(self, event: LinkEvent) -> None:
+        """Take a change of the link or an emergency stop."""
+        if isinstance(event, EmergencyStop):
+            self._notify(Move.EMERGENCY_STOP, f"{event.reason} (from {event.source})")
+        elif isinstance(event, LinkDown):
+            self.lost[event.room] = event.reason
+            if self._link is None or event.room == self._link.rooms.joint_input:
+                self.buffer.distrust_joints()
+            self.control.obstruct("link_lost", self.link_trouble or "")
+            self._notify(Move.LINK_LOST, self.link_trouble)
+        elif isinstance(event, LinkUp) and self.lost.pop(event.room, None) is not None:
+            if self.lost:
+                self.control.obstruct("link_lost", self.link_trouble or "")
+            else:
+                self.control.clear("link_lost")
+                self._notify(Move.LINK_BACK, None)
+
+    @property
+    def link_trouble(self) -> str | None:
+        """Which rooms are lost and why, or None."""
+        return "; ".join(f"room {room!r} is lost: {reason}" for room, reason in sorted(self.lost.items())) or None
+
+    def link_health(self) -> Mapping[str, object]:
+        """The link's own counters."""
+        return {} if self._link is None else self._link.health()
+
+    # What goes out.
+
+    def _do(self, step: Step) -> None:
+        if step.command is not None:
+            self._send(step.command)
+        if step.ask is not None:
+            self._infer(step.ask)
+
+    def _send(self, values: np.ndarray) -> None:
+        """The one way out: every command to the robot, a hold too, passes here."""
+        commands = self._table.to_commands(values)
+        if self._link is not None and self._link.send(commands):
+            self.commands_sent += 1
+            self.last_command = {command.name: command.value for command in commands}
+        else:
+            self.commands_refused += 1
+
+    # Asking the policy.
+
+    def _infer(self, snapshot: Snapshot) -> None:
+        if not self._make_ready(snapshot.sizes):
+            self.control.withdraw()
+            self.control.obstruct("compiling", f"compiling for {in_words(snapshot.sizes)}")
+            return
+        assert self._tasks is not None
+        self._tasks.create_task(self._ask(snapshot))
+
+    async def _ask(self, snapshot: Snapshot) -> None:
+        observation = snapshot.observation()
+        if self.served.requirements.state is None:
+            del observation["observation.state"]
+        try:
+            inference = await self._engine.submit(self.served, observation)
+        except InferenceStuck as error:
+            self.inference_errors += 1
+            self.control.withdraw()
+            self._notify(Move.FAILED, str(error))
+            return
+        except PolicyFailed as error:
+            self.inference_errors += 1
+            self.control.refuse(str(error), time.monotonic())
+        else:
+            self._note(inference)
+            self.control.answer(inference.chunk, time.monotonic())
+        if self.control.fault is not None:
+            self._notify(Move.FAILED, self.control.fault)
+
+    def _note(self, inference: Inference) -> None:
+        for stage in STAGES:
+            self.inference[stage].add(getattr(inference, stage))
+
+    def _make_ready(self, sizes: Sizes) -> bool:
+        """Whether the policy can act on frames of these sizes at once; when not, it is being compiled for them."""
+        if self.served.is_compiled(sizes):
+            return True
+        key = frozenset(sizes.items())
+        if self._tasks is not None and self._compiling is None:
+            self._compiling = key
+            self._tasks.create_task(self._compile(dict(sizes)))
+        return False
+
+    async def _compile(self, sizes: Sizes) -> None:
+        try:
+            await self._engine.compile(self.served, sizes)
+        except PolicyFailed as error:
+            self._notify(Move.FAILED, str(error))
+        finally:
+            self._compiling = None
+            self.control.clear("compiling")

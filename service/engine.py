@@ -1,0 +1,312 @@
+"""Policies in memory, and the one device thread that runs them."""
+
+import asyncio
+import gc
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from jaxmodels import Requirements
+from jaxmodels.errors import JaxModelsError
+from service.errors import PolicyError, PolicyFailed
+from service.worker import Worker, call_in_thread
+
+logger = logging.getLogger(__name__)
+
+Sizes = Mapping[str, tuple[int, int]]
+
+
+class Policy(Protocol):
+    """What the engine needs of a policy; ``jaxmodels.Policy`` is one."""
+
+    @property
+    def requirements(self) -> Requirements: ...
+    @property
+    def timings(self) -> Mapping[str, float]: ...
+    @property
+    def device(self) -> str: ...
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Feature names to arrays with a batch axis -> (b, t, a) float32."""
+        ...
+
+    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
+        """Make ``act`` quick for frames of these sizes."""
+        ...
+
+    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
+        """Whether it is already."""
+        ...
+
+
+class LoadPolicy(Protocol):
+    """``jaxmodels.load_policy``, or a double."""
+
+    def __call__(
+        self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
+    ) -> Policy:
+        """Called in a worker thread; raises JaxModelsError with a text that may be shown."""
+        ...
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A chunk, and where the time went, in seconds.
+
+    ``total`` runs from asking to having the numpy result; ``queue`` is waiting for the device thread.
+    """
+
+    chunk: np.ndarray
+    queue: float
+    to_device: float
+    compute: float
+    to_host: float
+    total: float
+
+
+class InferenceStuck(PolicyFailed):
+    """An inference did not come back in time; the thread it runs on was given up."""
+
+
+class Served:
+    """One policy in memory, shared by all sessions of the same path and revision.
+
+    Attributes:
+        policy: the one that the next inference uses; ``Engine.swap`` changes it.
+        users: sessions that hold it.
+    """
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.users = 0
+        self._compiled: set[frozenset[tuple[str, tuple[int, int]]]] = set()
+
+    @property
+    def requirements(self) -> Requirements:
+        """What the policy needs."""
+        return self.policy.requirements
+
+    def is_compiled(self, sizes: Sizes) -> bool:
+        """Whether frames of these sizes can be acted on at once. Asked at every inference, so remembered."""
+        key = frozenset(sizes.items())
+        if key not in self._compiled and self.policy.is_compiled(1, sizes):
+            self._compiled.add(key)
+        return key in self._compiled
+
+    def use(self, policy: Policy) -> None:
+        """Take another policy in its place."""
+        self.policy = policy
+        self._compiled.clear()
+
+
+@dataclass
+class _Entry:
+    loading: asyncio.Task[Served]
+    users: int = 0
+    listeners: list[Callable[[str], None]] = field(default_factory=list)
+
+
+class Engine:
+    """Loads policies in threads of their own, runs all of them on one device thread.
+
+    One thread is enough: a device computes one thing at a time, and a session has at most one request
+    in flight, so first come, first served is also fair. Both kinds of threads run at a lower
+    priority than the event loop (see ``service.worker.yield_to_others``).
+
+    Attributes:
+        stuck_after: seconds after which a running inference is given up.
+    """
+
+    def __init__(self, *, stuck_after: float = 5.0, niceness: int = 5, switch_interval: float | None = 0.001):
+        self.stuck_after = stuck_after
+        self._niceness = niceness
+        self._entries: dict[tuple[str, str | None], _Entry] = {}
+        self._is_frozen = False
+        # Python's default of 5 ms is how long a thread in Python code may keep the event loop waiting.
+        if switch_interval is not None:
+            sys.setswitchinterval(switch_interval)
+        # Two loads at once would take both cores of a small machine away from the control loops.
+        self._loading = asyncio.Semaphore(1)
+        self._worker = Worker("device", niceness)
+
+    @asynccontextmanager
+    async def policy(
+        self, load: LoadPolicy, path: str, revision: str | None, on_progress: Callable[[str], None]
+    ) -> AsyncIterator[Served]:
+        """A loaded and compiled policy, for as long as the context lasts.
+
+        ``on_progress`` gets short words (``downloading``, ``reading``, ``compiling``) and is called in another thread.
+
+        Raises:
+            PolicyError: it cannot be loaded or compiled.
+        """
+        key = (path, revision)
+        entry = self._entries.get(key)
+        if entry is None or (entry.loading.done() and entry.loading.exception() is not None):
+            entry = _Entry(asyncio.create_task(self._load(load, key), name=f"load {path}"))
+            entry.loading.add_done_callback(lambda task: self._drop_unused(key, task))
+            self._entries[key] = entry
+        entry.listeners.append(on_progress)
+        entry.users += 1
+        try:
+            # Whoever gives up waiting must not end the load for the others.
+            served = await asyncio.shield(entry.loading)
+            served.users = entry.users
+            yield served
+        finally:
+            entry.users -= 1
+            entry.listeners.remove(on_progress)
+            if entry.loading.done():
+                self._drop_unused(key, entry.loading)
+
+    def _drop_unused(self, key: tuple[str, str | None], loading: asyncio.Task[Served]) -> None:
+        entry = self._entries.get(key)
+        failed = loading.cancelled() or loading.exception() is not None
+        if entry is not None and entry.loading is loading and (failed or not entry.users):
+            del self._entries[key]
+
+    async def _load(self, load: LoadPolicy, key: tuple[str, str | None]) -> Served:
+        path, revision = key
+
+        def tell(stage: str) -> None:
+            entry = self._entries.get(key)
+            for listener in tuple(entry.listeners) if entry else ():
+                listener(stage)
+
+        def load_and_compile() -> Policy:
+            policy = load(path, revision, on_progress=tell)
+            tell("compiling")
+            policy.compile(1)
+            return policy
+
+        async with self._loading:
+            try:
+                policy = await call_in_thread(load_and_compile, "policy-loader", self._niceness)
+            except JaxModelsError as error:
+                raise PolicyError(f"policy {path!r} cannot be loaded: {error}") from error
+            except Exception as error:
+                # Its text may hold anything, so only its kind goes to the client.
+                logger.exception("loading policy %r failed", path)
+                raise PolicyError(
+                    f"policy {path!r} cannot be loaded ({type(error).__name__}); the server's log says more"
+                ) from error
+        if not self._is_frozen:
+            # The modules that a first policy brings are for life; the collector need not visit them in every round.
+            gc.freeze()
+            self._is_frozen = True
+        return Served(policy)
+
+    async def compile(self, served: Served, sizes: Sizes) -> None:
+        """Make a policy ready for frames of these sizes, away from the device thread.
+
+        Raises:
+            PolicyFailed: it cannot be compiled for them.
+        """
+        if served.is_compiled(sizes):
+            return
+        async with self._loading:
+            policy = served.policy
+            try:
+                await call_in_thread(lambda: policy.compile(1, sizes), "policy-compiler", self._niceness)
+            except JaxModelsError as error:
+                raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)}: {error}") from error
+            except Exception as error:
+                logger.exception("compiling for %s failed", in_words(sizes))
+                raise PolicyFailed(
+                    f"policy cannot be compiled for {in_words(sizes)} ({type(error).__name__}); "
+                    "the server's log says more"
+                ) from error
+
+    async def submit(self, served: Served, observation: Mapping[str, np.ndarray]) -> Inference:
+        """Run the policy on one observation (batch of 1), after those asked for before.
+
+        Raises:
+            PolicyFailed: the policy raised.
+            InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
+        """
+        policy = served.policy
+
+        def act() -> tuple[np.ndarray, Mapping[str, float]]:
+            chunk = policy.act(observation)
+            return chunk, dict(policy.timings)
+
+        job = self._worker.submit(act)
+        try:
+            while not job.outcome.done():
+                begun = job.submitted if job.started is None else job.started
+                left = begun + self.stuck_after - time.monotonic()
+                # A job that waits behind a stuck one is not stuck itself: look again after a while.
+                await asyncio.wait([job.outcome], timeout=max(left, self.stuck_after / 10))
+                over = job.started is not None and time.monotonic() - job.started >= self.stuck_after
+                if over and not job.outcome.done() and self._worker.abandon(job):
+                    logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
+                    raise InferenceStuck(f"inference did not return in {self.stuck_after:g} s")
+            chunk, timings = job.outcome.result()
+        except asyncio.CancelledError:
+            job.is_unwanted = True
+            raise
+        except JaxModelsError as error:
+            raise PolicyFailed(f"the policy refused its input: {error}") from error
+        except InferenceStuck:
+            raise
+        except Exception as error:
+            logger.exception("a policy raised")
+            raise PolicyFailed(f"the policy raised {type(error).__name__}; the server's log says more") from error
+        started = job.started or job.submitted
+        return Inference(
+            chunk=chunk,
+            queue=started - job.submitted,
+            to_device=timings.get("to_device", 0.0),
+            compute=timings.get("compute", (job.ended or started) - started),
+            to_host=timings.get("to_host", 0.0),
+            total=(job.ended or started) - job.submitted,
+        )
+
+    def swap(self, served: Served, policy: Policy) -> None:
+        """From the next inference on, use another policy with the same requirements.
+
+        Raises:
+            PolicyError: its requirements differ.
+        """
+        if policy.requirements != served.requirements:
+            raise PolicyError(
+                f"the new policy needs {policy.requirements}, the running sessions have {served.requirements}; "
+                "create a new session for it"
+            )
+        served.use(policy)
+
+    def facts(self) -> dict[str, object]:
+        """What is loaded, where it runs and how busy the device thread is."""
+        loaded = [entry for entry in self._entries.values() if _is_loaded(entry)]
+        return {
+            "device": next((entry.loading.result().policy.device for entry in loaded), None),
+            "policies_loaded": len(loaded),
+            "policies_loading": len(self._entries) - len(loaded),
+            "inferences_waiting": self._worker.waiting,
+            "threads_replaced": self._worker.abandoned,
+        }
+
+    async def close(self) -> None:
+        """End the device thread; waits a second for an inference that is running."""
+        for entry in self._entries.values():
+            entry.loading.cancel()
+        if not await asyncio.to_thread(self._worker.close, 1.0):
+            logger.warning("the device thread is still busy; it is left behind")
+
+
+def _is_loaded(entry: _Entry) -> bool:
+    return entry.loading.done() and not entry.loading.cancelled() and entry.loading.exception() is None
+
+
+def in_words(sizes: Sizes) -> str:
+    """``480x640 frames``, or camera by camera when they differ."""
+    different = {f"{height}x{width}" for height, width in sizes.values()}
+    if len(different) == 1:
+        return f"{different.pop()} frames"
+    return ", ".join(f"{height}x{width} frames of {camera!r}" for camera, (height, width) in sorted(sizes.items()))

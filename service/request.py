@@ -1,0 +1,107 @@
+"""What a caller asks of a new session, and the limits it is held against."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from service.errors import InvalidRequest
+from service.transport.names import rooms_of
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class NewSession:
+    """A session to be made.
+
+    Attributes:
+        rate: control ticks per second; the policy's own rate when None, else the default of the settings.
+        revision: branch, tag or commit of a policy from the Hub.
+        joint_names: names of the policy's joints in order, for checkpoints that do not say.
+    """
+
+    session_id: str
+    policy_path: str
+    transport_server_url: str
+    camera_names: tuple[str, ...] = ("front",)
+    workspace_id: str | None = None
+    policy_type: str = "act"
+    language_instruction: str | None = None
+    rate: float | None = None
+    revision: str | None = None
+    joint_names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Limits and patience of all sessions; times in seconds.
+
+    Attributes:
+        failed_kept: failed sessions that stay listed; the oldest go first.
+        rate: control ticks per second when neither request nor policy says.
+        frame_age_limit: a frame older than this holds the robot.
+        starved_after: waiting for an action longer than this in the middle of a motion holds the robot.
+        hold_repeats: how often a hold sends the measured pose, one per tick.
+        failures_allowed: failed inferences in a row that end the session in an error.
+        input_timeout: without any frame or joints for this long, a session times out.
+        close_within: what the rooms get to be left in; a link that hangs longer is abandoned.
+        joint_ranges: ranges by name of joints that are not an SO-100's.
+        samples: how many of the newest samples percentiles are taken of.
+    """
+
+    max_sessions: int = 64
+    max_cameras: int = 8
+    failed_kept: int = 16
+    rate: float = 20.0
+    max_rate: float = 200.0
+    frame_age_limit: float = 0.3
+    max_frame_pixels: int = 1920 * 1200
+    starved_after: float = 0.3
+    hold_repeats: int = 4
+    failures_allowed: int = 3
+    input_timeout: float = 600.0
+    close_within: float = 3.0
+    joint_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    samples: int = 2048
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= self.max_rate <= 1000:
+            raise ValueError(f"rate {self.rate:g} and max_rate {self.max_rate:g}: wanted 0 < rate <= max_rate <= 1000")
+        if min(self.frame_age_limit, self.starved_after, self.input_timeout, self.close_within) <= 0:
+            raise ValueError("frame_age_limit, starved_after, input_timeout and close_within must be above 0")
+        if min(self.hold_repeats, self.failures_allowed, self.max_sessions, self.max_cameras, self.samples) < 1:
+            raise ValueError("hold_repeats, failures_allowed, max_sessions, max_cameras and samples must be at least 1")
+
+    def check(self, new: NewSession) -> None:
+        """Refuse what can be refused without loading anything.
+
+        Raises:
+            InvalidRequest: with the place in the request's body.
+        """
+        _check_name(new.session_id, "session_id")
+        if new.workspace_id is not None:
+            _check_name(new.workspace_id, "workspace_id")
+        if not new.policy_path.strip():
+            raise InvalidRequest("policy_path is empty; send a folder or a Hub repo id", ("body", "policy_path"))
+        cameras = ("body", "camera_names")
+        if len(new.camera_names) > self.max_cameras:
+            raise InvalidRequest(f"{len(new.camera_names)} cameras; at most {self.max_cameras} are taken", cameras)
+        for position, name in enumerate(new.camera_names):
+            _check_name(name, "camera_names", position)
+        if len(set(new.camera_names)) != len(new.camera_names):
+            raise InvalidRequest(f"camera_names {list(new.camera_names)} name a camera twice", cameras)
+        # Whether the rooms' names would collide is the transport's own rule.
+        rooms_of(new.session_id, new.camera_names, new.workspace_id)
+        if new.rate is not None and not (math.isfinite(new.rate) and 0 < new.rate <= self.max_rate):
+            raise InvalidRequest(
+                f"rate is {new.rate}; wanted more than 0 and at most {self.max_rate:g} per second", ("body", "rate")
+            )
+
+
+def _check_name(name: str, what: str, *place: int) -> None:
+    if not _NAME.fullmatch(name) or set(name) == {"."}:
+        raise InvalidRequest(
+            f"{what} {name[:80]!r}: wanted 1 to 64 letters, digits, '_', '.' or '-' (not only dots)",
+            ("body", what, *place),
+        )

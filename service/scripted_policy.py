@@ -1,0 +1,111 @@
+"""A policy without a network: computes its chunk from the observation, and fails the way a test tells it to."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxmodels import Requirements
+from jaxmodels.errors import JaxModelsError, ObservationError
+
+SO100_REQUIREMENTS = Requirements(
+    policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=20, action_steps=20
+)
+
+
+@dataclass
+class ScriptedPolicy:
+    """Moves every joint away from where it is, by ``step`` per action.
+
+    Attributes:
+        requirements: what it says it needs.
+        latency: seconds that ``act`` takes.
+        compile_latency: seconds that compiling for one new set of sizes takes.
+        failures: what the next calls of ``act`` do instead, one each: an exception is raised, an array returned,
+            an event waited for.
+        acted: how often ``act`` was called.
+        compiled: the sets of sizes it was compiled for.
+        threads: names of the threads that ``act`` ran on.
+    """
+
+    requirements: Requirements = SO100_REQUIREMENTS
+    step: float = 0.1
+    latency: float = 0.0
+    compile_latency: float = 0.0
+    compile_failure: Exception | None = None
+    failures: list[Exception | np.ndarray | threading.Event] = field(default_factory=list)
+    acted: int = 0
+    compiled: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+    device: str = "scripted:0"
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        """(1, chunk, action) float32, or the next failure."""
+        self.acted += 1
+        self.threads.add(threading.current_thread().name)
+        started = time.perf_counter()
+        if self.latency:
+            time.sleep(self.latency)
+        if self.failures:
+            failure = self.failures.pop(0)
+            if isinstance(failure, Exception):
+                raise failure
+            if isinstance(failure, np.ndarray):
+                return failure
+            failure.wait()
+        wanted = {f"observation.images.{camera}" for camera in self.requirements.cameras}
+        wanted |= {"observation.state"} if self.requirements.state is not None else set()
+        if wanted != set(observation):
+            raise ObservationError(f"observation has {sorted(observation)}, wanted {sorted(wanted)}")
+        need = self.requirements
+        state = observation.get("observation.state", np.zeros((1, need.action), np.float32))
+        steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
+        chunk = (state[:, None, :] + steps).astype(np.float32)
+        self.timings = {"to_device": 0.0, "compute": time.perf_counter() - started, "to_host": 0.0}
+        return chunk
+
+    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """Take as long as told, then know these sizes."""
+        time.sleep(self.compile_latency)
+        if self.compile_failure is not None:
+            raise self.compile_failure
+        self.compiled.append(dict(self.requirements.cameras if cameras is None else cameras))
+
+    def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
+        """Whether ``compile`` was called for these sizes."""
+        return dict(self.requirements.cameras if cameras is None else cameras) in self.compiled
+
+
+@dataclass
+class ScriptedLoader:
+    """A ``LoadPolicy`` that gives out one policy per path.
+
+    Attributes:
+        make: what a load gives, or raises.
+        loads: the paths that were loaded.
+        gate: set it to hold loading until the test sets the event.
+        words: what it reports as progress.
+    """
+
+    make: Callable[[], ScriptedPolicy] = ScriptedPolicy
+    loads: list[str] = field(default_factory=list)
+    gate: threading.Event | None = None
+    failure: Exception | None = None
+    words: Sequence[str] = ("reading", "ready")
+
+    def __call__(
+        self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
+    ) -> ScriptedPolicy:
+        """Load, in the engine's loader thread."""
+        self.loads.append(path)
+        for word in self.words:
+            if on_progress is not None:
+                on_progress(word)
+        if self.gate is not None and not self.gate.wait(30):
+            raise JaxModelsError("the test never opened the gate")
+        if self.failure is not None:
+            raise self.failure
+        return self.make()

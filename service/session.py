@@ -1,0 +1,256 @@
+"""One session: its life from loading to leaving its rooms, and what may be asked of it."""
+
+import asyncio
+import logging
+import time
+
+from service.buffer import Buffer
+from service.control import Control
+from service.drive import Drive
+from service.engine import Engine, LoadPolicy
+from service.errors import PolicyFailed, ServiceError, UnknownSession
+from service.fit import fit
+from service.request import NewSession, SessionSettings
+from service.stage import Lifecycle, Move, Stage
+from service.status import SessionStatus, queue_of, status_of
+from service.transport.base import Link, Rooms, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """One robot's session.
+
+    Attributes:
+        new: what was asked for.
+        progress: what it is doing while it initializes, in a word or two.
+        rooms: its rooms, or None before they are made and after they are left.
+        drive: its live parts, or None before the rooms are joined.
+        created_at: monotonic.
+    """
+
+    def __init__(
+        self,
+        new: NewSession,
+        *,
+        transport: Transport,
+        engine: Engine,
+        load: LoadPolicy,
+        settings: SessionSettings,
+    ):
+        self.new = new
+        self.progress = "waiting"
+        self.rooms: Rooms | None = None
+        self.drive: Drive | None = None
+        self.created_at = time.monotonic()
+        self._transport = transport
+        self._engine = engine
+        self._load = load
+        self._settings = settings
+        self._life = Lifecycle(new.session_id)
+        self._active_since = self.created_at
+        self._settled = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._error: ServiceError | None = None
+        self._task = asyncio.create_task(self._run(), name=f"session {new.session_id}")
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.new.session_id
+
+    @property
+    def stage(self) -> Stage:
+        """Where it stands."""
+        return self._life.stage
+
+    @property
+    def reason(self) -> str | None:
+        """Why it stands there: the text of an error, a timeout or an emergency stop."""
+        return self._life.latch or self._life.reason
+
+    @property
+    def is_latched(self) -> bool:
+        """Whether an emergency stop waits for its reset."""
+        return self._life.latch is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has no rooms, no policy and no task any more."""
+        return self._task.done()
+
+    def status(self) -> SessionStatus:
+        """What the API says of it; JSON-ready."""
+        return status_of(self, time.monotonic())
+
+    def queue(self) -> dict[str, object]:
+        """What it is about to do; JSON-ready."""
+        return queue_of(self, time.monotonic())
+
+    # What may be asked of it.
+
+    async def ready(self) -> None:
+        """Wait until it is ready or has failed. Giving up waiting does not end the session.
+
+        Raises:
+            ServiceError: why it failed.
+        """
+        await self._settled.wait()
+        if self._error is not None:
+            raise self._error
+
+    def start(self) -> None:
+        """Let it move the robot."""
+        self._set_going(Move.START)
+
+    def restart(self) -> None:
+        """Stop and start in one: plans, holds and failures of before are forgotten."""
+        self._set_going(Move.RESTART)
+
+    def stop(self) -> None:
+        """Stop the robot where it is."""
+        self._life.move(Move.STOP)
+        self._halt()
+
+    def emergency_stop(self, reason: str) -> None:
+        """Stop the robot where it is, until somebody resets."""
+        self._life.move(Move.EMERGENCY_STOP, reason)
+        logger.warning("session %s: emergency stop: %s", self.id, reason)
+        self._halt(always_hold=True)
+
+    def reset(self) -> None:
+        """Take the latch of an emergency stop off; nothing moves by it."""
+        self._life.move(Move.RESET)
+
+    def begin_end(self) -> None:
+        """Stop the robot and begin to leave; ``end`` waits for it."""
+        self._life.move(Move.DELETE)
+        self._halt()
+        self._ending.set()
+        if not self._settled.is_set():
+            self._error = UnknownSession(f"session {self.id!r} was deleted while it was initializing")
+            self._task.cancel()
+
+    async def end(self) -> bool:
+        """Wait until rooms and policy are given back; False when a link hung and was abandoned."""
+        _, hanging = await asyncio.wait([self._task], timeout=self._settings.close_within)
+        if hanging:
+            self._task.cancel()
+            _, hanging = await asyncio.wait([self._task], timeout=0.5)
+        if hanging:
+            logger.error("session %s: its link does not let go; it is abandoned", self.id)
+        return not hanging
+
+    def _set_going(self, move: Move) -> None:
+        self._life.move(move)
+        self._active_since = time.monotonic()
+        assert self.drive is not None, "the table lets only loaded sessions start"
+        self.drive.begin()
+        if self.drive.link_trouble is not None:
+            self._life.move(Move.LINK_LOST, self.drive.link_trouble)
+
+    def _halt(self, *, always_hold: bool = False) -> None:
+        if self.drive is not None:
+            self.drive.halt(always_hold=always_hold)
+
+    def _happened(self, move: Move, reason: str | None) -> None:
+        """Something happened by itself; where the table has no such move, it changes nothing."""
+        if move is Move.EMERGENCY_STOP:
+            self.emergency_stop(reason or "")
+            return
+        if not self._life.can(move):
+            return
+        stage = self._life.move(move, reason)
+        if move is not Move.LINK_BACK:
+            logger.warning("session %s is %s: %s", self.id, stage, reason)
+        if move in (Move.FAILED, Move.EXPIRED):
+            self._halt()
+
+    # Its life.
+
+    async def _run(self) -> None:
+        try:
+            await self._live()
+        except ServiceError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("session %s failed", self.id)
+            self._fail(PolicyFailed(f"session {self.id!r} failed ({type(error).__name__}); the server's log says more"))
+        finally:
+            self._life.is_loaded = False
+            self.rooms = None
+            self._settled.set()
+
+    async def _live(self) -> None:
+        new = self.new
+        async with self._engine.policy(self._load, new.policy_path, new.revision, self._tell) as served:
+            table, pace = fit(served.requirements, new, self._settings)
+            buffer = Buffer(
+                new.camera_names,
+                table,
+                frame_age_limit=self._settings.frame_age_limit,
+                max_pixels=self._settings.max_frame_pixels,
+            )
+            drive = Drive(
+                table=table,
+                buffer=buffer,
+                control=Control(buffer, pace),
+                engine=self._engine,
+                served=served,
+                notify=self._happened,
+            )
+            self._tell("joining rooms")
+            async with self._transport.connect(
+                new.transport_server_url,
+                session_id=self.id,
+                cameras=new.camera_names,
+                workspace_id=new.workspace_id,
+                inbox=drive,
+            ) as link:
+                self.rooms = link.rooms
+                self.drive = drive
+                await self._drive_robot(drive, link)
+
+    async def _drive_robot(self, drive: Drive, link: Link) -> None:
+        driving = asyncio.create_task(drive.run(link), name=f"drive {self.id}")
+        watching = asyncio.create_task(self._watch_input(drive), name=f"watch {self.id}")
+        ending = asyncio.create_task(self._ending.wait())
+        self._tell("ready")
+        self._active_since = time.monotonic()
+        self._life.is_loaded = True
+        self._life.move(Move.LOADED, self._life.reason)
+        self._settled.set()
+        try:
+            done, _ = await asyncio.wait([driving, watching, ending], return_when=asyncio.FIRST_COMPLETED)
+            if ending in done:
+                await asyncio.wait([asyncio.create_task(drive.idle())], timeout=0.5)
+        finally:
+            if not drive.control.is_idle:
+                # The drive itself broke, or was cancelled: the robot is told to hold before its rooms are left.
+                drive.halt()
+            for task in (driving, watching, ending):
+                task.cancel()
+            results = await asyncio.gather(driving, watching, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _watch_input(self, drive: Drive) -> None:
+        patience = self._settings.input_timeout
+        while True:
+            last = max(self._active_since, drive.buffer.last_input_at or self._active_since)
+            left = last + patience - time.monotonic()
+            if left <= 0:
+                self._happened(
+                    Move.EXPIRED, f"no frame and no joints for {patience:g} s; restart it when they are back"
+                )
+            await asyncio.sleep(max(left, patience / 20))
+
+    def _tell(self, progress: str) -> None:
+        """Called from loading threads too: a plain assignment."""
+        self.progress = progress
+
+    def _fail(self, error: ServiceError) -> None:
+        self._error = self._error or error
+        if self._life.can(Move.FAILED):
+            self._life.move(Move.FAILED, str(error))

@@ -1,0 +1,153 @@
+"""What the API says of a session: every figure is measured, and None where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from service.stage import Stage
+
+if TYPE_CHECKING:
+    from service.drive import Drive
+    from service.session import Session
+
+
+@dataclass(frozen=True)
+class SessionStatus:
+    """The fields of SessionStatusResponse, JSON-ready."""
+
+    session_id: str
+    status: str
+    policy_path: str
+    policy_type: str
+    camera_names: list[str]
+    workspace_id: str
+    rooms: dict[str, object]
+    stats: dict[str, object]
+    inference_stats: dict[str, object] | None
+    error_message: str | None
+
+
+def status_of(session: Session, now: float) -> SessionStatus:
+    """All of one session, at ``now`` (monotonic)."""
+    new, rooms, drive = session.new, session.rooms, session.drive
+    return SessionStatus(
+        session_id=session.id,
+        status=str(session.stage),
+        policy_path=new.policy_path,
+        policy_type=new.policy_type,
+        camera_names=list(new.camera_names),
+        workspace_id=rooms.workspace_id if rooms else new.workspace_id or "",
+        rooms={
+            "workspace_id": rooms.workspace_id if rooms else new.workspace_id or "",
+            "camera_room_ids": dict(rooms.cameras) if rooms else {},
+            "joint_input_room_id": rooms.joint_input if rooms else None,
+            "joint_output_room_id": rooms.joint_output if rooms else None,
+        },
+        stats={"progress": session.progress, "age_s": round(now - session.created_at, 1)}
+        | (_stats(session, drive, now) if drive else _nothing_yet(session)),
+        inference_stats=_inference_stats(drive, session) if drive else None,
+        error_message=session.reason,
+    )
+
+
+def _nothing_yet(session: Session) -> dict[str, object]:
+    return {
+        "inference_count": 0,
+        "images_received": dict.fromkeys(session.new.camera_names, 0),
+        "joints_received": 0,
+        "commands_sent": 0,
+        "errors": int(session.stage is Stage.ERROR),
+        "actions_in_queue": 0,
+        "policy_type": session.new.policy_type,
+        "hold": None,
+        "hold_code": None,
+    }
+
+
+def _stats(session: Session, drive: Drive, now: float) -> dict[str, object]:
+    buffer, control = drive.buffer, drive.control
+    hold = control.hold
+    return {
+        # The reference's names first.
+        "inference_count": drive.inference["total"].count,
+        "images_received": {camera: rate.count for camera, rate in buffer.frames.items()},
+        "joints_received": buffer.joint_updates.count,
+        "commands_sent": drive.commands_sent,
+        "errors": drive.inference_errors + control.rejected,
+        "actions_in_queue": len(control.actions),
+        "policy_type": session.new.policy_type,
+        # Why it does not move.
+        "hold": hold.text if hold else None,
+        "hold_code": hold.code if hold else None,
+        "hold_s": round(now - hold.since, 2) if hold else None,
+        "holds": control.holds.by_reason(),
+        "emergency_stop": session.reason if session.is_latched else None,
+        # What came in.
+        "camera_fps": {camera: rate.per_second(now) for camera, rate in buffer.frames.items()},
+        "joints_per_second": buffer.joint_updates.per_second(now),
+        "joints_clamped": buffer.clamped,
+        "inputs_dropped": buffer.dropped.by_reason(),
+        "measured_joints": buffer.measured(),
+        # What went out.
+        "rate": control.pace.rate,
+        "action_rate": control.pace.action_rate,
+        "last_command": dict(drive.last_command),
+        "commands_refused": drive.commands_refused,
+        "chunks": control.chunks,
+        "chunks_rejected": control.rejected,
+        "chunks_discarded": control.discarded,
+        "late_actions_dropped": control.actions.late,
+        "starvations": control.starvations,
+        "ticks": control.ticks,
+        "missed_ticks": control.missed_ticks,
+        "tick_lateness_ms": control.lateness.percentiles_ms(50, 99, 99.9),
+    }
+
+
+def _inference_stats(drive: Drive, session: Session) -> dict[str, object]:
+    total = drive.inference["total"]
+    spent = total.total
+    return {
+        "inference_count": total.count,
+        "total_inference_time": round(spent, 6),
+        "average_inference_time": round(spent / total.count, 6) if total.count else None,
+        "average_fps": round(total.count / spent, 3) if spent else None,
+        "is_loaded": not session.is_over,
+        "device": drive.served.policy.device,
+        "stages_ms": {stage: recent.percentiles_ms(50, 99) for stage, recent in drive.inference.items()},
+        "answer_ms": drive.control.latency.percentiles_ms(50, 99),
+    }
+
+
+def queue_of(session: Session, now: float) -> dict[str, object]:
+    """What a session is about to do: the queue, its due times from ``now``, rates, ages of its input."""
+    drive = session.drive
+    if drive is None:
+        return {"session_id": session.id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
+    control, buffer = drive.control, drive.buffer
+    lack = buffer.lacking(now)
+    health: Mapping[str, object] = drive.link_health()
+    return {
+        "session_id": session.id,
+        "status": str(session.stage),
+        "queue_length": len(control.actions),
+        "queue_max": control.pace.chunk,
+        "due_in_ms": [round((due - now) * 1e3, 1) for due in control.actions.due_times()],
+        "control_hz": control.pace.rate,
+        "action_hz": control.pace.action_rate,
+        "action_steps": control.pace.action_steps,
+        "inference_in_flight": control.is_waiting,
+        "last_inference_ms": control.latency.newest_ms,
+        "late_actions_dropped": control.actions.late,
+        "data": {
+            "is_complete_and_fresh": lack is None,
+            "lacking": lack.text if lack else None,
+            "frame_age_ms": {
+                camera: None if age is None else round(age * 1e3, 1) for camera, age in buffer.frame_ages(now).items()
+            },
+            "measured_joints": buffer.measured(),
+        },
+        "link": dict(health),
+    }
