@@ -163,7 +163,7 @@ def _backbone(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np
     sizes = [camera.shape[1:] for camera in config.cameras]
     height, width = max(size[0] for size in sizes), max(size[1] for size in sizes)
     for block in blocks(config.vision_backbone, config.replace_final_stride_with_dilation):
-        name = f"backbone.stages.{block.stage}.{block.index}"
+        name = f"backbone.stages.{block.stage}.{block.place}"
         for i, (inputs, size, stride, dilation) in enumerate(block.convolutions):
             entry = _fold_norm(weights, f"{name}.convolutions.{i}", f"{name}.norms.{i}")
             rows, columns = -(-height // block.scale), -(-width // block.scale)

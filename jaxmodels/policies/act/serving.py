@@ -138,7 +138,7 @@ class Serving:
             return plan.assemble({key: self._weights[f"backbone.{key}"] for key in plan.shapes})(image)
         x = max_pool(jax.nn.relu(self._convolve("backbone.stem", image, stride=2)))
         for block in blocks(name, dilate):
-            prefix = f"backbone.stages.{block.stage}.{block.index}"
+            prefix = f"backbone.stages.{block.stage}.{block.place}"
             skip = self._convolve(f"{prefix}.skip", x, stride=block.stride) if block.projects else x
             last = len(block.convolutions) - 1
             for i, (_, _, stride, dilation) in enumerate(block.convolutions):
