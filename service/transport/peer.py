@@ -51,6 +51,11 @@ class Peer:
         """new, connecting, connected, failed or closed."""
         return self._pc.connectionState
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether both descriptions are known, so that candidates can be added."""
+        return self._pc.signalingState == "stable" and self._pc.remoteDescription is not None
+
     async def answer(self, offer: str, screen: Screen) -> str:
         """Take an offer, show its first video stream on ``screen``, and return the answer's SDP with all candidates.
 
