@@ -1,0 +1,238 @@
+"""All settings of the server: flags win over the environment, that over a TOML file, that over the defaults."""
+
+import json
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+PREFIX = "ROBOJAX_"
+FILE = "robojax.toml"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+
+
+def _split(value: object) -> object:
+    """``a, b`` as flags and the environment say it; a TOML array passes."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _from_json(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"JSON ({error})") from error
+
+
+def _ranges(value: Mapping[str, tuple[float, float]]) -> Mapping[str, tuple[float, float]]:
+    empty = sorted(name for name, (low, high) in value.items() if not low < high)
+    if empty:
+        raise ValueError(f"low below high for {', '.join(empty)}")
+    return value
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Ranges = Annotated[
+    Mapping[str, tuple[FiniteFloat, FiniteFloat]], NoDecode, BeforeValidator(_from_json), AfterValidator(_ranges)
+]
+Seconds = Annotated[FiniteFloat, Field(gt=0)]
+
+
+class _Group(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # Only what `load_settings` gathered, and what tests give: it knows where each value came from.
+        return (init_settings,)
+
+
+class ServerSettings(_Group):
+    """Server"""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, without a login.")
+    port: int = Field(8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
+    origins: Names = Field(
+        (),
+        description="Web pages that may call the session API, as exact origins (https://host). "
+        "Pages of this server and of this machine always may; '*' is everybody.",
+    )
+
+
+class LimitSettings(_Group):
+    """Limits"""
+
+    max_sessions: int = Field(64, ge=1, le=4096, description="Sessions at a time.")
+    max_cameras: int = Field(8, ge=1, le=64, description="Cameras per session.")
+    max_body: int = Field(1 << 20, ge=1024, description="Bytes of one request's body.")
+    request_deadline: Seconds = Field(10.0, description="Seconds in which a whole request must have arrived.")
+    answer_deadline: Seconds = Field(
+        30.0, description="Seconds in which a request is answered; making a session may take longer."
+    )
+
+
+class ControlSettings(_Group):
+    """Control loop"""
+
+    rate: FiniteFloat = Field(
+        20.0, gt=0, le=1000, description="Ticks per second when neither the request nor the policy says."
+    )
+    max_rate: FiniteFloat = Field(200.0, gt=0, le=1000, description="The highest rate that a request may ask for.")
+    frame_age_limit: Seconds = Field(0.3, description="Seconds after which a frame is stale and the robot is held.")
+    starved_after: Seconds = Field(0.3, description="Seconds without an action after which the robot is held.")
+    hold_repeats: int = Field(4, ge=1, le=100, description="How often a hold sends the measured pose.")
+    failures_allowed: int = Field(3, ge=1, description="Failed inferences in a row that end a session in an error.")
+    input_timeout: Seconds = Field(600.0, description="Seconds without any frame or joints that end a session.")
+    joint_ranges: Ranges = Field(
+        {}, description="Ranges of joints that are not an SO-100's, as a table of name = [low, high] (flags: JSON)."
+    )
+
+
+class PolicySettings(_Group):
+    """Policies"""
+
+    device: str | None = Field(None, description="Where policies run: cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision; bfloat16 is for accelerators.")
+    compile_cache: str | None = Field(
+        None, description="Folder that keeps compiled programs, or off; default: robojax/xla in the user's cache."
+    )
+    policy_cache: str | None = Field(
+        None, description="Folder that keeps policies from the Hub; default: huggingface_hub's own."
+    )
+    stuck_after: Seconds = Field(5.0, description="Seconds after which a running inference is given up.")
+
+
+class TransportSettings(_Group):
+    """Rooms"""
+
+    embedded_transport: bool = Field(True, description="Serve rooms too, at / and under /api.")
+    transport_oddities: bool = Field(
+        False, description="Let the embedded rooms behave as the reference server does where it is broken."
+    )
+    transport_origins: Names = Field(
+        ("*",), description="Web pages that may call the embedded rooms, as exact origins; '*' is everybody."
+    )
+    ice_servers: Names = Field((), description="STUN and TURN URLs; none are needed on a local network.")
+
+
+class LogSettings(_Group):
+    """Log"""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="The least that is logged.")
+    log_format: Literal["text", "json"] = Field("text", description="Lines for people, or one JSON object per line.")
+    log_lines: int = Field(500, ge=1, le=100_000, description="Lines kept for GET /debug/logs.")
+
+
+GROUPS: tuple[type[_Group], ...] = (
+    ServerSettings,
+    LimitSettings,
+    ControlSettings,
+    PolicySettings,
+    TransportSettings,
+    LogSettings,
+)
+
+
+class Settings(LogSettings, TransportSettings, PolicySettings, ControlSettings, LimitSettings, ServerSettings):
+    """A setting has one name: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``, ``frame_age_limit`` in the file."""
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used; the text names each setting, its source, what was found and what was wanted."""
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = None) -> Settings:
+    """Settings from everywhere.
+
+    Args:
+        flags: setting name to what a command line said; None is "not said".
+        file: a TOML file; ``ROBOJAX_CONFIG`` names one too, else ``robojax.toml`` here is read if there is one.
+
+    Raises:
+        SettingsError: something cannot be read or used; lists everything that is wrong.
+    """
+    path = _file(file)
+    sources: list[tuple[str, Mapping[str, Any]]] = [
+        ("flag --{flag}", {name: value for name, value in (flags or {}).items() if value is not None}),
+        (f"environment {PREFIX}{{upper}}", EnvSettingsSource(Settings, env_prefix=PREFIX, case_sensitive=False)()),
+    ]
+    if path is not None:
+        sources.append((f"{path} {{name}}", _read(path)))
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for place, values in reversed(sources):
+        for name, value in values.items():
+            merged[name] = value
+            origin[name] = place.format(name=name, flag=name.replace("_", "-"), upper=name.upper())
+    try:
+        settings = Settings(**merged)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, origin)) from error
+    if settings.rate > settings.max_rate:
+        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))
+        raise SettingsError(f"{where}: found {settings.rate:g} and {settings.max_rate:g}; wanted rate <= max_rate")
+    return settings
+
+
+def unknown_variables() -> list[str]:
+    """Environment variables that look like settings and are none.
+
+    They are no errors: container platforms put variables of this form there by themselves.
+    """
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | {FILE_VARIABLE}
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+
+
+def _file(asked: Path | None) -> Path | None:
+    named = asked or (Path(os.environ[FILE_VARIABLE]) if os.environ.get(FILE_VARIABLE) else None)
+    if named is None:
+        return Path(FILE) if Path(FILE).is_file() else None
+    if not named.is_file():
+        source = "flag --config" if asked else f"environment {FILE_VARIABLE}"
+        raise SettingsError(f"config ({source}): found no file {str(named)!r}; wanted a TOML file")
+    return named
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return TomlConfigSettingsSource(Settings, path)()
+    except (ValueError, OSError) as error:  # TOML's and UTF-8's errors are ValueErrors
+        raise SettingsError(f"config ({path}): {error}; wanted a readable TOML file") from error
+
+
+def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
+    lines = []
+    for entry in error.errors(include_url=False, include_context=False):
+        name, *inside = map(str, entry["loc"])
+        if entry["type"] == "extra_forbidden":
+            close = get_close_matches(name, Settings.model_fields, n=1)
+            hint = (
+                f"did you mean {close[0]!r}?" if close else f"wanted one of {', '.join(sorted(Settings.model_fields))}"
+            )
+            lines.append(f"{name} ({origin.get(name, 'unknown')}): no such setting; {hint}")
+            continue
+        wanted = entry["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        found = repr(entry["input"])
+        lines.append(
+            f"{'.'.join([name, *inside])} ({origin.get(name, 'default')}): found {found[:80]}; wanted {wanted}"
+        )
+    return "\n".join(lines)
