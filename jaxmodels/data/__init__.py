@@ -1,5 +1,6 @@
-"""Demonstrations on disk, and batches out of them; pure NumPy."""
+"""Demonstrations on disk, and batches out of them."""
 
-from jaxmodels.data.episodes import EpisodeWriter, Episodes
+from jaxmodels.data.episodes import Episodes, EpisodeWriter
+from jaxmodels.data.frames import resize_frames
 
-__all__ = ["EpisodeWriter", "Episodes"]
+__all__ = ["EpisodeWriter", "Episodes", "resize_frames"]

@@ -17,6 +17,7 @@ OPEN, CLOSED = 1.2, -0.1  # radians of the jaw
 HOVER, GRASP, LIFT = 0.07, 0.005, 0.09  # metres of the grip above the cube's centre
 TURN_WEIGHT = 0.15  # metres per radian: how much a tilted finger counts against a missed place
 DAMPING = 1e-4
+UP = np.array([0.0, 0.0, 1.0])
 LONGEST_STEP = 0.2  # radians per iteration
 
 
@@ -63,9 +64,9 @@ class Kinematics:
 def plan(arm: Arm, kinematics: Kinematics) -> list[Leg]:
     """The way to lift the cube from where it lies now: 90 ticks in all."""
     cube = arm.cube
-    above = kinematics.solve(HOME, cube + (0, 0, HOVER))
-    at = kinematics.solve(above, cube + (0, 0, GRASP))
-    up = kinematics.solve(above, cube + (0, 0, LIFT))
+    above = kinematics.solve(HOME, cube + HOVER * UP)
+    at = kinematics.solve(above, cube + GRASP * UP)
+    up = kinematics.solve(above, cube + LIFT * UP)
     above[-1] = at[-1] = OPEN
     closed = at.copy()
     closed[-1] = up[-1] = CLOSED

@@ -46,8 +46,7 @@ def build() -> mujoco.MjModel:
     folder = assets()
     parts = ("so_arm100_dependencies.xml", "so_arm100_right.xml")
     document = (
-        f'<mujoco model="pick"><include file="{parts[0]}"/>'
-        f'<worldbody><include file="{parts[1]}"/></worldbody></mujoco>'
+        f'<mujoco model="pick"><include file="{parts[0]}"/><worldbody><include file="{parts[1]}"/></worldbody></mujoco>'
     )
     spec = mujoco.MjSpec.from_string(document, include={part: (folder / part).read_bytes() for part in parts})
     spec.meshdir = str(folder)
@@ -109,7 +108,11 @@ def _furnish(spec: mujoco.MjSpec) -> None:
     world = spec.worldbody
     world.add_light(pos=[0.4, -0.6, 1.4], dir=[-0.3, 0.3, -1], castshadow=False, diffuse=[0.4, 0.4, 0.4])
     world.add_geom(
-        name="table", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[1.2, 1.2, 0.1], material="table", friction=[1, 0.02, 0.001]
+        name="table",
+        type=mujoco.mjtGeom.mjGEOM_PLANE,
+        size=[1.2, 1.2, 0.1],
+        material="table",
+        friction=[1, 0.02, 0.001],
     )
     cube = world.add_body(name=CUBE, pos=[0, -0.25, CUBE_SIZE / 2])
     cube.add_freejoint(name=CUBE)

@@ -1,0 +1,89 @@
+"""Demonstrations of the scripted expert, recorded as a policy would see them."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from jaxmodels.data import EpisodeWriter, resize_frames
+from service.demo.arm import RATE, Arm
+from service.demo.expert import Kinematics, plan, targets
+from service.demo.units import JOINTS, to_radians, to_wire
+
+CAMERA = "front"
+FRAME = (240, 240)  # what the robot sends, pixels
+SEEN = (96, 96)  # what the policy looks at
+TASK = "pick up the red cube"
+# The expert's hand is pushed while it reaches, and what is recorded is where it wanted to go: so the policy sees how
+# to come back to the path (DART, https://arxiv.org/abs/1703.09327). Pushes last for a few ticks.
+PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.03, 0.8, 38  # radians, per tick, ticks
+
+_workers: dict[str, tuple[Arm, Kinematics]] = {}
+
+
+def record(seed: int) -> dict[str, np.ndarray] | None:
+    """One demonstration, or None when the expert failed."""
+    # An arm per process: compiling the scene and making a renderer take longer than an episode's physics.
+    if "arm" not in _workers:
+        arm = Arm()
+        _workers["arm"] = (arm, Kinematics(arm))
+    arm, kinematics = _workers["arm"]
+    arm.reset(seed)
+    random = np.random.default_rng([seed, 1])
+    push = np.zeros(len(JOINTS))
+    frames, states, actions = [], [], []
+    for tick, target in enumerate(targets(plan(arm, kinematics))):
+        frames.append(arm.picture(CAMERA, *FRAME))
+        states.append(arm.joints)
+        actions.append(target)
+        fresh = random.normal(size=len(JOINTS)) * PUSH * np.sqrt(1 - PUSH_MEMORY**2)
+        push = PUSH_MEMORY * push + fresh
+        push[-1] = 0.0
+        pushed = to_wire(to_radians(target) + push) if tick < PUSHED_TICKS else target
+        arm.step(pushed)
+    if not arm.is_lifted:
+        return None
+    return {
+        "observation.state": np.asarray(states, np.float32),
+        "action": np.asarray(actions, np.float32),
+        f"observation.images.{CAMERA}": resize_frames(np.asarray(frames), SEEN),
+    }
+
+
+def collect(folder: Path, *, episodes: int, seed: int = 0, on_episode: Callable[[int], None] | None = None) -> int:
+    """Records `episodes` successful demonstrations into a new folder.
+
+    Args:
+        seed: of the first; a failed one is left out and the next seed takes its place.
+
+    Returns:
+        How many attempts it took.
+    """
+    attempts = 0
+    with EpisodeWriter(folder, rate=RATE, joint_names=JOINTS, task=TASK) as writer:
+        done = 0
+        for number, arrays in _recordings(seed, episodes):
+            attempts += 1
+            if arrays is not None:
+                writer.add(arrays, number)
+                done += 1
+                if on_episode is not None:
+                    on_episode(done)
+            if done == episodes:
+                break
+    return attempts
+
+
+def _recordings(seed: int, episodes: int) -> Iterator[tuple[int, dict[str, np.ndarray] | None]]:
+    # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, (os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        number = seed
+        while True:  # the caller leaves when it has enough
+            numbers = range(number, number + max(workers, min(episodes, 16)))
+            yield from zip(numbers, pool.map(record, numbers), strict=True)
+            number = numbers.stop
