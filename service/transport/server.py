@@ -73,11 +73,14 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
         blueprint = Blueprint(name, url_prefix=f"{prefix}/{kind}")
         methods: dict[str, list[str]] = {}
         for method, path, handler in [*RoomEndpoints(kind, table, cleanup).routes(), *extra.routes()]:
-            blueprint.add_route(endpoint(handler), path, methods=[method], name=handler.__name__)
+            blueprint.add_route(endpoint(handler), path, methods=[method], name=handler.__name__, error_format="json")
             methods.setdefault(path, []).append(method)
         for number, (path, allowed) in enumerate(methods.items()):
-            blueprint.add_route(origins.preflight(allowed), path, methods=["OPTIONS"], name=f"preflight{number}")
-        blueprint.add_websocket_route(_socket_route(kind, table, settings), f"{ROOM}/ws", name="socket")
+            blueprint.add_route(
+                origins.preflight(allowed), path, methods=["OPTIONS"], name=f"preflight{number}", error_format="json"
+            )
+        socket_route = blueprint.websocket(f"{ROOM}/ws", name="socket", error_format="json")
+        socket_route(_socket_route(kind, table, settings))
         _guard(blueprint, origins)
         app.blueprint(blueprint)
 
@@ -94,8 +97,8 @@ def create_transport_app(settings: TransportSettings | None = None) -> Sanic:
     table = settings.table()
     for prefix in ("", "/api"):
         add_transport(app, table, settings, prefix)
-    app.add_route(_health, "/health", name="health")
-    app.add_route(_health, "/api/health", name="api_health")
+    app.add_route(_health, "/health", name="health", error_format="json")
+    app.add_route(_health, "/api/health", name="api_health", error_format="json")
     app.exception(SanicException)(_refused)
     app.exception(Exception)(_failed)
     return app

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from socket import IPPROTO_TCP, TCP_NODELAY
 
 from sanic.exceptions import WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
+from websockets.protocol import Event
 
 from service.transport import conversation, wire
 from service.transport.outbox import Outbox, OutboxLimits
@@ -49,6 +50,7 @@ async def attend(
     A first frame that is no join, or none within ``join_timeout`` seconds, ends the connection without a word.
     """
     _send_at_once(socket)
+    _end_on_bad_text(socket)
     outbox = Outbox(socket, limits)
     writer = asyncio.create_task(outbox.run())
     try:
@@ -85,6 +87,20 @@ def _send_at_once(socket: WebsocketImplProtocol) -> None:
     raw = None if connection is None else connection.get_extra_info("socket")
     if raw is not None:
         raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+
+
+def _end_on_bad_text(socket: WebsocketImplProtocol) -> None:
+    """Close with 1007 on text that is not UTF-8; Sanic would lose the frame, log a traceback and go on."""
+    process = socket.process_events
+
+    async def guarded(events: Sequence[Event]) -> None:
+        try:
+            await process(events)
+        except UnicodeDecodeError:
+            log.info("a socket is closed: its text is not UTF-8")
+            socket.fail_connection(1007, "text is not UTF-8")
+
+    setattr(socket, "process_events", guarded)  # noqa: B010, an instance attribute in place of the method
 
 
 def _answer(table: RoomTable, outbox: Outbox, raw: str | bytes, now: float) -> Effects:

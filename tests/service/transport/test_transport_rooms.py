@@ -1,0 +1,274 @@
+"""The room table by itself: no sockets, no clock."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from service.transport import conversation, messages, signalling
+from service.transport.address import Kind
+from service.transport.messages import Join, JointUpdate, Role
+from service.transport.rooms import Close, Limits, Place, RoomTable, Send, TooManyRooms, UnknownRoom
+from service.transport.wire import WireError
+
+ARM = Place(Kind.ROBOTICS, "w", "arm")
+CAMERA = Place(Kind.VIDEO, "w", "camera")
+PRODUCER, CONSUMER = Role.PRODUCER, Role.CONSUMER
+
+
+@pytest.fixture
+def table() -> RoomTable:
+    table = RoomTable()
+    for place in (ARM, CAMERA):
+        table.create(place, now=0.0)
+    return table
+
+
+def told(effects) -> list[tuple[object, str]]:
+    """Who is told what, as (connection, type)."""
+    return [(who, effect.message.type) for effect in effects if isinstance(effect, Send) for who in effect.to]
+
+
+def closed(effects) -> set[object]:
+    return {who for effect in effects if isinstance(effect, Close) for who in effect.to}
+
+
+def test_a_refused_connection_has_no_seat_and_leaving_does_nothing(table):
+    table.join("a", ARM, Join("p", PRODUCER), 0.0)
+    effects = table.join("b", ARM, Join("q", PRODUCER), 0.0)
+    assert told(effects) == [("b", "error")]
+    assert closed(effects) == {"b"}
+    assert table.seat("b") is None
+    assert table.leave("b") == []
+    assert table.get(ARM).producer == "p"
+
+
+def test_one_id_may_be_producer_and_consumer_of_one_room(table):
+    table.join("a", ARM, Join("me", PRODUCER), 0.0)
+    table.join("b", ARM, Join("me", CONSUMER), 0.0)
+    table.leave("a")
+    assert table.get(ARM).producer is None
+    assert table.get(ARM).consumers == ["me"]
+    stop = conversation.receive(table, "b", messages.EmergencyStop(), 0.0)
+    assert told(stop) == [("b", "emergency_stop")]
+
+
+def test_a_broadcast_is_one_effect_however_many_listen(table):
+    table.join("p", ARM, Join("p", PRODUCER), 0.0)
+    for number in range(5):
+        table.join(number, ARM, Join(f"c{number}", CONSUMER), 0.0)
+    effects = conversation.receive(table, "p", JointUpdate(({"name": "Jaw", "value": 1},)), 0.0)
+    assert len(effects) == 1
+    assert [who for who, _ in told(effects)] == [0, 1, 2, 3, 4]
+
+
+def test_a_room_takes_no_more_joint_names_than_its_limit():
+    table = RoomTable(Limits(joints=3))
+    table.create(ARM, 0.0)
+    table.join("p", ARM, Join("p", PRODUCER), 0.0)
+    many = JointUpdate(tuple({"name": f"j{number}", "value": 1} for number in range(4)))
+    assert told(conversation.receive(table, "p", many, 0.0)) == [("p", "error")]
+    assert table.get(ARM).joints == {}
+    with pytest.raises(WireError, match="4 joint names in one room; the limit is 3"):
+        conversation.command(table, ARM, many.data, 0.0)
+
+
+def test_the_table_takes_no_more_rooms_and_participants_than_its_limits():
+    table = RoomTable(Limits(rooms=1, participants=1))
+    table.create(ARM, 0.0)
+    table.create(ARM, 0.0)
+    with pytest.raises(TooManyRooms, match="1 rooms exist, the limit"):
+        table.create(CAMERA, 0.0)
+    table.join("a", ARM, Join("a", CONSUMER), 0.0)
+    assert closed(table.join("b", ARM, Join("b", CONSUMER), 0.0)) == {"b"}
+    table.leave("a")
+    assert not closed(table.join("b", ARM, Join("b", CONSUMER), 0.0))
+
+
+def test_only_rooms_that_are_idle_and_empty_are_cleaned(table):
+    table.join("c", ARM, Join("c", CONSUMER), 0.0)
+    assert table.clean(now=3600.0, idle=3600.0) == []
+    assert table.clean(now=3601.0, idle=3600.0) == [CAMERA]
+    table.leave("c")
+    assert table.clean(now=3601.0, idle=3600.0) == [ARM]
+    assert not table.rooms
+
+
+def test_cleaning_one_service_leaves_the_other_alone(table):
+    assert table.clean(9999.0, 1.0, Kind.VIDEO) == [CAMERA]
+    assert ARM in table.rooms
+
+
+@pytest.mark.parametrize("message", [messages.Heartbeat(), messages.StatusUpdate(), JointUpdate(())])
+def test_any_message_keeps_a_room_from_being_cleaned(table, message):
+    table.join("p", ARM, Join("p", PRODUCER), 0.0)
+    conversation.receive(table, "p", message, 50.0)
+    table.leave("p")
+    assert ARM not in table.clean(now=100.0, idle=60.0)
+
+
+def test_a_producers_settings_are_kept_and_a_consumers_are_not(table):
+    table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
+    table.join("c", CAMERA, Join("c", CONSUMER), 0.0)
+    conversation.receive(table, "c", messages.VideoConfigUpdate({"framerate": 5}), 0.0)
+    assert table.get(CAMERA).config.framerate == 30
+    conversation.receive(table, "p", messages.VideoConfigUpdate({"framerate": 5, "encoding": "h264"}), 0.0)
+    assert (table.get(CAMERA).config.framerate, table.get(CAMERA).config.encoding) == (5, "h264")
+
+
+@pytest.mark.parametrize("update", [{"framerate": 0}, {"encoding": "x264"}, {"resolution": "big"}, {"quality": [1]}])
+def test_settings_that_do_not_fit_are_told_but_not_kept(table, update):
+    table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
+    table.join("c", CAMERA, Join("c", CONSUMER), 0.0)
+    before = table.get(CAMERA).config
+    effects = conversation.receive(table, "p", messages.VideoConfigUpdate(update), 0.0)
+    assert told(effects) == [("c", "video_config_update")]
+    assert table.get(CAMERA).config == before
+
+
+def test_a_long_reason_is_cut(table):
+    table.join("c", ARM, Join("c", CONSUMER), 0.0)
+    (effect,) = conversation.receive(table, "c", messages.EmergencyStop("x" * 10_000), 0.0)
+    assert len(effect.message.reason) == conversation.MAX_REASON
+
+
+def test_after_a_delete_its_sockets_are_nobody(table):
+    table.join("p", ARM, Join("p", PRODUCER), 0.0)
+    table.join("c", ARM, Join("c", CONSUMER), 0.0)
+    assert closed(table.delete(ARM)) == {"p", "c"}
+    assert conversation.receive(table, "p", messages.EmergencyStop(), 0.0) == []
+    table.create(ARM, 0.0)
+    table.join("q", ARM, Join("p", PRODUCER), 0.0)
+    assert table.leave("p") == []
+    assert table.get(ARM).producer == "p"
+
+
+def test_a_signal_stays_in_its_room(table):
+    other = Place(Kind.VIDEO, "elsewhere", "camera")
+    table.create(other, 0.0)
+    table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
+    table.join("c", other, Join("c", CONSUMER), 0.0)
+    _, effects = signalling.relay(table, CAMERA, "p", {"type": "offer", "sdp": "v=0", "target_consumer": "c"})
+    assert effects == []
+    reply, effects = signalling.relay(table, CAMERA, "c", {"type": "answer", "sdp": "v=0", "target_producer": "p"})
+    assert (reply, effects) == (None, [])
+
+
+def test_in_oddity_mode_anybody_may_answer_from_anywhere():
+    table = RoomTable(is_odd=True)
+    elsewhere = Place(Kind.VIDEO, "elsewhere", "camera")
+    for place in (CAMERA, elsewhere):
+        table.create(place, 0.0)
+    table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
+    answer = {"type": "answer", "sdp": "v=0", "target_producer": "p"}
+    _, effects = signalling.relay(table, elsewhere, "stranger", answer)
+    assert told(effects) == [("p", "webrtc_answer")]
+
+
+def test_an_unknown_room_is_named():
+    with pytest.raises(UnknownRoom, match="no robotics room 'arm' in workspace 'w'"):
+        RoomTable().get(ARM)
+
+
+ids = st.sampled_from(["a", "b", "c"])
+places = st.sampled_from([ARM, CAMERA, Place(Kind.VIDEO, "w", "arm"), Place(Kind.ROBOTICS, "v", "arm")])
+frames = st.sampled_from(
+    [
+        messages.Heartbeat(),
+        messages.EmergencyStop(),
+        JointUpdate(({"name": "Jaw", "value": 1},)),
+        JointUpdate(({"name": "Jaw", "value": 2},)),
+        messages.StreamStarted({}),
+        messages.Unknown("dance"),
+    ]
+)
+
+
+class Life(RuleBasedStateMachine):
+    """Any order of making, deleting, joining, speaking and leaving; connections are numbers."""
+
+    is_odd = False
+    connections = Bundle("connections")
+
+    def __init__(self):
+        super().__init__()
+        self.table = RoomTable(Limits(rooms=3, participants=4), self.is_odd)
+        self.made = 0
+        self.live: set[int] = set()
+
+    def check(self, effects):
+        for effect in effects:
+            assert set(effect.to) <= self.live, "somebody who is gone was told something"
+            assert len(set(effect.to)) == len(effect.to), "somebody was told twice"
+            if isinstance(effect, Close):
+                self.live -= set(effect.to)
+
+    @rule(place=places)
+    def create(self, place):
+        try:
+            self.table.create(place, 0.0)
+        except TooManyRooms:
+            assert len(self.table.rooms) == 3
+
+    @rule(place=places)
+    def delete(self, place):
+        try:
+            self.check(self.table.delete(place))
+        except UnknownRoom:
+            assert place not in self.table.rooms
+
+    @rule(target=connections, place=places, who=ids, role=st.sampled_from(Role))
+    def join(self, place, who, role):
+        self.made += 1
+        self.live.add(self.made)
+        self.check(self.table.join(self.made, place, Join(who, role), 0.0))
+        return self.made
+
+    @rule(connection=connections, message=frames)
+    def speak(self, connection, message):
+        effects = conversation.receive(self.table, connection, message, 0.0)
+        assert connection in self.live or not effects, "a connection without a seat was heard"
+        self.check(effects)
+        self.check(conversation.refuse(self.table, connection, WireError("x", "joint_update")))
+
+    @rule(connection=consumes(connections))
+    def leave(self, connection):
+        self.live.discard(connection)
+        self.check(self.table.leave(connection))
+
+    @rule(place=places, who=ids, other=ids, kind=st.sampled_from(["offer", "answer", "ice"]))
+    def signal(self, place, who, other, kind):
+        signal = {"type": kind, "sdp": "", "candidate": {}, "target_consumer": other, "target_producer": other}
+        try:
+            _, effects = signalling.relay(self.table, place, who, signal)
+        except UnknownRoom:
+            return
+        self.check(effects)
+
+
+class SafeLife(Life):
+    @invariant()
+    def everybody_listed_is_connected_and_everybody_connected_is_listed(self):
+        listed = 0
+        for room in self.table.rooms.values():
+            seats = self.table.everybody(room)
+            names = [*([room.producer] if room.producer else []), *room.consumers]
+            assert [seat.id for seat in seats] == names
+            assert {seat.connection for seat in seats} <= self.live
+            listed += len(names)
+        assert listed == len(self.live) == sum(self.table.connections(kind) for kind in Kind)
+
+
+class OddLife(Life):
+    is_odd = True
+
+    def check(self, effects):
+        """Being odd only has to survive: it tells the wrong people, by design."""
+        for effect in effects:
+            if isinstance(effect, Close):
+                self.live -= set(effect.to)
+
+
+TestSafeLife = SafeLife.TestCase
+TestOddLife = OddLife.TestCase
+TestSafeLife.settings = TestOddLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

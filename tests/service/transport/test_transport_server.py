@@ -1,0 +1,418 @@
+"""What a hostile, slow or vanished peer can do to the server and to the others in its room."""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import struct
+import time
+
+import aiohttp
+import pytest
+from sanic import Sanic
+
+from service.transport.address import Kind
+from service.transport.cleanup import Cleanup
+from service.transport.outbox import OutboxLimits
+from service.transport.rooms import Limits, Place, RoomTable
+from service.transport.server import TransportSettings, add_transport, serve_transport
+
+TEXT, CONTINUED, BINARY, PING = 1, 0, 2, 9
+
+
+class RawSocket:
+    """A WebSocket client that may do what a library would not."""
+
+    @classmethod
+    async def open(cls, caller, path: str, **headers: str) -> "RawSocket":
+        host, port = caller.base.removeprefix("http://").split(":")
+        self = cls()
+        self.reader, self.writer = await asyncio.open_connection(host, int(port))
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.writer.write(
+            f"GET {path}/ws HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n{more}"
+            "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
+        )
+        self.head = await self.reader.readuntil(b"\r\n\r\n")
+        return self
+
+    @classmethod
+    async def join(cls, caller, path: str, participant_id: str, role: str) -> "RawSocket":
+        self = await cls.open(caller, path)
+        self.send(json.dumps({"participant_id": participant_id, "role": role}).encode())
+        await self.until(b'"joined"')
+        return self
+
+    def send(self, payload: bytes, opcode: int = TEXT, is_last: bool = True) -> None:
+        mask, size = os.urandom(4), len(payload)
+        length = bytes([0x80 | size]) if size < 126 else bytes([0x80 | 127]) + struct.pack(">Q", size)
+        keys = (mask * (size // 4 + 1))[:size]
+        body = (int.from_bytes(payload, "big") ^ int.from_bytes(keys, "big")).to_bytes(size, "big")
+        self.writer.write(bytes([(0x80 if is_last else 0) | opcode]) + length + mask + body)
+
+    async def until(self, wanted: bytes) -> bytes:
+        found = b""
+        async with asyncio.timeout(3):
+            while wanted not in found:
+                part = await self.reader.read(1 << 16)
+                assert part, f"closed after {found!r}"
+                found += part
+        return found
+
+    async def close_code(self) -> int:
+        async with asyncio.timeout(3):
+            found = await self.reader.read()
+        at = found.rindex(b"\x88")
+        return struct.unpack(">H", found[at + 2 : at + 4])[0]
+
+    def reset(self) -> None:
+        """Break the TCP connection without a goodbye."""
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    async def close(self) -> None:
+        self.writer.close()
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def path(caller) -> str:
+    return await caller.room("robotics", "r")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "code"),
+    [
+        (lambda raw: raw.send(b'{"type":"heartbeat\xff"}'), 1007),
+        (lambda raw: (raw.send(b'{"type":', is_last=False), raw.send(b'"\xfe"}', CONTINUED)), 1007),
+        (lambda raw: raw.send(b" " * (2 << 20)), 1009),
+        (lambda raw: [raw.send(b" " * (1 << 19), CONTINUED if i else TEXT, is_last=False) for i in range(3)], 1009),
+        (lambda raw: raw.send(b"", opcode=3), 1002),
+        (lambda raw: raw.writer.write(b"\x81\x02{}"), 1002),
+    ],
+    ids=["bad UTF-8", "bad UTF-8 in a fragment", "2 MiB", "fragments of 1.5 MiB", "reserved opcode", "no mask"],
+)
+async def test_a_frame_against_the_protocol_closes_the_socket_and_frees_the_participant(
+    caller, path, break_it, code, caplog
+):
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    break_it(raw)
+    assert await raw.close_code() == code
+    await caller.settled(path, producer=None)
+    await raw.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_thousand_fragments_are_one_message(caller, path):
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    raw.send(b'{"type":', is_last=False)
+    for _ in range(1000):
+        raw.send(b" ", CONTINUED, is_last=False)
+    raw.send(b'"heartbeat"}', CONTINUED)
+    await raw.until(b"heartbeat_ack")
+    await raw.close()
+
+
+async def test_a_ping_flood_is_answered_and_passes(caller, path):
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    for _ in range(2000):
+        raw.send(b"x", PING)
+    raw.send(b'{"type":"heartbeat"}')
+    await raw.until(b"heartbeat_ack")
+    await raw.close()
+
+
+async def test_a_binary_frame_is_read_like_a_text_frame(caller, path):
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    raw.send(b"\xff\x00", BINARY)
+    raw.send(b'{"type":"heartbeat"}', BINARY)
+    await raw.until(b"heartbeat_ack")
+    await raw.close()
+
+
+async def test_a_broken_connection_frees_its_participant(caller, path):
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    raw.reset()
+    await caller.settled(path, producer=None)
+    await caller.join(path, "p", "producer")
+
+
+async def test_a_peer_that_answers_no_ping_is_let_go(serve):
+    async with serve(ping_interval=0.1, ping_timeout=0.2) as caller:
+        path = await caller.room("robotics", "r")
+        raw = await RawSocket.join(caller, path, "p", "producer")
+        room = await caller.settled(path, producer=None)
+        assert not room["has_producer"]
+        await raw.close()
+
+
+async def test_a_socket_that_never_joins_is_closed(serve):
+    async with serve(join_timeout=0.05) as caller:
+        path = await caller.room("robotics", "r")
+        assert await (await caller.open(path)).next() is None
+
+
+async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve):
+    async with serve(outbox=OutboxLimits(messages=20, size=8 << 20, seconds=2.0)) as caller:
+        path = await caller.room("robotics", "r")
+        slow = await RawSocket.open(caller, path)
+        slow.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.writer.transport.pause_reading()
+        slow.send(b'{"participant_id":"slow","role":"consumer"}')
+        await caller.settled(path, consumers=["slow"])
+        quick = await caller.join(path, "quick", "consumer")
+        producer = await caller.join(path, "p", "producer")
+        worst = 0.0
+        for number in range(60):
+            sent = time.monotonic()
+            joint = {"name": "Jaw", "value": number, "padding": "x" * 500_000}
+            await producer.send({"type": "joint_update", "data": [joint]})
+            assert (await quick.next())["data"][0]["value"] == number
+            worst = max(worst, time.monotonic() - sent)
+        await caller.settled(path, consumers=["quick"], producer="p")
+        assert worst < 1.0
+        slow.reset()
+
+
+async def test_a_frame_that_cannot_be_written_in_time_drops_its_reader(serve):
+    async with serve(outbox=OutboxLimits(messages=1000, size=1 << 30, seconds=0.2)) as caller:
+        path = await caller.room("robotics", "r")
+        slow = await RawSocket.open(caller, path)
+        slow.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.writer.transport.pause_reading()
+        slow.send(b'{"participant_id":"slow","role":"consumer"}')
+        producer = await caller.join(path, "p", "producer")
+        for number in range(40):
+            joint = {"name": "Jaw", "value": number, "padding": "x" * 500_000}
+            await producer.send({"type": "joint_update", "data": [joint]})
+        await caller.settled(path, consumers=[], producer="p")
+        slow.reset()
+
+
+async def test_a_thousand_updates_arrive_whole_and_in_order(caller, path):
+    producer, consumer = await caller.join(path, "p", "producer"), await caller.join(path, "c", "consumer")
+
+    async def send() -> None:
+        for number in range(1000):
+            await producer.send({"type": "joint_update", "data": [{"name": "Jaw", "value": number}]})
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(send())
+        got = [(await consumer.next())["data"][0]["value"] for _ in range(1000)]
+    assert got == list(range(1000))
+
+
+async def test_ids_may_come_percent_encoded(caller):
+    path = await caller.room("robotics", "session-1_a.front")
+    encoded = path.replace("session-1_a.front", "%73ession%2D1_a%2Efront")
+    assert (await caller.call("GET", encoded))[0] == 200
+    socket = await caller.join(path, "c", "consumer")
+    assert await socket.is_silent()
+    joined = await (await caller.knock(encoded, "d", "producer")).next()
+    assert joined["room_id"] == "session-1_a.front"
+
+
+@pytest.mark.parametrize("room", ["a b", "a/b", "..", ".", "é", "x" * 161, "a\n", "a%20b", "<script>"])
+async def test_a_room_id_that_could_not_stand_in_a_url_is_422_and_not_echoed(caller, room):
+    for kind in Kind:
+        status, answer = await caller.call("POST", f"/{kind}/workspaces/w/rooms", {"room_id": room})
+        assert status == 422
+        assert answer["detail"][0]["loc"] == ["body", "room_id"]
+        assert "<script>" not in json.dumps(answer)
+
+
+@pytest.mark.parametrize("workspace", ["a%20b", "a%2Fb", "%2E%2E%20", "%C3%A9", "x" * 161])
+async def test_a_workspace_id_that_could_not_stand_in_a_url_is_422(caller, workspace):
+    status, answer = await caller.call("POST", f"/robotics/workspaces/{workspace}/rooms")
+    assert status == 422
+    assert answer["detail"][0]["loc"] == ["path", "workspace_id"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[" * 200_000,
+        b"\xff\xfe",
+        b"[]",
+        b'"room"',
+        b'{"room_id": 7}',
+        b'{"max_consumers": 0}',
+        b'{"max_consumers": 1e999}',
+    ],
+)
+async def test_a_body_that_does_not_fit_is_422_and_never_500(caller, body):
+    for kind in Kind:
+        status, answer = await caller.call("POST", f"/{kind}/workspaces/w/rooms", body)
+        assert status == 422
+        assert all(entry.keys() == {"type", "loc", "msg"} for entry in answer["detail"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"encoding": "avi"},
+        {"framerate": 0},
+        {"framerate": 121},
+        {"bitrate": 99_999},
+        {"quality": 101},
+        {"resolution": {"width": "wide"}},
+    ],
+)
+async def test_video_settings_out_of_bounds_are_422(caller, config):
+    status, answer = await caller.call("POST", "/video/workspaces/w/rooms", {"config": config})
+    assert status == 422
+    assert answer["detail"][0]["loc"][:2] == ["body", "config"]
+
+
+async def test_a_body_over_the_limit_is_413_and_the_server_lives(caller):
+    status, answer = await caller.call("POST", "/robotics/workspaces/w/rooms", b" " * (2 << 20))
+    assert (status, answer) == (413, {"detail": "Request Entity Too Large"})
+    assert (await caller.call("GET", "/health"))[0] == 200
+
+
+async def test_the_rooms_are_limited(serve):
+    async with serve(limits=Limits(rooms=1)) as caller:
+        await caller.room("robotics", "r")
+        status, answer = await caller.call("POST", "/video/workspaces/w/rooms")
+        assert status == 429
+        assert "1 rooms exist" in answer["detail"]
+
+
+@pytest.mark.parametrize(("path", "method", "status"), [("/nope", "GET", 404), ("/robotics/status", "PUT", 405)])
+async def test_what_is_not_there_is_json_too(caller, path, method, status):
+    found, answer = await caller.call(method, path)
+    assert found == status
+    assert answer.keys() == {"detail"}
+
+
+async def test_a_plain_get_of_the_socket_path_is_no_error_of_ours(caller, path):
+    status, answer = await caller.call("GET", f"{path}/ws")
+    assert (status, answer) == (426, {"detail": "Upgrade Required"})
+
+
+# Web pages.
+
+
+async def test_any_page_may_call_by_default_and_its_preflight_passes(caller):
+    headers = {
+        "Origin": "http://page",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    async with caller.session.options(f"{caller.base}/video/workspaces/w/rooms", headers=headers) as response:
+        assert response.status == 200
+        assert response.headers["access-control-allow-origin"] == "*"
+        assert response.headers["access-control-allow-methods"] == "GET, POST"
+        assert response.headers["access-control-allow-headers"] == "content-type"
+    for path in ("/video/workspaces/w/rooms/none", "/video/status"):
+        async with caller.session.get(caller.base + path, headers=headers) as response:
+            assert response.headers["access-control-allow-origin"] == "*"
+
+
+async def test_only_listed_pages_may_call_when_pages_are_listed(serve):
+    async with serve(origins=("http://good",)) as caller:
+        path = await caller.room("robotics", "r")
+        async with caller.session.get(caller.base + path, headers={"Origin": "http://good"}) as response:
+            assert response.status == 200
+            assert response.headers["access-control-allow-origin"] == "http://good"
+            assert response.headers["vary"] == "Origin"
+        async with caller.session.delete(caller.base + path, headers={"Origin": "http://evil"}) as response:
+            assert response.status == 403
+            assert "access-control-allow-origin" not in response.headers
+        assert (await caller.call("GET", path))[0] == 200
+        await caller.join(path, "a", "consumer", headers={"Origin": "http://good"})
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await caller.open(path, headers={"Origin": "http://evil"})
+        assert refused.value.status == 403
+
+
+# Clean-up and the life of the server.
+
+
+async def test_idle_rooms_go_by_themselves(serve):
+    async with serve(idle=0.0, cleanup_interval=0.02) as caller:
+        path = await caller.room("robotics", "r")
+        for _ in range(100):
+            if (await caller.call("GET", path))[0] == 404:
+                return
+            await asyncio.sleep(0.02)
+        pytest.fail("the room is still there")
+
+
+async def test_idle_rooms_go_when_asked_and_rooms_in_use_stay(serve):
+    async with serve(idle=0.0) as caller:
+        used, _ = await caller.room("robotics", "used"), await caller.room("robotics", "idle")
+        await caller.room("video", "v")
+        await caller.join(used, "c", "consumer")
+        _, status = await caller.call("GET", "/robotics/cleanup/status")
+        rows = {row["room_id"]: row for row in status["cleanup_status"]["rooms"]}
+        assert (rows["used"]["has_connections"], rows["used"]["will_be_cleaned"]) == (True, False)
+        assert (rows["idle"]["has_connections"], rows["idle"]["will_be_cleaned"]) == (False, True)
+        assert rows["idle"].keys() == {
+            "workspace_id",
+            "room_id",
+            "age_minutes",
+            "inactivity_minutes",
+            "has_connections",
+            "will_be_cleaned",
+        }
+        _, answer = await caller.call("POST", "/robotics/cleanup/manual")
+        result = answer["cleanup_result"]
+        del result["timestamp"]
+        assert result == {"cleanup_triggered": True, "rooms_before": 2, "rooms_after": 1, "rooms_removed": 1}
+        assert (await caller.call("GET", "/video/workspaces/w/rooms/v"))[0] == 200
+
+
+async def test_cleanup_asks_its_clock():
+    now = [0.0]
+    table = RoomTable()
+    table.create(Place(Kind.VIDEO, "w", "v"), 0.0)
+    cleanup = Cleanup(table, idle=3600.0, clock=lambda: now[0])
+    assert cleanup.clean() == []
+    now[0] = 3600.5
+    assert cleanup.clean() == [Place(Kind.VIDEO, "w", "v")]
+    assert not cleanup.figures["enabled"]
+
+
+async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task(serve):
+    before = asyncio.all_tasks()
+    async with serve() as caller:
+        path = await caller.room("robotics", "r")
+        sockets = [await caller.join(path, name, "consumer") for name in "abc"]
+        silent = await RawSocket.join(caller, path, "silent", "producer")
+    assert [(await socket.raw.receive(3)).type for socket in sockets] != []
+    assert all(socket.raw.close_code in (1001, 1006, None) for socket in sockets)
+    await silent.close()
+    for _ in range(100):
+        left = {task for task in asyncio.all_tasks() - before if "serve" in repr(task) or "attend" in repr(task)}
+        if not left:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"still running: {left}")
+
+
+async def test_a_server_comes_back_on_its_port():
+    async with serve_transport() as base:
+        port = int(base.rpartition(":")[2])
+    async with serve_transport(port=port) as again, aiohttp.ClientSession() as session:
+        assert again == base
+        async with session.get(f"{again}/health") as response:
+            assert response.status == 200
+
+
+async def test_the_routes_mount_in_another_app_and_leave_its_health_alone():
+    app = Sanic("somebody-elses-app", configure_logging=False)
+    try:
+        settings = TransportSettings()
+        table = settings.table()
+        for prefix in ("", "/api"):
+            add_transport(app, table, settings, prefix)
+        paths = {route.path for route in app.router.routes}
+        assert "api/robotics/workspaces/<workspace:str>/rooms/<room:str>/ws" in paths
+        assert "video/workspaces/<workspace:str>/rooms/<room:str>/webrtc/signal" in paths
+        assert not {"health", "api/health", ""} & paths
+    finally:
+        Sanic.unregister_app(app)

@@ -1,0 +1,214 @@
+"""Messages to bytes and back, and what is no message."""
+
+import json
+from contextlib import suppress
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.transport import messages, wire
+from service.transport.messages import Join, JointUpdate, Role, Unknown
+from service.transport.wire import WireError
+
+KNOWN = [kind for kind in get_args(messages.Message) if kind not in (Unknown, messages.JoinRefused)]
+
+names = st.text(min_size=1, max_size=wire.MAX_NAME)
+text = st.text(max_size=30)
+numbers = st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+)
+objects = st.dictionaries(text, values, max_size=4)
+joints = st.builds(lambda extra, name, value: {**extra, "name": name, "value": value}, objects, names, numbers)
+descriptions = st.builds(lambda extra, sdp: {**extra, "sdp": sdp}, objects, text)
+BY_FIELD = {
+    "role": st.sampled_from(Role),
+    "participant_id": names,
+    "room_id": text,
+    "workspace_id": st.none() | text,
+    "offer": descriptions,
+    "answer": descriptions,
+    "candidate": objects,
+    "config": objects,
+    "status": values,
+    "stats": values,
+    "message": text,
+    "from_producer": text,
+    "from_consumer": text,
+}
+
+
+def field(kind: type, name: str) -> st.SearchStrategy:
+    if name == "data":
+        by_kind = {
+            messages.StateSync: st.dictionaries(text, numbers, max_size=4),
+            JointUpdate: st.lists(joints, max_size=4).map(tuple),
+            messages.StatusUpdate: values,
+        }
+        return by_kind[kind]
+    return BY_FIELD.get(name, st.none() | text)
+
+
+any_message = st.one_of(
+    [st.builds(kind, **{entry.name: field(kind, entry.name) for entry in fields(kind)}) for kind in KNOWN]
+)
+
+
+@settings(deadline=None)
+@given(any_message)
+def test_what_is_built_parses_to_the_same_message(message):
+    assert wire.parse(wire.build(message)) == message
+    assert wire.parse(wire.build(message).encode()) == message
+
+
+@settings(deadline=None)
+@given(st.builds(Join, participant_id=names, role=st.sampled_from(Role)))
+def test_a_join_survives_the_wire(join):
+    assert wire.parse_join(wire.build(join)) == join
+
+
+def test_a_join_has_no_type():
+    assert json.loads(wire.build(Join("me", Role.CONSUMER))) == {"participant_id": "me", "role": "consumer"}
+
+
+@settings(deadline=None)
+@given(any_message)
+def test_only_a_missing_timestamp_is_filled_in(message):
+    found = json.loads(wire.build(message, "2025-01-01T00:00:00+00:00"))
+    own = getattr(message, "timestamp", None)
+    if "timestamp" in {entry.name for entry in fields(message)}:
+        assert found["timestamp"] == (own if own is not None else "2025-01-01T00:00:00+00:00")
+    else:
+        assert "timestamp" not in found
+
+
+def test_a_refused_robotics_join_never_gets_a_timestamp():
+    assert json.loads(wire.build(messages.JoinRefused(), "now")) == {"type": "error", "message": "Cannot join room"}
+
+
+def test_nulls_stand_where_the_wire_has_them():
+    ice = json.loads(wire.build(messages.WebrtcIce({"candidate": ""}, from_consumer="c")))
+    assert ice["from_producer"] is None
+    assert json.loads(wire.build(messages.VideoError("no")))["code"] is None
+    assert "source" not in json.loads(wire.build(JointUpdate(({"name": "Jaw", "value": 1},))))
+
+
+def test_values_are_floats_by_name_and_the_last_of_a_name_wins():
+    update = wire.parse('{"type":"joint_update","data":[{"name":"Jaw","value":1},{"name":"Jaw","value":2}]}')
+    assert isinstance(update, JointUpdate)
+    assert update.values == {"Jaw": 2.0}
+    assert isinstance(update.values["Jaw"], float)
+
+
+anything = st.one_of(
+    st.binary(max_size=200),
+    st.text(max_size=200),
+    values.map(json.dumps),
+    st.dictionaries(
+        st.sampled_from(
+            ["type", "data", "role", "participant_id", "offer", "candidate", "config", "timestamp", "reason"]
+        ),
+        st.sampled_from(sorted(wire._FORMS)) | values,
+    ).map(json.dumps),
+)
+
+
+@settings(deadline=None)
+@given(anything)
+def test_anything_else_raises_wire_error_and_nothing_else(raw):
+    for read in (wire.parse, wire.parse_join, wire.decode):
+        with suppress(WireError):
+            read(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "",
+        "{",
+        "[]",
+        "1",
+        "null",
+        "[" * 200_000,
+        '{"a":' * 100_000,
+        b"\xff\xfe\xfd",
+        '{"type":"heartbeat"}' + " " * (1 << 20),
+        "9" * 9999,
+    ],
+)
+def test_a_frame_that_is_no_object_is_a_wire_error_without_type(raw):
+    with pytest.raises(WireError) as caught:
+        wire.parse(raw)
+    assert caught.value.type is None
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        '[{"name":"Jaw","value":NaN}]',
+        '[{"name":"Jaw","value":1e999}]',
+        '[{"name":"Jaw","value":-Infinity}]',
+        '[{"name":"Jaw","value":1,"speed":NaN}]',
+        '[{"name":"Jaw","value":1,"deep":{"er":[1e400]}}]',
+        '[{"name":"Jaw","value":"1"}]',
+        '[{"name":"Jaw","value":true}]',
+        '[{"name":"Jaw","value":null}]',
+        '[{"name":"Jaw"}]',
+        '[{"value":1}]',
+        '[{"name":"","value":1}]',
+        '[{"name":7,"value":1}]',
+        '["Jaw"]',
+        '{"Jaw":1}',
+        '"Jaw"',
+        "[" + ",".join(['{"name":"Jaw","value":1}'] * 257) + "]",
+        '[{"name":"' + "J" * 101 + '","value":1}]',
+    ],
+)
+def test_a_broken_joint_update_is_a_wire_error_that_knows_its_type(data):
+    with pytest.raises(WireError) as caught:
+        wire.parse('{"type":"joint_update","data":' + data + "}")
+    assert caught.value.type == "joint_update"
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        ('{"type":"dance"}', "dance"),
+        ("{}", None),
+        ('{"type":null}', None),
+        ('{"type":7}', "7"),
+        ('{"type":["x"]}', "['x']"),
+    ],
+)
+def test_a_type_that_is_not_of_this_wire_is_unknown(raw, kind):
+    assert wire.parse(raw) == Unknown(kind)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["1e999", "NaN", "7", "null", "[]", '{"a":1}', '"' + "x" * 2000 + '"']))
+def test_an_emergency_stop_is_never_refused_for_its_fields(value):
+    message = wire.parse('{"type":"emergency_stop","reason":VALUE,"timestamp":VALUE}'.replace("VALUE", value))
+    assert isinstance(message, messages.EmergencyStop)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
+def test_what_is_not_json_is_never_built(value):
+    with pytest.raises(WireError):
+        wire.build(JointUpdate(({"name": "Jaw", "value": value},)))
+
+
+def test_an_unpaired_surrogate_neither_breaks_building_nor_parsing():
+    message = messages.EmergencyStop("\ud800")
+    built = wire.build(message)
+    built.encode()
+    assert wire.parse(built) == message
+
+
+def test_an_error_says_what_was_found_and_what_was_wanted():
+    with pytest.raises(WireError, match=r"^joined\.role: found str, wanted 'producer' or 'consumer'$"):
+        wire.parse('{"type":"joined","room_id":"r","role":"boss"}')
