@@ -68,7 +68,9 @@ class CameraReceiver:
                 if self._failure.done():
                     self._failure.result()  # raises what the session's inbox raised
                 try:
-                    signal = await asyncio.wait_for(self._signals.get(), timeout=0.5)
+                    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with a signal.
+                    async with asyncio.timeout(0.5):
+                        signal = await self._signals.get()
                 except TimeoutError:
                     await self._ask_when_needed(connection)
                     continue

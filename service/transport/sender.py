@@ -86,10 +86,14 @@ class CameraSender:
         try:
             while True:
                 try:
-                    signal = await asyncio.wait_for(self._signals.get(), timeout=0.1)
-                    await self._handle(signal, connection)
+                    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with a signal.
+                    async with asyncio.timeout(0.1):
+                        signal = await self._signals.get()
                 except TimeoutError:
-                    pass
+                    signal = None
+                try:
+                    if signal is not None:
+                        await self._handle(signal, connection)
                 except (BadSignal, TransportError) as error:
                     self._last_error = str(error)
                 await self._tend(connection)
