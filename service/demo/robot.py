@@ -1,0 +1,228 @@
+"""The simulated arm as a client of the server, in a process of its own: ``python -m service.demo.robot``.
+
+It joins the session's rooms, sends its camera and its joints at 25 Hz, obeys the newest command, and plays episodes:
+fold the arm, lay a cube, let the server see it, start the session, move for `HORIZON` ticks, stop the session, look
+whether the cube is up. One line of JSON on standard output for everything that its parent may want to know.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import aiohttp
+import numpy as np
+
+from service.demo.arm import HOME, HORIZON, RATE, Arm
+from service.demo.collect import CAMERA, FRAME
+from service.demo.episodes import Outcome
+from service.demo.units import JOINTS, to_wire
+from service.errors import ServiceError
+from service.transport.base import EmergencyStop, Rooms
+from service.transport.robot import Robot, connect_robot
+
+PERIOD = 1 / RATE
+SETTLE = 12  # ticks after laying a cube, so that no frame of the episode before is on its way any more
+PATIENCE = 15.0  # seconds for the session to be startable, and for the first command to come
+
+
+class EpisodeFailed(Exception):
+    """An episode could not be played; the text says why."""
+
+
+class Sessions:
+    """The few calls of the session API that a robot's operator makes."""
+
+    def __init__(self, http: aiohttp.ClientSession, server: str, session_id: str):
+        self._http, self._url = http, f"{server.rstrip('/')}/sessions/{session_id}"
+
+    async def status(self) -> dict[str, object]:
+        async with self._http.get(self._url) as answer:
+            answer.raise_for_status()
+            return await answer.json()
+
+    async def rooms(self) -> Rooms:
+        rooms: dict = (await self.status())["rooms"]  # type: ignore[assignment]
+        return Rooms(
+            rooms["workspace_id"],
+            rooms["camera_room_ids"],
+            rooms["joint_input_room_id"],
+            rooms["joint_output_room_id"],
+        )
+
+    async def post(self, move: str) -> None:
+        async with self._http.post(f"{self._url}/{move}") as answer:
+            if answer.status != 200:
+                raise EpisodeFailed(f"{move} was refused with {answer.status}: {(await answer.json()).get('detail')}")
+
+
+class Body:
+    """The simulation on a thread of its own: an OpenGL context belongs to the thread that made it."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "arm")
+        self._arm: Arm | None = None
+
+    async def reset(self, seed: int) -> None:
+        await self._run(self._reset, seed)
+
+    async def tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One step towards `target`; the pose after it and what the camera sees."""
+        return await self._run(self._tick, target)
+
+    async def is_lifted(self) -> bool:
+        return await self._run(lambda: self._arm is not None and self._arm.is_lifted)
+
+    async def close(self) -> None:
+        await self._run(lambda: self._arm.close() if self._arm else None)
+        self._thread.shutdown()
+
+    def _run(self, call, *arguments):
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def _reset(self, seed: int) -> None:
+        self._arm = self._arm or Arm()
+        self._arm.reset(seed)
+
+    def _tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert self._arm is not None, "reset comes first"
+        self._arm.step(target)
+        return self._arm.joints, self._arm.picture(CAMERA, *FRAME)
+
+
+class Player:
+    """Plays episodes with a robot that is in its rooms."""
+
+    def __init__(self, body: Body, sessions: Sessions):
+        self._body, self._sessions = body, sessions
+        self._heard: dict[str, float] = {}  # the server forwards only joints whose target changed
+        self._commands = 0
+        self.stopped: str | None = None
+
+    def obey(self, values: Mapping[str, float], seen_at: float) -> None:
+        """Take a command."""
+        self._heard.update(values)
+        self._commands += 1
+
+    def stop(self, stop: EmergencyStop) -> None:
+        """Take an emergency stop: this arm does not move any more."""
+        self.stopped = stop.reason
+
+    async def play(self, robot: Robot, number: int, seed: int) -> Outcome:
+        """One episode.
+
+        Raises:
+            EpisodeFailed: the session could not be started or sent nothing.
+        """
+        await self._body.reset(seed)
+        home = to_wire(HOME)
+        clock = Clock()
+        for _ in range(SETTLE):
+            await self._show(robot, home)
+            await clock.next()
+        await self._start(robot, clock, home)
+        before, ticks, patience = self._commands, 0, PATIENCE
+        while ticks < HORIZON:
+            # Until the first command the arm waits, folded; then it goes where it was told last.
+            moves = self._commands > before and len(self._heard) == len(JOINTS)
+            target = np.array([self._heard[joint] for joint in JOINTS]) if moves else home
+            await self._show(robot, target)
+            await clock.next()
+            ticks += moves
+            patience -= 0 if moves else PERIOD
+            if patience < 0:
+                status = await self._sessions.status()
+                raise EpisodeFailed(f"no command in {PATIENCE:.0f} s; the session is {status['status']}")
+            if self.stopped is not None:
+                raise EpisodeFailed(f"emergency stop: {self.stopped}")
+        lifted = await self._body.is_lifted()
+        await self._sessions.post("stop")
+        return Outcome(number, seed, lifted, ticks)
+
+    async def _start(self, robot: Robot, clock: "Clock", home: np.ndarray) -> None:
+        """Asks for the start while the pictures go on: the session holds until it has seen fresh ones."""
+        starting = asyncio.create_task(self._sessions.post("start"))
+        try:
+            while not starting.done():
+                await self._show(robot, home)
+                await clock.next()
+        finally:
+            if not starting.done():
+                starting.cancel()
+        starting.result()
+
+    async def _show(self, robot: Robot, target: np.ndarray) -> None:
+        pose, picture = await self._body.tick(target)
+        robot.show(CAMERA, picture)
+        robot.send_joints(dict(zip(JOINTS, pose.tolist(), strict=True)))
+
+
+class Clock:
+    """Absolute deadlines, 40 ms apart; when one was missed, the next is from now on."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + PERIOD
+
+    async def next(self) -> None:
+        now = time.monotonic()
+        if now > self._due + PERIOD:
+            self._due = now
+        await asyncio.sleep(max(0.0, self._due - now))
+        self._due += PERIOD
+
+
+def tell(event: str, **values: object) -> None:
+    """One line for the parent."""
+    sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
+    sys.stdout.flush()
+
+
+async def run(server: str, transport: str, session_id: str, first_seed: int, episodes: int) -> int:
+    """Joins and plays until `episodes` are over (0: until the process is ended)."""
+    body = Body()
+    await body.reset(first_seed)
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30), trust_env=False) as http:
+            sessions = Sessions(http, server, session_id)
+            player = Player(body, sessions)
+            rooms = await sessions.rooms()
+            async with connect_robot(
+                transport, rooms, on_command=player.obey, on_emergency_stop=player.stop, rate=RATE
+            ) as robot:
+                tell("joined")
+                number = 0
+                while episodes == 0 or number < episodes:
+                    number += 1
+                    outcome = await player.play(robot, number, first_seed + number - 1)
+                    tell("episode", **asdict(outcome))
+    finally:
+        await body.close()
+    return 0
+
+
+def main() -> int:
+    """The process."""
+    parser = argparse.ArgumentParser(description="The simulated arm of the demo, as a client of the server.")
+    parser.add_argument("--server", required=True, help="URL of the session API")
+    parser.add_argument("--transport", required=True, help="URL of the transport server")
+    parser.add_argument("--session", required=True, help="session id")
+    parser.add_argument("--seed", type=int, default=5000, help="of the first cube")
+    parser.add_argument("--episodes", type=int, default=0, help="0 plays on until it is ended")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        return asyncio.run(run(args.server, args.transport, args.session, args.seed, args.episodes))
+    except KeyboardInterrupt:
+        return 0
+    except (EpisodeFailed, ServiceError, aiohttp.ClientError, RuntimeError) as error:
+        tell("failed", reason=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
