@@ -1,5 +1,8 @@
 """The simulated arm: targets in, joint angles and pictures out, one step per tick of its clock."""
 
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's names come from a compiled module without stubs.
+
 import os
 
 import mujoco

