@@ -1,0 +1,455 @@
+"""A session's link against the embedded server: rooms, joints, stops, and what goes wrong on the way in."""
+
+import asyncio
+import dataclasses
+import gc
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import ClientSession, web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.errors import InvalidRequest, TransportError
+from service.transport.address import Address, Kind
+from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, LinkUp, Rooms, Transport
+from service.transport.client import RoomsTransport
+from service.transport.connection import retry_delay
+from service.transport.membership import KERNEL_LIMIT, Membership
+from service.transport.messages import EmergencyStop as StopMessage
+from service.transport.pace import Pace
+from service.transport.robot import connect_robot
+from service.transport.wire import WireError
+
+SERVER_SIDE = ("sockets.py", "outbox.py", "cleanup.py", "server.py", "impl.py", "http_protocol.py", "frame.py")
+
+
+def connect(url, inbox, pace, cameras=(), workspace_id="w", session_id="s"):
+    transport: Transport = RoomsTransport(pace=pace)
+    return transport.connect(url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox)
+
+
+@pytest.mark.parametrize("prefix", ["", "/api", "/api/"])
+async def test_rooms_are_made_in_one_workspace_joined_and_removed_at_the_end(server, seen, quick, prefix):
+    async with connect(server.url + prefix, seen, quick, ["front", "wrist"]) as link:
+        checked: Link = link
+        assert checked.rooms.workspace_id == "w"
+        assert checked.rooms.cameras == {"front": "s-front", "wrist": "s-wrist"}
+        assert await server.rooms("video", "w") == {"s-front", "s-wrist"}
+        assert await server.rooms("robotics", "w") == {"s-joint-input", "s-joint-output"}
+        _, answer = await server.call("GET", "/robotics/workspaces/w/rooms/s-joint-output")
+        assert answer["room"]["participants"]["producer"].startswith("s-joint-output-producer-")
+        _, answer = await server.call("GET", "/video/workspaces/w/rooms/s-wrist")
+        assert answer["room"]["participants"]["consumers"][0].startswith("s-wrist-consumer-")
+        assert {event.room for event in seen.of(LinkUp)} == {"s-front", "s-wrist", "s-joint-input", "s-joint-output"}
+    assert await server.rooms("video", "w") == await server.rooms("robotics", "w") == set()
+
+
+async def test_without_a_workspace_a_new_one_is_made_each_time(server, seen, quick):
+    async with (
+        connect(server.url, seen, quick, workspace_id=None) as first,
+        connect(server.url, seen, quick, workspace_id=None) as second,
+    ):
+        assert first.rooms.workspace_id != second.rooms.workspace_id
+        assert await server.rooms("robotics", first.rooms.workspace_id) == {"s-joint-input", "s-joint-output"}
+
+
+async def test_a_room_that_exists_is_joined_as_it_is_and_stays(server, seen, quick):
+    await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
+    body = {"joints": [{"name": "Jaw", "value": 5.0}]}
+    await server.call("POST", "/robotics/workspaces/w/rooms/s-joint-input/command", body)
+    async with connect(server.url, seen, quick):
+        _, answer = await server.call("GET", "/robotics/workspaces/w/rooms/s-joint-input/state")
+        assert answer["state"]["joints"] == {"Jaw": 5.0}
+    assert await server.rooms("robotics", "w") == {"s-joint-input"}
+
+
+async def test_a_link_that_cannot_be_made_leaves_no_room(server, seen, quick):
+    async with connect(server.url, seen, quick):
+        with pytest.raises(TransportError, match=r"joining .*s-joint-output/ws as producer: refused.*another producer"):
+            async with connect(server.url, seen, quick, ["front"]):
+                pass
+        assert await server.rooms("video", "w") == set()
+        assert await server.rooms("robotics", "w") == {"s-joint-input", "s-joint-output"}
+
+
+async def test_an_error_of_the_session_comes_out_as_it_is_and_the_rooms_go(server, seen, quick):
+    with pytest.raises(ZeroDivisionError):
+        async with connect(server.url, seen, quick):
+            raise ZeroDivisionError
+    assert await server.rooms("robotics", "w") == set()
+
+
+async def test_an_inbox_that_raises_ends_the_session(server, seen, quick):
+    def broken(values, seen_at):
+        raise ZeroDivisionError
+
+    seen.joints = broken
+
+    async def session() -> None:
+        async with (
+            connect(server.url, seen, quick) as link,
+            connect_robot(server.url, link.rooms, on_command=lambda values, at: None, pace=quick) as robot,
+        ):
+            robot.send_joints({"Jaw": 1.0})
+            await asyncio.sleep(5)
+
+    with pytest.raises(ExceptionGroup) as failure:
+        await session()
+    assert failure.group_contains(ZeroDivisionError)
+
+
+async def test_nothing_is_left_running_after_the_end(server, seen, quick):
+    before = asyncio.all_tasks()
+    async with (
+        connect(server.url, seen, quick, ["front"]) as link,
+        connect_robot(server.url, link.rooms, on_command=lambda values, at: None, pace=quick),
+    ):
+        assert len(asyncio.all_tasks()) > len(before) + 8
+    gc.collect()  # an unclosed socket or a coroutine never awaited would warn here, and warnings are errors
+    left = [task.get_coro().cr_code.co_filename for task in asyncio.all_tasks() - before]
+    assert [name for name in left if not name.endswith(SERVER_SIDE)] == []
+
+
+# What goes wrong on the way in.
+
+
+@asynccontextmanager
+async def http_server(handler):
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def web_page(request):
+    return web.Response(text="<html>", content_type="text/html")
+
+
+async def not_found(request):
+    raise web.HTTPNotFound
+
+
+async def broken(request):
+    raise web.HTTPInternalServerError
+
+
+async def redirect(request):
+    raise web.HTTPTemporaryRedirect("http://127.0.0.1:1/secret")
+
+
+async def too_slow(request):
+    await asyncio.sleep(3)
+
+
+async def a_list(request):
+    return web.json_response([1])
+
+
+async def endless(request):
+    return web.Response(body=b" " * (2 << 20), content_type="application/json")
+
+
+async def rest_only(request):
+    if request.path.endswith("/ws"):
+        raise web.HTTPNotFound
+    return web.json_response({"success": True, "room": {"participants": {"producer": None, "consumers": []}}})
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        (web_page, ["text/html where JSON was wanted", "/api"]),
+        (not_found, ["answered 404", "base path"]),
+        (broken, ["answered 500", "see the log"]),
+        (redirect, ["answered 307, a redirect", "final address"]),
+        (too_slow, ["no answer in time", "reachable"]),
+        (a_list, ["a JSON list where an object was wanted"]),
+        (endless, ["over 1048576 bytes"]),
+        (rest_only, ["answered 404 instead of a WebSocket", "/api"]),
+    ],
+)
+async def test_a_server_that_does_not_fit_is_explained(seen, quick, handler, words):
+    pace = dataclasses.replace(quick, request=0.3, leave=0.1)
+    async with http_server(handler) as url:
+        with pytest.raises(TransportError) as error:
+            async with connect(url, seen, pace):
+                pass
+    assert [word for word in words if word not in str(error.value)] == [], error.value
+    assert "secret" not in str(error.value)
+
+
+async def test_a_refused_connection_names_the_address_and_what_to_start(seen, quick, unused_tcp_port_factory):
+    url = f"http://127.0.0.1:{unused_tcp_port_factory()}"
+    with pytest.raises(
+        TransportError, match=f"cannot connect.*is a transport server running at {url}.*robojax transport"
+    ):
+        async with connect(url, seen, quick):
+            pass
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        "http://user:secret@host",
+        "http://host/?a=b",
+        "http://host/#x",
+        "http://host:99999",
+        "http://ho st",
+        "http://host\\@evil",
+        "http://[::1",
+        "",
+    ],
+)
+def test_an_address_that_could_be_misread_is_refused(url):
+    with pytest.raises(InvalidRequest, match="transport_server_url") as error:
+        Address.parse(url)
+    assert error.value.loc == ("body", "transport_server_url")
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "rest", "socket"),
+    [
+        ("http://h:8000", "http://h:8000", "ws://h:8000"),
+        ("http://h:8000/", "http://h:8000", "ws://h:8000"),
+        ("https://h/api/", "https://h/api", "wss://h/api"),
+        ("ws://h/a/b", "http://h/a/b", "ws://h/a/b"),
+        ("wss://[::1]:9", "https://[::1]:9", "wss://[::1]:9"),
+    ],
+)
+def test_the_base_path_is_kept_for_both_protocols(url, rest, socket):
+    address = Address.parse(url)
+    assert address.rooms(Kind.VIDEO, "w") == f"{rest}/video/workspaces/w/rooms"
+    assert address.socket(Kind.ROBOTICS, "w", "r") == f"{socket}/robotics/workspaces/w/rooms/r/ws"
+
+
+@given(attempt=st.integers(0, 10_000))
+def test_the_wait_before_joining_again_doubles_up_to_its_limit(attempt):
+    pace = Pace()
+    assert 0 <= retry_delay(attempt, pace) <= min(10.0, 0.25 * 2 ** min(attempt, 10))
+
+
+# Joints and commands.
+
+
+async def test_joints_come_in_and_commands_go_out(server, seen, quick, until):
+    commands = []
+    async with (
+        connect(server.url, seen, quick) as link,
+        connect_robot(server.url, link.rooms, on_command=lambda v, at: commands.append((v, at)), pace=quick) as robot,
+    ):
+        assert robot.is_connected
+        assert robot.send_joints({"Jaw": 1.0, "Elbow": 2.0})
+        await until(lambda: seen.pose == {"Jaw": 1.0, "Elbow": 2.0})
+        robot.send_joints({"Jaw": 3.0, "Elbow": 2.0})
+        await until(lambda: seen.poses[-1] == {"Jaw": 3.0})  # the server forwards changes only
+        assert link.send([JointValue("Jaw", 7.5, 5), JointValue("Elbow", 0.5)])
+        await until(lambda: commands)
+        assert commands[0][0] == {"Jaw": 7.5, "Elbow": 0.5}
+        _, answer = await server.call("GET", "/robotics/workspaces/w/rooms/s-joint-output/state")
+        assert answer["state"]["joints"] == {"Jaw": 7.5, "Elbow": 0.5}
+        assert link.health()["rooms"]["s-joint-output"]["sent"] >= 1
+
+
+async def test_the_index_goes_out_with_a_joint(server, seen, quick):
+    async with connect(server.url, seen, quick) as link, ClientSession() as session:
+        base = server.url.replace("http", "ws") + "/robotics/workspaces/w/rooms/s-joint-output/ws"
+        async with session.ws_connect(base) as socket:
+            await socket.send_json({"participant_id": "watcher", "role": "consumer"})
+            await socket.receive_json()
+            await socket.receive_json()
+            link.send([JointValue("Jaw", 1.5, 5), JointValue("Elbow", 2.5)])
+            message = await socket.receive_json(timeout=3)
+    assert message["data"] == [{"name": "Jaw", "value": 1.5, "index": 5}, {"name": "Elbow", "value": 2.5}]
+
+
+async def test_a_robot_that_stood_there_before_is_known_at_once(server, seen, quick, until):
+    await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
+    await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-output"})
+    rooms = Rooms("w", {}, "s-joint-input", "s-joint-output")
+    async with connect_robot(server.url, rooms, on_command=lambda v, at: None, pace=quick) as robot:
+        robot.send_joints({"Jaw": 4.0})
+        await asyncio.sleep(0.05)
+        async with connect(server.url, seen, quick):
+            await until(lambda: seen.pose == {"Jaw": 4.0})
+
+
+async def test_the_pose_of_a_robot_that_left_is_not_taken_for_the_present_one(server, seen, quick, until):
+    await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
+    body = {"joints": [{"name": "Jaw", "value": 5.0}, {"name": "Elbow", "value": 6.0}]}
+    await server.call("POST", "/robotics/workspaces/w/rooms/s-joint-input/command", body)
+    async with connect(server.url, seen, quick) as link:
+        await asyncio.sleep(2 * quick.heartbeat)
+        assert seen.poses == []
+        # The next robot stands where the room already is, so the server forwards nothing of what it says.
+        async with connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot:
+            robot.send_joints({"Jaw": 5.0, "Elbow": 6.0})
+            await until(lambda: seen.pose == {"Jaw": 5.0, "Elbow": 6.0})
+
+
+async def test_a_joint_message_with_a_number_that_is_not_finite_is_dropped_and_counted(server, seen, quick, until):
+    async with connect(server.url, seen, quick) as link:
+        connection = link._connections["s-joint-input"]
+        membership = connection._membership
+        assert isinstance(membership, Membership)
+        assert membership._parse('{"type": "joint_update", "data": [{"name": "Jaw", "value": NaN}]}') is None
+        assert membership._parse('{"type": "joint_update", "data": [{"name": "Jaw", "value": 1e999}]}') is None
+        assert link.health()["rooms"]["s-joint-input"]["malformed"] == 2
+        with pytest.raises(WireError):
+            link.send([JointValue("Jaw", float("nan"))])
+
+
+async def test_a_robot_never_sends_a_number_that_is_not_finite(server, seen, quick):
+    async with (
+        connect(server.url, seen, quick) as link,
+        connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot,
+    ):
+        with pytest.raises(WireError, match=r"\['Jaw'\] are not finite"):
+            robot.send_joints({"Jaw": float("inf"), "Elbow": 1.0})
+        assert robot._pose == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "room"), [("robotics", "s-joint-input"), ("robotics", "s-joint-output"), ("video", "s-front")]
+)
+async def test_an_emergency_stop_in_any_room_reaches_the_session(server, seen, quick, until, kind, room):
+    async with connect(server.url, seen, quick, ["front"]), ClientSession() as session:
+        url = f"{server.url.replace('http', 'ws')}/{kind}/workspaces/w/rooms/{room}/ws"
+        async with session.ws_connect(url) as socket:
+            await socket.send_json({"participant_id": "bystander", "role": "consumer"})
+            await socket.send_json({"type": "emergency_stop", "reason": "smoke"})
+            stop = (await until(lambda: seen.of(EmergencyStop)))[0]
+    assert stop.reason == "smoke"
+
+
+async def test_a_robot_stops_the_session_and_hears_the_stops_of_others(server, seen, quick, until):
+    heard = []
+    async with (
+        connect(server.url, seen, quick) as link,
+        connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot,
+    ):
+        robot.on_emergency_stop = heard.append
+        assert robot.emergency_stop("a hand in the way")
+        await until(lambda: len(seen.of(EmergencyStop)) == 2)  # once in each joint room
+        stop = seen.of(EmergencyStop)[0]
+        assert stop.reason == "a hand in the way"
+        assert stop.source.startswith("robot-")
+        await asyncio.sleep(0.05)
+        assert heard == []  # not its own echo
+        link._output.send(StopMessage(reason="the operator"))
+        await until(lambda: heard)
+        assert heard[0].reason == "the operator"
+
+
+async def test_a_stop_that_could_not_be_sent_is_sent_after_the_next_join(server, seen, quick, until):
+    async with (
+        connect(server.url, seen, quick) as link,
+        connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot,
+    ):
+        await server.kill()
+        await until(lambda: not robot.is_connected)
+        assert not robot.emergency_stop("while the server was away")
+        await server.start()
+        stop = (await until(lambda: seen.of(EmergencyStop)))[0]
+        assert stop.reason == "while the server was away"
+
+
+# Losing the link.
+
+
+async def test_after_a_restart_of_the_server_rooms_are_made_again_and_joined_with_fresh_ids(server, seen, quick, until):
+    commands = []
+    async with (
+        connect(server.url, seen, quick, ["front"]) as link,
+        connect_robot(server.url, link.rooms, on_command=lambda v, at: commands.append(v), pace=quick) as robot,
+    ):
+        robot.send_joints({"Jaw": 9.0})
+        await until(lambda: seen.poses)
+        first = link.health()["rooms"]["s-joint-output"]["participant_id"]
+        await server.kill()
+        await until(lambda: len(seen.of(LinkDown)) == 3)
+        assert not link.send([JointValue("Jaw", 1.0)])
+        seen.events.clear()
+        seen.poses.clear()
+        await asyncio.sleep(0.2)
+        assert seen.events == []  # down is said once, not with every attempt
+        await server.start()
+        await until(lambda: len(seen.of(LinkUp)) == 3 and robot.is_connected)
+        assert await server.rooms("robotics", "w") == {"s-joint-input", "s-joint-output"}
+        await until(lambda: seen.pose == {"Jaw": 9.0})  # the robot says again where it stands
+        again = link.health()["rooms"]["s-joint-output"]
+        assert again["participant_id"] not in (None, first)
+        assert again["reconnects"] == 1
+        assert link.send([JointValue("Jaw", 2.0)])
+        await until(lambda: {"Jaw": 2.0} in commands)
+        assert commands == [{"Jaw": 2.0}]  # the refused command is gone
+    assert await server.rooms("robotics", "w") == set()
+
+
+async def test_a_link_that_swallows_everything_is_lost_after_two_heartbeats(proxy, seen, quick, until):
+    async with connect(proxy.url, seen, quick):
+        await asyncio.sleep(quick.heartbeat / 2)
+        proxy.carries.clear()
+        began = asyncio.get_running_loop().time()
+        down = (await until(lambda: seen.of(LinkDown)))[0]
+        assert asyncio.get_running_loop().time() - began <= 2.2 * quick.heartbeat + 0.3
+        assert "no answer to a heartbeat" in down.reason
+        proxy.carries.set()
+        proxy.cut()
+        seen.events.clear()
+        await until(lambda: len(seen.of(LinkUp)) >= 2)
+
+
+async def test_a_cut_wire_is_noticed_at_once_and_mended(proxy, seen, quick, until):
+    async with connect(proxy.url, seen, quick) as link:
+        proxy.cut()
+        await until(lambda: len(seen.of(LinkDown)) == 2, within=0.3)
+        await until(lambda: len(seen.of(LinkUp)) == 4)
+        assert link.send([JointValue("Jaw", 1.0)])
+
+
+async def test_a_command_is_refused_when_too_much_waits_to_be_sent(proxy, seen, quick, until):
+    pace = dataclasses.replace(quick, heartbeat=30.0)
+    async with connect(proxy.url, seen, pace) as link:
+        proxy.carries.clear()
+        joints = [
+            JointValue(name, 1.0, 1) for name in ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
+        ]
+        taken = 0
+        for _ in range(20_000):
+            if not link.send(joints):
+                break
+            taken += 1
+            await asyncio.sleep(0)
+        assert not link.send(joints)
+        assert link.health()["rooms"]["s-joint-output"]["refused"] >= 2
+        # Far fewer than without limits (aiohttp and the kernel would take megabytes).
+        assert taken * 300 < 40 * KERNEL_LIMIT, taken
+        proxy.carries.set()
+        await until(lambda: link.send(joints))
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(server, seen, quick, until, how):
+    await server.kill()
+    await server.start(is_odd=True)  # tells nobody, as the reference
+    async with connect(server.url, seen, quick) as link:
+        path = "/robotics/workspaces/w/rooms"
+        if how == "deleted":
+            await server.call("DELETE", f"{path}/s-joint-output")
+        else:
+            await server.call("POST", path, {"room_id": "s-joint-output"})
+        down = (await until(lambda: seen.of(LinkDown)))[0]
+        assert down.reason.startswith("the server no longer")
+        await until(lambda: LinkUp("s-joint-output") in seen.events[seen.events.index(down) :])
+        assert link.send([JointValue("Jaw", 1.0)])
