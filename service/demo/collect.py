@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -53,31 +55,33 @@ def record(seed: int) -> dict[str, np.ndarray] | None:
     }
 
 
-def collect(folder: Path, *, episodes: int, seed: int = 0, on_episode: Callable[[int], None] | None = None) -> int:
-    """Records `episodes` successful demonstrations into a new folder.
+@contextmanager
+def demonstrations(folder: Path, *, episodes: int, seed: int = 0) -> Iterator[Iterator[int]]:
+    """Records `episodes` successful demonstrations into a new folder, which is there when the context has ended.
+
+    Gives an iterator that records one more at each step and gives its seed.
 
     Args:
-        seed: of the first; a failed one is left out and the next seed takes its place.
+        seed: of the first; a failed demonstration is left out and the next seed takes its place.
 
-    Returns:
-        How many attempts it took.
+    Raises:
+        FileExistsError: the folder is there already.
     """
-    attempts = 0
-    with EpisodeWriter(folder, rate=RATE, joint_names=JOINTS, task=TASK) as writer:
-        done = 0
-        for number, arrays in _recordings(seed, episodes):
-            attempts += 1
-            if arrays is not None:
+    with (
+        EpisodeWriter(folder, rate=RATE, joint_names=JOINTS, task=TASK) as writer,
+        closing(_recordings(seed, episodes)) as recordings,
+    ):
+        good = ((number, arrays) for number, arrays in recordings if arrays is not None)
+
+        def write() -> Iterator[int]:
+            for number, arrays in islice(good, episodes):
                 writer.add(arrays, number)
-                done += 1
-                if on_episode is not None:
-                    on_episode(done)
-            if done == episodes:
-                break
-    return attempts
+                yield number
+
+        yield write()
 
 
-def _recordings(seed: int, episodes: int) -> Iterator[tuple[int, dict[str, np.ndarray] | None]]:
+def _recordings(seed: int, episodes: int) -> Generator[tuple[int, dict[str, np.ndarray] | None], None, None]:
     # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     workers = max(1, (os.cpu_count() or 1))
