@@ -1,11 +1,21 @@
 """A simulated arm that is an ordinary client of the service."""
 
-import ctypes.util
+import ctypes
 import os
 import sys
 
-# MuJoCo picks its way to draw once, while it is being imported, and without a screen its own choice fails; so the
-# choice is made here, before any module of this package can import it. A set MUJOCO_GL is left alone.
+
+def _is_library(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+# MuJoCo picks its way to draw once, while it is being imported; without a screen its own choice fails, and a choice
+# whose library is missing makes the import itself fail. So the choice is made here, before any module of this package
+# can import it: with neither library physics still runs, and drawing says what to install. A set MUJOCO_GL is left.
 if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
-    has_egl, has_osmesa = (ctypes.util.find_library(name) is not None for name in ("EGL", "OSMesa"))
-    os.environ["MUJOCO_GL"] = "osmesa" if has_osmesa and not has_egl else "egl"
+    found = [name for name, library in (("egl", "libEGL.so.1"), ("osmesa", "libOSMesa.so.8")) if _is_library(library)]
+    os.environ["MUJOCO_GL"] = found[0] if found else "disabled"

@@ -84,8 +84,8 @@ def _renderer(model: mujoco.MjModel, height: int, width: int) -> mujoco.Renderer
     try:
         return mujoco.Renderer(model, height, width)
     except (ImportError, RuntimeError, AttributeError, mujoco.FatalError) as error:
-        # PyOpenGL raises AttributeError when the library it wraps is not there.
+        # PyOpenGL raises AttributeError when what it wraps is not there; so does MuJoCo when drawing is disabled.
         raise RuntimeError(
-            f"cannot draw without a screen (MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {error}). "
-            f"On Debian or Ubuntu: apt-get install {DEBIAN_PACKAGES}"
+            f"cannot draw here without a screen (MUJOCO_GL={os.environ.get('MUJOCO_GL', 'unset')}: {error}); "
+            f"EGL or OSMesa is needed. On Debian or Ubuntu: apt-get install {DEBIAN_PACKAGES}"
         ) from error
