@@ -69,10 +69,12 @@ class _Group(BaseSettings):
 class ServerSettings(_Group):
     """Server"""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, without a login.")
-    port: int = Field(8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
+    host: str = Field(
+        default="127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, without a login."
+    )
+    port: int = Field(default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
     origins: Names = Field(
-        (),
+        default=(),
         description="Web pages that may call the session API, as exact origins (https://host). "
         "Pages of this server and of this machine always may; '*' is everybody.",
     )
@@ -81,12 +83,12 @@ class ServerSettings(_Group):
 class LimitSettings(_Group):
     """Limits"""
 
-    max_sessions: int = Field(64, ge=1, le=4096, description="Sessions at a time.")
-    max_cameras: int = Field(8, ge=1, le=64, description="Cameras per session.")
-    max_body: int = Field(1 << 20, ge=1024, description="Bytes of one request's body.")
-    request_deadline: Seconds = Field(10.0, description="Seconds in which a whole request must have arrived.")
+    max_sessions: int = Field(default=64, ge=1, le=4096, description="Sessions at a time.")
+    max_cameras: int = Field(default=8, ge=1, le=64, description="Cameras per session.")
+    max_body: int = Field(default=1 << 20, ge=1024, description="Bytes of one request's body.")
+    request_deadline: Seconds = Field(default=10.0, description="Seconds in which a whole request must have arrived.")
     answer_deadline: Seconds = Field(
-        30.0, description="Seconds in which a request is answered; making a session may take longer."
+        default=30.0, description="Seconds in which a request is answered; making a session may take longer."
     )
 
 
@@ -94,52 +96,68 @@ class ControlSettings(_Group):
     """Control loop"""
 
     rate: FiniteFloat = Field(
-        20.0, gt=0, le=1000, description="Ticks per second when neither the request nor the policy says."
+        default=20.0, gt=0, le=1000, description="Ticks per second when neither the request nor the policy says."
     )
-    max_rate: FiniteFloat = Field(200.0, gt=0, le=1000, description="The highest rate that a request may ask for.")
-    frame_age_limit: Seconds = Field(0.3, description="Seconds after which a frame is stale and the robot is held.")
-    starved_after: Seconds = Field(0.3, description="Seconds without an action after which the robot is held.")
-    hold_repeats: int = Field(4, ge=1, le=100, description="How often a hold sends the measured pose.")
-    failures_allowed: int = Field(3, ge=1, description="Failed inferences in a row that end a session in an error.")
-    input_timeout: Seconds = Field(600.0, description="Seconds without any frame or joints that end a session.")
+    max_rate: FiniteFloat = Field(
+        default=200.0, gt=0, le=1000, description="The highest rate that a request may ask for."
+    )
+    frame_age_limit: Seconds = Field(
+        default=0.3, description="Seconds after which a frame is stale and the robot is held."
+    )
+    starved_after: Seconds = Field(default=0.3, description="Seconds without an action after which the robot is held.")
+    hold_repeats: int = Field(default=4, ge=1, le=100, description="How often a hold sends the measured pose.")
+    failures_allowed: int = Field(
+        default=3, ge=1, description="Failed inferences in a row that end a session in an error."
+    )
+    input_timeout: Seconds = Field(default=600.0, description="Seconds without any frame or joints that end a session.")
     joint_ranges: Ranges = Field(
-        {}, description="Ranges of joints that are not an SO-100's, as a table of name = [low, high] (flags: JSON)."
+        default={},
+        description="Ranges of joints that are not an SO-100's, as a table of name = [low, high] (flags: JSON).",
     )
 
 
 class PolicySettings(_Group):
     """Policies"""
 
-    device: str | None = Field(None, description="Where policies run: cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision; bfloat16 is for accelerators.")
+    device: str | None = Field(
+        default=None, description="Where policies run: cpu, gpu, cuda:1, tpu:0; default: JAX's choice."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision; bfloat16 is for accelerators."
+    )
     compile_cache: str | None = Field(
-        None, description="Folder that keeps compiled programs, or off; default: robojax/xla in the user's cache."
+        default=None,
+        description="Folder that keeps compiled programs, or off; default: robojax/xla in the user's cache.",
     )
     policy_cache: str | None = Field(
-        None, description="Folder that keeps policies from the Hub; default: huggingface_hub's own."
+        default=None, description="Folder that keeps policies from the Hub; default: huggingface_hub's own."
     )
-    stuck_after: Seconds = Field(5.0, description="Seconds after which a running inference is given up.")
+    stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up.")
 
 
 class TransportSettings(_Group):
     """Rooms"""
 
-    embedded_transport: bool = Field(True, description="Serve rooms too, at / and under /api.")
+    embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
     transport_oddities: bool = Field(
-        False, description="Let the embedded rooms behave as the reference server does where it is broken."
+        default=False, description="Let the embedded rooms behave as the reference server does where it is broken."
     )
     transport_origins: Names = Field(
-        ("*",), description="Web pages that may call the embedded rooms, as exact origins; '*' is everybody."
+        default=("*",), description="Web pages that may call the embedded rooms, as exact origins; '*' is everybody."
     )
-    ice_servers: Names = Field((), description="STUN and TURN URLs; none are needed on a local network.")
+    ice_servers: Names = Field(default=(), description="STUN and TURN URLs; none are needed on a local network.")
 
 
 class LogSettings(_Group):
     """Log"""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="The least that is logged.")
-    log_format: Literal["text", "json"] = Field("text", description="Lines for people, or one JSON object per line.")
-    log_lines: int = Field(500, ge=1, le=100_000, description="Lines kept for GET /debug/logs.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least that is logged."
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Lines for people, or one JSON object per line."
+    )
+    log_lines: int = Field(default=500, ge=1, le=100_000, description="Lines kept for GET /debug/logs.")
 
 
 GROUPS: tuple[type[_Group], ...] = (

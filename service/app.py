@@ -1,0 +1,212 @@
+"""The composition: settings in, a server of sessions, rooms, routes and documents out."""
+
+import json
+import math
+import os
+import platform
+import secrets
+import time
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from sanic import Blueprint, HTTPResponse, Sanic
+from sanic.config import Config
+
+import jaxmodels
+from service.engine import Engine, LoadPolicy, Policy
+from service.logs import RecentLogs, keeping
+from service.metrics import Metrics
+from service.openapi import full_document, specified_document
+from service.punctual import PunctualProtocol
+from service.routes import control, debug, docs, health, metrics, sessions
+from service.routes.answers import install_errors, request_id
+from service.routes.context import App, Context, Request
+from service.routes.origins import ApiOrigins, preflight
+from service.routes.route import Route
+from service.sessions import Sessions, SessionSettings
+from service.settings import Settings
+from service.transport.base import Transport
+from service.transport.client import RoomsTransport
+from service.transport.server import TransportSettings, add_transport
+from service.worker import call_in_thread
+
+PREFIXES = ("", "/api")
+ROUTES: tuple[Route, ...] = (
+    *health.ROUTES,
+    *sessions.ROUTES,
+    *control.ROUTES,
+    *debug.ROUTES,
+    *metrics.ROUTES,
+    *docs.ROUTES,
+)
+
+
+def create_app(
+    settings: Settings | None = None, *, transport: Transport | None = None, load: LoadPolicy | None = None
+) -> App:
+    """A server that is ready to be served; nothing runs before that.
+
+    Args:
+        transport: how sessions reach their rooms; the RobotHub wire when None.
+        load: how policies are loaded; from folders and the Hub with JAX when None.
+    """
+    settings = settings or Settings()
+    # Sanic keeps every app in a registry by name and refuses a second one of the same name.
+    name = f"robojax-{secrets.token_hex(4)}"
+    rooms = TransportSettings(origins=settings.transport_origins, is_odd=settings.transport_oddities)
+    table = rooms.table() if settings.embedded_transport else None
+    context = Context(
+        settings=settings,
+        documents={
+            "openapi.json": json.dumps(specified_document(ROUTES), indent=2).encode(),
+            "openapi-full.json": json.dumps(full_document(ROUTES), indent=2).encode(),
+        },
+        page=docs.page(),
+        versions=_versions(),
+        metrics=Metrics(lambda: context.sessions.list()),
+        logs=RecentLogs(settings.log_lines),
+        table=table,
+    )
+    app: App = Sanic(name, config=_config(settings), ctx=context, configure_logging=False)
+    _watch(app)
+    install_errors(app)
+    for prefix in PREFIXES:
+        app.blueprint(_api(prefix, ApiOrigins(settings.origins)))
+        if table is not None:
+            add_transport(app, table, rooms, prefix)
+    _keep_sessions(app, transport or RoomsTransport(ice_servers=settings.ice_servers), load or _loader(settings))
+    if load is None:
+        _import_ahead(app)
+    return app
+
+
+def _config(settings: Settings) -> Config:
+    # Without a prefix it reads nothing from the environment: ROBOJAX_* is the one way to configure.
+    config = Config(env_prefix="")
+    config.update(
+        REQUEST_MAX_SIZE=settings.max_body,
+        RESPONSE_TIMEOUT=settings.answer_deadline,
+        # Sanic's own request timeout starts anew with every byte; service.punctual has the deadline that counts.
+        REQUEST_TIMEOUT=settings.request_deadline,
+        REQUEST_DEADLINE=settings.request_deadline,
+        KEEP_ALIVE_TIMEOUT=15,
+        GRACEFUL_SHUTDOWN_TIMEOUT=3,
+        FALLBACK_ERROR_FORMAT="json",
+        AUTO_EXTEND=False,
+    )
+    return config
+
+
+def _api(prefix: str, origins: ApiOrigins) -> Blueprint:
+    blueprint = Blueprint(f"api{prefix.replace('/', '-')}")
+    methods: dict[str, list[str]] = {}
+    for route in ROUTES:
+        answered = [route.method, "HEAD"] if route.method == "GET" else [route.method]
+        blueprint.add_route(
+            route.handler,
+            prefix + route.sanic_path,
+            methods=answered,
+            name=route.name,
+            unquote=True,
+            error_format="json",
+            ctx_is_patient=route.is_patient,
+        )
+        methods.setdefault(route.sanic_path, []).extend(answered)
+    for number, (path, allowed) in enumerate(methods.items()):
+        # Bound now: a closure would see the last path only.
+        async def options(request: Request, allowed: Any = (*allowed, "OPTIONS"), **parts: str) -> HTTPResponse:
+            return preflight(request, allowed)
+
+        blueprint.add_route(options, prefix + path, methods=["OPTIONS"], name=f"options{number}", error_format="json")
+
+    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
+    @blueprint.on_request
+    async def refuse(request: Request) -> HTTPResponse | None:
+        return origins.refusal(request)
+
+    @blueprint.on_response
+    async def permit(request: Request, response: HTTPResponse) -> None:
+        origins.permit(request, response)
+
+    return blueprint
+
+
+def _watch(app: App) -> None:
+    """Every request gets an id, its own time limit, and is counted."""
+
+    @app.on_request
+    async def begin(request: Request) -> None:
+        request.ctx.began = time.perf_counter()
+        if request.route is not None and isinstance(request.protocol, PunctualProtocol):
+            is_patient = getattr(request.route.ctx, "is_patient", False)
+            request.protocol.response_timeout = math.inf if is_patient else app.ctx.settings.answer_deadline
+
+    @app.on_response
+    async def end(request: Request, response: HTTPResponse) -> None:
+        response.headers["x-request-id"] = request_id(request)
+        response.headers["x-content-type-options"] = "nosniff"
+        response.headers.setdefault("cache-control", "no-store")
+        route = f"/{request.route.path}" if request.route else "unknown"
+        seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
+        app.ctx.metrics.answered(request.method if request.route else "any", route, response.status, seconds)
+
+
+def _keep_sessions(app: App, transport: Transport, load: LoadPolicy) -> None:
+    settings = app.ctx.settings
+    limits = SessionSettings(
+        max_sessions=settings.max_sessions,
+        max_cameras=settings.max_cameras,
+        rate=settings.rate,
+        max_rate=settings.max_rate,
+        frame_age_limit=settings.frame_age_limit,
+        starved_after=settings.starved_after,
+        hold_repeats=settings.hold_repeats,
+        failures_allowed=settings.failures_allowed,
+        input_timeout=settings.input_timeout,
+        joint_ranges=settings.joint_ranges,
+    )
+    opened = ExitStack()
+
+    @app.before_server_start
+    async def open_store(app: App) -> None:
+        opened.enter_context(keeping(app.ctx.logs))
+        app.ctx.started_at = time.monotonic()
+        engine = Engine(stuck_after=settings.stuck_after)
+        app.ctx.sessions = Sessions(transport=transport, load=load, engine=engine, settings=limits)
+
+    @app.before_server_stop
+    async def close_store(app: App) -> None:
+        # Sanic never cancels tasks by itself: every robot gets its hold and every room is left here.
+        await app.ctx.sessions.close()
+        opened.close()
+
+
+def _loader(settings: Settings) -> LoadPolicy:
+    def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Policy:
+        # Both libraries read these when they are first used, which is here, in a loader's thread.
+        if settings.compile_cache is not None:
+            os.environ["ROBOJAX_COMPILE_CACHE"] = settings.compile_cache
+        if settings.policy_cache is not None:
+            os.environ["HF_HUB_CACHE"] = settings.policy_cache
+        return jaxmodels.load_policy(path, revision, settings.dtype, settings.device, on_progress=on_progress)
+
+    return load
+
+
+def _import_ahead(app: App) -> None:
+    """Importing JAX takes seconds: it begins when the server answers, in a thread, and a first session waits less."""
+
+    @app.after_server_start
+    async def begin(app: App) -> None:
+        call_in_thread(lambda: jaxmodels.load_policy, "import-jax", niceness=5)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("robojax", "jax", "flax", "sanic", "aiortc"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,75 @@
+"""Answers as JSON, errors among them: what is known is explained, what is not is only given a number to look up."""
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from sanic import HTTPResponse
+from sanic.exceptions import SanicException
+
+from service.errors import ServiceError
+from service.routes.body import InvalidBody
+from service.routes.context import App, Request
+
+log = logging.getLogger(__name__)
+
+
+def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> HTTPResponse:
+    """A JSON answer; a number that JSON does not have is an error of ours and raises ValueError."""
+    text = json.dumps(body, allow_nan=False, separators=(",", ":"))
+    return HTTPResponse(text, status=status, headers=dict(headers or {}), content_type="application/json")
+
+
+def request_id(request: Request) -> str:
+    """What this request is called in the log and in ``X-Request-Id``."""
+    if not hasattr(request.ctx, "request_id"):
+        request.ctx.request_id = secrets.token_hex(8)
+    return request.ctx.request_id
+
+
+def install_errors(app: App) -> None:
+    """From now on every error of this app is answered in one of the forms below."""
+    app.exception(InvalidBody)(_invalid_body)
+    app.exception(ServiceError)(_service_error)
+    app.exception(SanicException)(_http_error)
+    app.exception(Exception)(_unexpected)
+
+
+async def _invalid_body(request: Request, error: InvalidBody) -> HTTPResponse:
+    return answer({"detail": error.detail}, 422)
+
+
+async def _service_error(request: Request, error: ServiceError) -> HTTPResponse:
+    if error.status >= 500:
+        log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), error)
+    if error.status == 422:
+        # The documents promise a list for 422; the text may quote what was sent, which must not go back.
+        entry = {"loc": list(getattr(error, "loc", ("body",))), "msg": str(error), "type": error.code}
+        return answer({"detail": [entry]}, 422)
+    return answer({"detail": str(error), "code": error.code}, error.status)
+
+
+async def _http_error(request: Request, error: SanicException) -> HTTPResponse:
+    status = HTTPStatus(error.status_code or 500)
+    if status >= 500:
+        log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), status.phrase)
+    return answer(
+        {"detail": _DETAILS.get(status, status.phrase), "code": status.name.lower()},
+        status,
+        {name: str(value) for name, value in (error.headers or {}).items()},
+    )
+
+
+async def _unexpected(request: Request, error: Exception) -> HTTPResponse:
+    log.error("%s %s [%s] failed", request.method, request.path, request_id(request), exc_info=error)
+    detail = f"Internal Server Error; the server's log says more under {request_id(request)}"
+    return answer({"detail": detail, "code": "internal"}, 500)
+
+
+_DETAILS: dict[int, str] = {
+    HTTPStatus.REQUEST_TIMEOUT: "The request did not arrive in time",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The request's body or head is too large",
+    HTTPStatus.SERVICE_UNAVAILABLE: "The answer took too long; look at GET /sessions for what became of it",
+}

@@ -1,0 +1,44 @@
+"""What the routes of one app share."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TypeAlias
+
+import sanic
+from sanic.config import Config
+
+from service.logs import RecentLogs
+from service.metrics import Metrics
+from service.sessions import Sessions
+from service.settings import Settings
+from service.transport.rooms import RoomTable
+
+
+@dataclass
+class Context:
+    """The app's ``ctx``.
+
+    Attributes:
+        documents: served file name to its bytes.
+        page: the documentation's HTML and its Content-Security-Policy.
+        versions: of this and of what matters below it.
+        table: the embedded transport's rooms, or None when it is off.
+        sessions: there from the server's start to its stop.
+        started_at: monotonic.
+    """
+
+    settings: Settings
+    documents: Mapping[str, bytes]
+    page: tuple[bytes, str]
+    versions: Mapping[str, str]
+    metrics: Metrics
+    logs: RecentLogs
+    table: RoomTable | None
+    started_at: float = field(default_factory=time.monotonic)
+    sessions: Sessions = field(init=False)
+
+
+App: TypeAlias = sanic.Sanic[Config, Context]
+Request: TypeAlias = sanic.Request[App, SimpleNamespace]

@@ -1,0 +1,119 @@
+"""Looking inside a running server, and the emergency stop."""
+
+import json
+import logging
+import os
+import platform
+import threading
+import time
+from pathlib import Path
+
+from sanic import HTTPResponse
+
+from service.errors import InvalidRequest
+from service.routes.answers import answer
+from service.routes.context import Request
+from service.routes.route import Query, Route
+from service.transport.address import Kind
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+async def emergency_stop(request: Request) -> HTTPResponse:
+    """Stop every robot now and latch it: each session needs a reset and a start before it moves again.
+
+    The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, the stop happens.
+    """
+    stopped = await request.app.ctx.sessions.emergency_stop(_reason(request.body))
+    return answer({"message": f"Emergency stop of {len(stopped)} sessions", "stopped": stopped})
+
+
+async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
+    """Take the latch of an emergency stop off; nothing moves by it."""
+    session = await request.app.ctx.sessions.reset(session_id)
+    return answer({"message": f"Session {session.id} reset", "session_id": session.id, "status": str(session.stage)})
+
+
+async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:
+    """What a session is about to do: its actions with their due times, rates, and the age of what it sees."""
+    return answer(dict(request.app.ctx.sessions.get(session_id).queue()))
+
+
+async def get_system_info(request: Request) -> HTTPResponse:
+    """The process and the machine."""
+    context = request.app.ctx
+    rooms = None
+    if context.table is not None:
+        rooms = {str(kind): sum(place.kind is kind for place in context.table.rooms) for kind in Kind}
+    return answer(
+        {
+            "versions": dict(context.versions),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "load_average": [round(load, 2) for load in os.getloadavg()],
+            "pid": os.getpid(),
+            "threads": threading.active_count(),
+            "memory_mb": _resident_megabytes(),
+            "uptime": round(time.monotonic() - context.started_at, 3),
+            "sessions": {session.id: str(session.stage) for session in context.sessions.list()},
+            "engine": context.sessions.engine.facts(),
+            "embedded_rooms": rooms,
+            # Folders are this machine's own business.
+            "settings": context.settings.model_dump(mode="json", exclude={"compile_cache", "policy_cache"}),
+        }
+    )
+
+
+async def get_recent_logs(request: Request) -> HTTPResponse:
+    """The newest lines of the log, oldest first, without secrets and folders of the machine."""
+    limit = _limit(request.args.get("limit", "100"))
+    level = request.args.get("level", "debug").lower()
+    if level not in LEVELS:
+        raise InvalidRequest(f"level should be one of {', '.join(LEVELS)}", ("query", "level"))
+    number = logging.getLevelNamesMapping()[level.upper()]
+    return answer({"logs": [dict(line) for line in request.app.ctx.logs.newest(limit, number)]})
+
+
+def _limit(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 100_000):
+        raise InvalidRequest("limit should be a whole number from 1 to 100000", ("query", "limit"))
+    return int(text)
+
+
+def _reason(body: bytes) -> str:
+    # Nothing that is wrong with the body may keep the robots moving.
+    try:
+        found = json.loads(body) if body else None
+    except (ValueError, RecursionError):
+        found = None
+    reason = found.get("reason") if isinstance(found, dict) else None
+    if not isinstance(reason, str) or not reason.strip():
+        return "asked for over HTTP"
+    return "".join(character if character.isprintable() else " " for character in reason.strip())[:200]
+
+
+def _resident_megabytes() -> float | None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # no /proc on this system
+        return None
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
+
+
+REASON = {"type": "object", "properties": {"reason": {"type": "string", "title": "Reason"}}, "title": "EmergencyStop"}
+ROUTES = (
+    Route("POST", "/debug/emergency_stop", emergency_stop, "Debug", optional_body=REASON),
+    Route("GET", "/debug/system", get_system_info, "Debug"),
+    Route(
+        "GET",
+        "/debug/logs",
+        get_recent_logs,
+        "Debug",
+        query=(
+            Query("limit", {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 100}, "How many lines."),
+            Query("level", {"type": "string", "enum": list(LEVELS), "default": "debug"}, "The least severe to show."),
+        ),
+    ),
+    Route("POST", "/debug/sessions/{session_id}/reset", debug_reset_session, "Debug", errors=(404, 409)),
+    Route("GET", "/debug/sessions/{session_id}/queue", get_session_queue_info, "Debug", errors=(404,)),
+)

@@ -1,0 +1,77 @@
+"""Which web pages may call the session API: this server's own, this machine's, and those in the settings."""
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from sanic import HTTPResponse
+
+from service.routes.context import Request
+
+
+class ApiOrigins:
+    """A browser says which page a request comes from; without a look at it, any page could move a robot on localhost.
+
+    Args:
+        allowed: exact origins, or ``*`` for every page.
+    """
+
+    def __init__(self, allowed: Sequence[str]):
+        self._allowed = frozenset(allowed)
+        name = socket.gethostname().lower()
+        self._own_names = {"localhost", name, f"{name}.local"}
+
+    def allows(self, origin: str | None, host: str | None) -> bool:
+        """Whether a request with these two headers may pass. Only web pages send an origin."""
+        if origin is None or "*" in self._allowed or origin in self._allowed:
+            return True
+        try:
+            parts = urlsplit(origin)
+            name = parts.hostname or ""
+        except ValueError:
+            return False
+        if name == "localhost" or _is_loopback(name):
+            return True
+        # A page of our own. A name that is not ours could be any page's, pointed at this address by its DNS.
+        return parts.netloc == host and (name in self._own_names or _is_address(name))
+
+    def refusal(self, request: Request) -> HTTPResponse | None:
+        """403 for a page that may not call."""
+        if self.allows(request.headers.get("origin"), request.headers.get("host")):
+            return None
+        text = '{"detail":"This origin may not call; add it to the setting origins","code":"origin_refused"}'
+        return HTTPResponse(text, status=403, content_type="application/json")
+
+    def permit(self, request: Request, response: HTTPResponse) -> None:
+        """Let a page of another origin read the answer."""
+        origin = request.headers.get("origin")
+        if origin is not None and self.allows(origin, request.headers.get("host")):
+            response.headers["access-control-allow-origin"] = origin
+            response.headers["access-control-expose-headers"] = "x-request-id"
+            response.headers["vary"] = "origin"
+
+
+def preflight(request: Request, methods: Sequence[str]) -> HTTPResponse:
+    """The answer to OPTIONS for a path with these methods."""
+    allowed = ", ".join(methods)
+    headers = {"allow": allowed}
+    if "access-control-request-method" in request.headers:
+        headers |= {
+            "access-control-allow-methods": allowed,
+            "access-control-allow-headers": "authorization, content-type, x-api-key",
+            "access-control-max-age": "600",
+        }
+    return HTTPResponse(status=204, headers=headers)
+
+
+def _is_loopback(name: str) -> bool:
+    return _is_address(name) and ipaddress.ip_address(name).is_loopback
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""Sessions are made, listed and deleted."""
+
+from dataclasses import asdict
+
+from sanic import HTTPResponse
+
+from service.errors import ServiceError
+from service.request import NewSession
+from service.routes.answers import answer
+from service.routes.body import InvalidBody, read_body, without
+from service.routes.context import Request
+from service.routes.route import Route
+from service.schemas import CreateSessionRequest, CreateSessionResponse, NewSessionRequest, SessionStatusResponse
+
+
+async def list_sessions(request: Request) -> HTTPResponse:
+    """All sessions, oldest first; those that failed stay listed for a while."""
+    return answer([asdict(session.status()) for session in request.app.ctx.sessions.list()])
+
+
+async def create_session(request: Request) -> HTTPResponse:
+    """Make a session: its rooms, and its policy loaded, compiled and warm. The answer comes when it is ready or failed.
+
+    With a workspace_id all of its rooms (cameras and joints) are made in that workspace, otherwise in a new one.
+    A client that gives up waiting finds the session in the list.
+    """
+    body = read_body(request, NewSessionRequest)
+    new = NewSession(
+        session_id=body.session_id,
+        policy_path=body.policy_path,
+        transport_server_url=body.transport_server_url,
+        camera_names=tuple(body.camera_names),
+        workspace_id=body.workspace_id,
+        policy_type=body.policy_type,
+        language_instruction=body.language_instruction,
+        rate=body.rate,
+        revision=body.revision,
+        joint_names=None if body.joint_names is None else tuple(body.joint_names),
+    )
+    try:
+        session = await request.app.ctx.sessions.create(new)
+    except ServiceError as error:
+        if error.status != 422:
+            raise
+        loc = list(getattr(error, "loc", ("body", "policy_path")))
+        raise InvalidBody([{"loc": loc, "msg": without(str(error), body), "type": error.code}]) from error
+    rooms = session.rooms
+    assert rooms is not None, "a session that is ready has rooms"
+    return answer(
+        {
+            "workspace_id": rooms.workspace_id,
+            "camera_room_ids": dict(rooms.cameras),
+            "joint_input_room_id": rooms.joint_input,
+            "joint_output_room_id": rooms.joint_output,
+        }
+    )
+
+
+async def get_session_status(request: Request, session_id: str) -> HTTPResponse:
+    """One session."""
+    return answer(asdict(request.app.ctx.sessions.get(session_id).status()))
+
+
+async def delete_session(request: Request, session_id: str) -> HTTPResponse:
+    """Stop the robot, leave the rooms, remove those that the session made."""
+    await request.app.ctx.sessions.delete(session_id)
+    return answer({"message": f"Session {session_id} deleted"})
+
+
+LIST = {
+    "items": {"$ref": "#/components/schemas/SessionStatusResponse"},
+    "type": "array",
+    "title": "Response List Sessions Sessions Get",
+}
+ROUTES = (
+    Route("GET", "/sessions", list_sessions, "Sessions", LIST, is_specified=True),
+    Route(
+        "POST",
+        "/sessions",
+        create_session,
+        "Sessions",
+        CreateSessionResponse,
+        is_specified=True,
+        body=NewSessionRequest,
+        specified_body=CreateSessionRequest,
+        errors=(409, 429, 500, 502),
+        is_patient=True,
+    ),
+    Route("GET", "/sessions/{session_id}", get_session_status, "Sessions", SessionStatusResponse, errors=(404,)),
+    Route("DELETE", "/sessions/{session_id}", delete_session, "Sessions", is_specified=True, errors=(404, 409)),
+)

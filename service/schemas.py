@@ -1,0 +1,150 @@
+"""Bodies of the session API, field for field as its OpenAPI document has them."""
+
+import re
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import PydanticCustomError, core_schema
+
+NAME_PATTERN = r"^(?!\.+$)[A-Za-z0-9_.-]{1,64}$"
+_NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")  # `$` alone would let a last newline pass
+_SCHEMES = ("http", "https", "ws", "wss")
+
+
+class CreateSessionRequest(BaseModel):
+    session_id: str
+    policy_path: str
+    transport_server_url: str
+    camera_names: list[str] = ["front"]
+    workspace_id: str | None = None
+    policy_type: str = "act"
+    language_instruction: str | None = None
+
+
+class CreateSessionResponse(BaseModel):
+    workspace_id: str
+    camera_room_ids: dict[str, str]
+    joint_input_room_id: str
+    joint_output_room_id: str
+
+
+class SessionStatusResponse(BaseModel):
+    session_id: str
+    status: str
+    policy_path: str
+    policy_type: str
+    camera_names: list[str]
+    workspace_id: str
+    rooms: dict[str, Any]
+    stats: dict[str, Any]
+    inference_stats: dict[str, Any] | None = None
+    error_message: str | None = None
+
+
+class ValidationError(BaseModel):
+    loc: list[str | int] = Field(title="Location")
+    msg: str = Field(title="Message")
+    type: str = Field(title="Error Type")
+
+
+class HTTPValidationError(BaseModel):
+    detail: list[ValidationError] = Field(default_factory=list)
+
+
+# What is checked of a request beyond its types. None of these messages repeats what was sent.
+
+
+def _name(value: str) -> str:
+    if not _NAME.match(value):
+        raise PydanticCustomError(
+            "string_pattern_mismatch", "String should be 1 to 64 of A-Z a-z 0-9 '_' '.' '-', and not only dots"
+        )
+    return value
+
+
+def _each_once(names: list[str]) -> list[str]:
+    if len(set(names)) != len(names):
+        raise PydanticCustomError("unique_items", "List should name each camera once")
+    return names
+
+
+def _url(value: str) -> str:
+    wanted = PydanticCustomError("url_scheme", "URL should have a host and the scheme 'http', 'https', 'ws' or 'wss'")
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise wanted from None
+    if parts.scheme not in _SCHEMES or not parts.hostname or port == 0:
+        raise wanted
+    if parts.username is not None or parts.password is not None:
+        raise PydanticCustomError("url_credentials", "URL should not have a user name or password")
+    return value
+
+
+def _some_text(value: str) -> str:
+    if not value.strip() or "\0" in value:
+        raise PydanticCustomError("string_too_short", "String should have at least 1 visible character and no NUL")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": NAME_PATTERN})]
+Text = Annotated[str, Field(max_length=4096)]
+
+
+class NewSessionRequest(CreateSessionRequest):
+    """What POST /sessions takes: CreateSessionRequest, three optional fields more, and the limits of each field.
+
+    Other fields are ignored, as clients of the reference expect.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+
+    session_id: Name = Field(description="Names the session and its rooms.")
+    policy_path: Annotated[Text, AfterValidator(_some_text)] = Field(
+        min_length=1, description="A folder on the server's machine, or a Hub repo id (owner/name)."
+    )
+    transport_server_url: Annotated[Text, AfterValidator(_url)] = Field(
+        description="http(s) or ws(s) URL of the transport server; this server's own address works."
+    )
+    camera_names: Annotated[list[Name], AfterValidator(_each_once)] = Field(
+        default=["front"],
+        max_length=64,
+        json_schema_extra={"uniqueItems": True},
+        description="The policy's cameras; one video room each.",
+    )
+    workspace_id: Name | None = Field(default=None, description="All rooms go into it; a new one when null.")
+    policy_type: Annotated[str, Field(max_length=64)] = "act"
+    language_instruction: Text | None = Field(default=None, description="For policies that read one.")
+    rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="Control ticks per second; the policy's own, else the server's default.",
+    )
+    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Branch, tag or commit of a policy from the Hub."
+    )
+    joint_names: list[Annotated[str, Field(min_length=1, max_length=50)]] | None = Field(
+        default=None, max_length=256, description="Names of the policy's joints in order, when its checkpoint has none."
+    )
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is neither 200 nor 422."""
+
+    detail: str = Field(description="What was found, what was wanted, what to do.")
+    code: str = Field(description="Stable name of the error, for programs.")
+
+
+class FastApiSchema(GenerateJsonSchema):
+    """Schemas as FastAPI prints them: a default of null is left out, and free-form objects say so."""
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        """The schema of a field with a default."""
+        found = super().default_schema(schema)
+        if found.get("default", 0) is None:
+            del found["default"]
+        return found

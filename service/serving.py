@@ -1,0 +1,121 @@
+"""An app on a port: for a while on the running event loop, or until a signal ends the process."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvloop
+from sanic import Sanic
+
+from service.punctual import PunctualProtocol
+
+# Answers under way may end, then connections are cut. Together with what the sessions take to hold
+# their robots and leave their rooms (3.5 s at most) this stays below five seconds.
+PATIENCE = 1.0
+
+
+class CannotListen(Exception):
+    """The address cannot be listened on; the text says what to do."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 lets the system choose. Sanic would take 0 for its own default port.
+
+    Raises:
+        CannotListen: the port is taken, or the address is not one of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise CannotListen(f"host {host!r} is no address of this machine ({error.strerror or error})") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise CannotListen(
+            f"cannot listen on {host}:{port}: {error.strerror}; end what listens there, or choose another port (0: any)"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL that a client on this machine can use."""
+    bound, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(bound), str(bound))
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@asynccontextmanager
+async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterator[str]:
+    """The app on the running loop; yields its URL when it answers. Takes the socket over."""
+    try:
+        with listener:
+            server = await app.create_server(
+                sock=listener,
+                protocol=PunctualProtocol,
+                return_asyncio_server=True,
+                access_log=False,
+                # Sanic would listen before its router is ready.
+                asyncio_server_kwargs={"start_serving": False},
+            )
+            assert server is not None
+            assert server.server is not None
+            await server.startup()
+            await server.before_start()
+            await server.server.start_serving()
+            await server.after_start()
+            try:
+                yield url_of(listener)
+            finally:
+                await server.before_stop()
+                server.server.close()
+                await _part(server.connections)
+                await server.after_stop()
+    finally:
+        # Sanic keeps every app in a registry.
+        Sanic.unregister_app(app)
+
+
+async def _part(connections: set[Any]) -> None:
+    """End idle connections and WebSockets now, the others when they have answered or patience ends."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + PATIENCE
+    for connection in list(connections):
+        if getattr(connection, "websocket", None):
+            connection.websocket.fail_connection(code=1001)
+    while connections and loop.time() < until:
+        for connection in list(connections):
+            connection.close_if_idle()
+        await asyncio.sleep(0.01)
+    for connection in list(connections):
+        connection.abort()
+
+
+def run(app: Sanic[Any, Any], listener: socket.socket, started: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; ``started`` is told the URL when it answers. A second signal ends at once."""
+
+    async def until_signal() -> None:
+        loop = asyncio.get_running_loop()
+        asked = asyncio.Event()
+
+        def ask() -> None:
+            asked.set()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ask)
+        async with serving(app, listener) as url:
+            started(url)
+            await asked.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(until_signal())
