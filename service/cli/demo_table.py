@@ -17,10 +17,7 @@ def facts(view: "View") -> list[tuple[str, str]]:
     lateness = stats.get("tick_lateness_ms", {})
     why = f" ({stats['hold']})" if stats.get("hold") else ""
     rows = [
-        (
-            "session",
-            f"{status['session_id']}: {status['status']}" + (f" ({stats['hold']})" if stats.get("hold") else ""),
-        ),
+        ("session", f"{status['session_id']}: {status['status']}{why}"),
         ("camera fps", ", ".join(f"{name} {_number(fps)}" for name, fps in stats.get("camera_fps", {}).items())),
         ("inference ms", f"{_pair(stages.get('total', {}))}, {inference.get('inference_count', 0)} chunks"),
         ("tick late ms", f"{_pair(lateness)} at {_number(stats.get('rate'))} Hz"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mujoco
 import numpy as np
+from numpy.typing import ArrayLike
 
 from service.demo.units import JOINTS, RANGES
 
@@ -135,13 +136,15 @@ def _add_cameras(spec: mujoco.MjSpec) -> None:
     world.add_camera(name="front", pos=[0, -0.68, 0.42], quat=_facing((1, 0, 0), (0, 0.66, 0.75)), fovy=40)
     world.add_camera(name="top", pos=[0, -0.22, 0.75], quat=_facing((1, 0, 0), (0, 1, 0)), fovy=45)
     # For pictures of the arm at work, not for policies.
-    world.add_camera(name="side", pos=[0.42, -0.72, 0.34], quat=_facing((0.82, 0.57, 0), (-0.22, 0.32, 0.92)), fovy=42)
+    place, looked_at = np.array((0.38, -0.62, 0.27)), np.array((0.0, -0.13, 0.12))
+    right = np.cross(looked_at - place, (0, 0, 1))
+    world.add_camera(name="side", pos=place, quat=_facing(right, np.cross(right, looked_at - place)), fovy=38)
 
 
-def _facing(right: tuple[float, float, float], up: tuple[float, float, float]) -> np.ndarray:
+def _facing(right: ArrayLike, up: ArrayLike) -> np.ndarray:
     """The quaternion of a camera whose picture has these directions of the world to its right and up."""
-    x = np.array(right) / np.linalg.norm(right)
-    y = np.array(up) - np.dot(up, x) * x
+    x = np.asarray(right) / np.linalg.norm(right)
+    y = np.asarray(up) - np.dot(up, x) * x
     y /= np.linalg.norm(y)
     quaternion = np.empty(4)
     mujoco.mju_mat2Quat(quaternion, np.stack((x, y, np.cross(x, y)), axis=1).reshape(-1))
