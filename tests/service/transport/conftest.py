@@ -106,7 +106,9 @@ def serve() -> Serve:
     @asynccontextmanager
     async def served(**settings: Any) -> AsyncIterator[Caller]:
         async with serve_transport(TransportSettings(**settings)) as base, aiohttp.ClientSession() as session:
-            yield Caller(session, base)
+            caller = Caller(session, base)
+            yield caller
+            await asyncio.gather(*(socket.close() for socket in caller.opened))
 
     return served
 

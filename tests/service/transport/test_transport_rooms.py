@@ -1,7 +1,7 @@
 """The room table by itself: no sockets, no clock."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -271,4 +271,6 @@ class OddLife(Life):
 
 TestSafeLife = SafeLife.TestCase
 TestOddLife = OddLife.TestCase
-TestSafeLife.settings = TestOddLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSafeLife.settings = TestOddLife.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

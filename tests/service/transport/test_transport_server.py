@@ -377,17 +377,21 @@ async def test_cleanup_asks_its_clock():
     assert not cleanup.figures["enabled"]
 
 
-async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task(serve):
+async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
     before = asyncio.all_tasks()
-    async with serve() as caller:
-        path = await caller.room("robotics", "r")
-        sockets = [await caller.join(path, name, "consumer") for name in "abc"]
-        silent = await RawSocket.join(caller, path, "silent", "producer")
-    assert [(await socket.raw.receive(3)).type for socket in sockets] != []
-    assert all(socket.raw.close_code in (1001, 1006, None) for socket in sockets)
-    await silent.close()
-    for _ in range(100):
-        left = {task for task in asyncio.all_tasks() - before if "serve" in repr(task) or "attend" in repr(task)}
+    async with aiohttp.ClientSession() as session:
+        async with serve_transport() as base:
+            await session.post(f"{base}/video/workspaces/w/rooms", json={"room_id": "v"})
+            sockets = [await session.ws_connect(f"{base}/video/workspaces/w/rooms/v/ws") for _ in range(3)]
+            for number, one in enumerate(sockets[1:]):
+                await one.send_json({"participant_id": f"c{number}", "role": "consumer"})
+                await one.receive(3)
+        for one in sockets:
+            while (frame := await one.receive(3)).type is aiohttp.WSMsgType.TEXT:
+                pass
+            assert frame.type is aiohttp.WSMsgType.CLOSE
+    for _ in range(200):
+        left = asyncio.all_tasks() - before
         if not left:
             return
         await asyncio.sleep(0.01)

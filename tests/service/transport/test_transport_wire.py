@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.transport import messages, wire
@@ -15,6 +15,8 @@ from service.transport.wire import WireError
 
 KNOWN = [kind for kind in get_args(messages.Message) if kind not in (Unknown, messages.JoinRefused)]
 
+# Examples are slow to make on a loaded machine, which is no failure.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 names = st.text(min_size=1, max_size=wire.MAX_NAME)
 text = st.text(max_size=30)
 numbers = st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
@@ -58,14 +60,14 @@ any_message = st.one_of(
 )
 
 
-@settings(deadline=None)
+@patient
 @given(any_message)
 def test_what_is_built_parses_to_the_same_message(message):
     assert wire.parse(wire.build(message)) == message
     assert wire.parse(wire.build(message).encode()) == message
 
 
-@settings(deadline=None)
+@patient
 @given(st.builds(Join, participant_id=names, role=st.sampled_from(Role)))
 def test_a_join_survives_the_wire(join):
     assert wire.parse_join(wire.build(join)) == join
@@ -75,7 +77,7 @@ def test_a_join_has_no_type():
     assert json.loads(wire.build(Join("me", Role.CONSUMER))) == {"participant_id": "me", "role": "consumer"}
 
 
-@settings(deadline=None)
+@patient
 @given(any_message)
 def test_only_a_missing_timestamp_is_filled_in(message):
     found = json.loads(wire.build(message, "2025-01-01T00:00:00+00:00"))
@@ -117,7 +119,7 @@ anything = st.one_of(
 )
 
 
-@settings(deadline=None)
+@patient
 @given(anything)
 def test_anything_else_raises_wire_error_and_nothing_else(raw):
     for read in (wire.parse, wire.parse_join, wire.decode):
@@ -189,7 +191,7 @@ def test_a_type_that_is_not_of_this_wire_is_unknown(raw, kind):
     assert wire.parse(raw) == Unknown(kind)
 
 
-@settings(deadline=None)
+@patient
 @given(st.sampled_from(["1e999", "NaN", "7", "null", "[]", '{"a":1}', '"' + "x" * 2000 + '"']))
 def test_an_emergency_stop_is_never_refused_for_its_fields(value):
     message = wire.parse('{"type":"emergency_stop","reason":VALUE,"timestamp":VALUE}'.replace("VALUE", value))
