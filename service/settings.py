@@ -112,7 +112,7 @@ class ControlSettings(_Group):
     input_timeout: Seconds = Field(default=600.0, description="Seconds without any frame or joints that end a session.")
     joint_ranges: Ranges = Field(
         default={},
-        description="Ranges of joints that are not an SO-100's, as a table of name = [low, high] (flags: JSON).",
+        description="Ranges of joints that are not an SO-100's: a table of name and (low, high).",
     )
 
 

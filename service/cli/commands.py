@@ -1,0 +1,87 @@
+"""The commands by name; a command's module is imported when it is called, so that ``--help`` is quick."""
+
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+# name -> (module, what in it: a Typer app or a function, one line of help)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "serve": ("service.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
+    "demo": ("service.cli.demo", "app", "Watch a simulated arm pick up cubes, driven by the real server."),
+    "doctor": ("service.cli.doctor", "doctor", "Is this machine fit? Each finding comes with its fix."),
+    "check": ("service.cli.check", "check", "What a policy needs, how fast it is here, and whether it fits a rate."),
+    "sessions": ("service.cli.sessions", "sessions", "List the sessions of a running server."),
+    "stop": ("service.cli.sessions", "stop", "Stop a session, or with --all every robot (emergency stop, latched)."),
+    "train": ("service.cli.train", "train", "Train a small ACT policy on demonstrations."),
+    "transport": ("service.cli.transport", "transport", "Run a rooms server alone."),
+}
+
+
+class Commands(TyperGroup):
+    """Commands that are imported one at a time."""
+
+    _is_listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name; while help is written, only its one line."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, summary = COMMANDS[cmd_name]
+        if self._is_listing:
+            return TyperCommand(cmd_name, help=summary)
+        found = getattr(import_module(module), attribute)
+        if not isinstance(found, typer.Typer):
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app.command(cmd_name)(found)
+            found = app
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        return command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The overview, without importing any command."""
+        self._is_listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._is_listing = False
+
+
+def main() -> None:
+    """What the console command runs. Exit codes: 0 ok, 1 a check failed, 2 usage or settings, 3 policy, 4 transport."""
+    app = typer.Typer(
+        cls=Commands,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(robojax)
+    command = typer.main.get_command(app)
+    sys.exit(command(prog_name="robojax"))
+
+
+def robojax(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and end.", is_eager=True, callback=lambda it: _version(it)),
+    ] = False,
+) -> None:
+    """A runtime for robot policies in JAX.
+
+    Exit codes: 0 ok, 1 a check failed, 2 usage or settings, 3 policy, 4 transport.
+    """
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"robojax {version('robojax')}")
+        raise typer.Exit

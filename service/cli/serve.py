@@ -1,0 +1,101 @@
+"""``robojax serve``: the server until Ctrl-C. Its flags are the settings."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from service.cli.failure import Code, fail
+from service.settings import FILE, GROUPS, PREFIX, Settings, SettingsError, load_settings, unknown_variables
+
+
+def serve(config: Path | None, **flags: Any) -> None:
+    """Run the server until Ctrl-C or SIGTERM.
+
+    Settings come from flags, then from the environment (ROBOJAX_PORT for --port), then from a TOML file (port = 8001),
+    then from the defaults shown here.
+    """
+    import logging
+
+    from service.app import create_app
+    from service.logs import configure_logging
+    from service.serving import CannotListen, listen, run
+
+    settings = settings_or_end(flags, config)
+    configure_logging(settings.log_level, settings.log_format)
+    for name in unknown_variables():
+        logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
+    try:
+        listener = listen(settings.host, settings.port)
+    except CannotListen as error:
+        fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
+    rooms = "rooms included" if settings.embedded_transport else "without rooms"
+    run(
+        create_app(settings),
+        listener,
+        lambda url: typer.echo(f"robojax serves at {url} ({rooms}; API: {url}/docs). Ctrl-C ends it."),
+    )
+
+
+def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:
+    """The settings, or the end of this command with what is wrong with them."""
+    try:
+        return load_settings(flags, config)
+    except SettingsError as error:
+        fail(
+            Code.USAGE,
+            "the settings cannot be used",
+            str(error),
+            f"correct them; `robojax serve --help` lists all. Flags win over {PREFIX}*, that over the TOML file",
+        )
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with one option per setting; values pass unread, so that settings explain what is wrong with them."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(
+            "config",
+            keyword,
+            default=None,
+            annotation=Annotated[Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one.")],
+        )
+    ]
+    for group in GROUPS:
+        for name in group.__annotations__:
+            field = Settings.model_fields[name]
+            option: Any = typer.Option(
+                help=f"{field.description}{_default(field.default)}",
+                rich_help_panel=group.__doc__,
+                metavar=None if field.annotation is bool else _metavar(field.annotation),
+                show_default=False,
+            )
+            kind = bool if field.annotation is bool else str
+            options.append(inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option]))
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in options}
+    return command
+
+
+def _default(value: object) -> str:
+    if value is None or value == () or value == {}:
+        return ""
+    shown = ",".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value
+    return f" Default: {shown}."
+
+
+def _metavar(annotation: Any) -> str:
+    if get_args(annotation) and all(isinstance(choice, str) for choice in get_args(annotation)):
+        return "|".join(get_args(annotation))
+    if annotation is int:
+        return "NUMBER"
+    if annotation is float or get_origin(annotation) is float:
+        return "NUMBER"
+    if get_origin(annotation) is tuple:
+        return "A,B"
+    return "JSON" if "Mapping" in str(annotation) else "TEXT"
+
+
+_with_settings(serve)
