@@ -10,9 +10,9 @@ from service.transport.address import Address, Kind
 from service.transport.base import Inbox, JointValue, Rooms
 from service.transport.connection import Listener, RoomConnection
 from service.transport.joint_rooms import JointInput, JointOutput
-from service.transport.membership import Pace
 from service.transport.messages import JointUpdate, Role
 from service.transport.names import rooms_of
+from service.transport.pace import Pace
 from service.transport.receiver import CameraReceiver
 from service.transport.rest import Presence, RoomsApi, http_session
 
@@ -83,7 +83,7 @@ class RoomsLink:
         self._made: dict[str, Kind] = {}
         self._input = JointInput(rooms, api, inbox)
         self._receivers = {
-            room: CameraReceiver(camera, room, api, inbox, ice_servers) for camera, room in rooms.cameras.items()
+            room: CameraReceiver(camera, room, api, inbox, pace, ice_servers) for camera, room in rooms.cameras.items()
         }
 
         def connection(

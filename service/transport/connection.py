@@ -8,9 +8,10 @@ from typing import Protocol
 
 from service.errors import TransportError
 from service.transport.address import Kind
-from service.transport.membership import JoinRefused, Membership, Pace
+from service.transport.membership import JoinRefused, Membership
 from service.transport.messages import Message, Role
 from service.transport.names import participant
+from service.transport.pace import Pace
 from service.transport.rest import Presence, RoomsApi
 
 log = logging.getLogger(__name__)

@@ -5,13 +5,13 @@ import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 
 import aiohttp
 
 from service.errors import TransportError
 from service.transport.address import Kind
 from service.transport.messages import Error, Heartbeat, HeartbeatAck, Join, Joined, Message, Role, VideoError
+from service.transport.pace import Pace
 from service.transport.rest import RoomsApi, explain
 from service.transport.wire import MAX_FRAME_BYTES, WireError, build, parse
 
@@ -19,29 +19,6 @@ from service.transport.wire import MAX_FRAME_BYTES, WireError, build, parse
 # reach the robot late and in a burst. A command of six joints is about 350 bytes.
 SEND_LIMIT = 4096
 KERNEL_LIMIT = 16384
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long things may take, in seconds.
-
-    Attributes:
-        join: from opening a socket to ``joined``.
-        request: one REST call.
-        heartbeat: between heartbeats, and between looks at who is in the room.
-        missed: heartbeats without an answer in a row that mean the link is lost.
-        retry_first: the first wait before joining again (doubled each time, with full jitter).
-        retry_longest: the longest such wait.
-        leave: for the closing handshake, and again for removing the rooms.
-    """
-
-    join: float = 5.0
-    request: float = 5.0
-    heartbeat: float = 5.0
-    missed: int = 2
-    retry_first: float = 0.25
-    retry_longest: float = 10.0
-    leave: float = 1.0
 
 
 class JoinRefused(TransportError):

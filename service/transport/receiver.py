@@ -11,24 +11,21 @@ from service.transport.base import EmergencyStop, Inbox, LinkDown, LinkUp
 from service.transport.connection import RoomConnection
 from service.transport.messages import EmergencyStop as StopMessage
 from service.transport.messages import Message, ParticipantLeft, WebrtcIce, WebrtcOffer
+from service.transport.pace import Pace
 from service.transport.peer import BadSignal, EarlyCandidates, Peer
 from service.transport.rest import RoomsApi
 from service.transport.video import Screen
-
-ANSWER_TIMEOUT = 10.0
-CONNECT_TIMEOUT = 15.0  # aioice checks candidates for up to about this long
-SILENCE = 10.0  # a connected peer without a picture for this long is asked for a new offer
-ASK_FIRST, ASK_LONGEST = 5.0, 60.0  # seconds between such requests, doubling
 
 
 class CameraReceiver:
     """Receives one camera: a ``Listener`` of its room, and the task ``run``."""
 
-    def __init__(self, camera: str, room: str, api: RoomsApi, inbox: Inbox, ice_servers: Sequence[str]):
+    def __init__(self, camera: str, room: str, api: RoomsApi, inbox: Inbox, pace: Pace, ice_servers: Sequence[str]):
         self.camera = camera
         self.room = room
         self._api = api
         self._inbox = inbox
+        self._pace = pace
         self._ice_servers = ice_servers
         self._signals: asyncio.Queue[WebrtcOffer | WebrtcIce | ParticipantLeft] = asyncio.Queue(maxsize=256)
         self._candidates = EarlyCandidates()
@@ -39,7 +36,7 @@ class CameraReceiver:
         self._counts: dict[str, int] = {"offers": 0, "refused_offers": 0, "asked_again": 0, "signals_dropped": 0}
         self._counts |= dict.fromkeys(self._screen.counts(), 0)
         self._complaint: str | None = None
-        self._ask_wait = ASK_FIRST
+        self._ask_wait = pace.ask_first
         self._ask_at = 0.0
         self._last_error: str | None = None
 
@@ -107,7 +104,7 @@ class CameraReceiver:
         sdp = message.offer["sdp"]
         peer, screen = Peer(self._ice_servers), Screen(self._show, self._fail)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT):
+            async with asyncio.timeout(self._pace.answer):
                 answer = await peer.answer(sdp, screen)
             peer.add_all(self._candidates.fitting(message.from_producer, sdp))
             signal = {"type": "answer", "sdp": answer, "target_producer": message.from_producer}
@@ -139,14 +136,14 @@ class CameraReceiver:
         self._complaint = self._complaint or self._find_fault(now)
         if self._complaint is None:
             if self._screen.frames:
-                self._ask_wait = ASK_FIRST
+                self._ask_wait = self._pace.ask_first
             return
         if self._peer is not None and self._peer.state in ("failed", "closed"):
             await self._replace(None, Screen(self._show, self._fail))
         if now >= self._ask_at and connection.presence is not None and connection.presence.producer is not None:
             self._counts["asked_again"] += 1
             self._ask_at = now + self._ask_wait
-            self._ask_wait = min(2 * self._ask_wait, ASK_LONGEST)
+            self._ask_wait = min(2 * self._ask_wait, self._pace.ask_longest)
             self._last_error, self._complaint = self._complaint, None
             connection.rejoin(f"camera {self.camera}: {self._last_error}; asking for a new offer")
 
@@ -157,9 +154,9 @@ class CameraReceiver:
         if peer.state in ("failed", "closed"):
             return f"the peer connection is {peer.state}"
         if peer.connected_at is None:
-            return f"not connected within {CONNECT_TIMEOUT} s" if now > peer.made_at + CONNECT_TIMEOUT else None
+            return f"not connected within {self._pace.connect} s" if now > peer.made_at + self._pace.connect else None
         seen_at = max(peer.connected_at, self._screen.shown_at or 0.0)
-        return f"no picture for {SILENCE} s" if now > seen_at + SILENCE else None
+        return f"no picture for {self._pace.silence} s" if now > seen_at + self._pace.silence else None
 
     def _show(self, image: np.ndarray, seen_at: float) -> None:
         self._inbox.frame(self.camera, image, seen_at)

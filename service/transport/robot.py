@@ -11,9 +11,9 @@ from service.transport.base import EmergencyStop, Rooms
 from service.transport.camera import Camera
 from service.transport.client import running
 from service.transport.connection import RoomConnection
-from service.transport.membership import Pace
 from service.transport.messages import EmergencyStop as StopMessage
 from service.transport.messages import JointUpdate, Message, Role
+from service.transport.pace import Pace
 from service.transport.rest import RoomsApi, http_session
 from service.transport.sender import CameraSender
 from service.transport.wire import WireError, is_finite
@@ -90,7 +90,7 @@ class Robot:
         self._pose: dict[str, float] = {}
         self._cameras = {camera: Camera(rate) for camera in rooms.cameras}
         self._senders = {
-            camera: CameraSender(self._cameras[camera], room, api, ice_servers, self._stopped)
+            camera: CameraSender(self._cameras[camera], room, api, pace, ice_servers, self._stopped)
             for camera, room in rooms.cameras.items()
         }
         self._reports = JointRoom(self._report_pose, self._stopped)

@@ -17,11 +17,10 @@ from service.transport.messages import (
     WebrtcAnswer,
     WebrtcIce,
 )
+from service.transport.pace import Pace
 from service.transport.peer import BadSignal, EarlyCandidates, Peer
 from service.transport.rest import Presence, RoomsApi
 
-GREET_AFTER = 1.0  # seconds after our own join, for consumers that were there before us; as the reference does
-CONNECT_TIMEOUT = 15.0
 OFFER_AGAIN = 2.0  # the least seconds between two offers to one consumer that did not lead to a connection
 
 Signal = ParticipantJoined | ParticipantLeft | WebrtcAnswer | WebrtcIce
@@ -35,12 +34,14 @@ class CameraSender:
         camera: Camera,
         room: str,
         api: RoomsApi,
+        pace: Pace,
         ice_servers: Sequence[str],
         stopped: Callable[[EmergencyStop], None],
     ):
         self.camera = camera
         self.room = room
         self._api = api
+        self._pace = pace
         self._ice_servers = ice_servers
         self._stopped = stopped
         self._signals: asyncio.Queue[Signal] = asyncio.Queue(maxsize=256)
@@ -57,7 +58,7 @@ class CameraSender:
         """Everybody in the room gets a new offer: it must name our new id."""
         self._is_new = True
         self._new_since = time.monotonic()
-        self._greet_at = self._new_since + GREET_AFTER
+        self._greet_at = self._new_since + self._pace.greet
 
     def lost(self, reason: str) -> None:
         """Peers go on without the room."""
@@ -143,28 +144,22 @@ class CameraSender:
                 presence = await self._api.look(connection.kind, connection.workspace, self.room)
             except TransportError as error:
                 self._last_error = str(error)
-                self._greet_at = now + GREET_AFTER
+                self._greet_at = now + self._pace.greet
                 return
             self._is_new = False
             connection.send(StreamStarted({"framerate": self.camera.rate}, connection.participant_id))
             self._consumers = set() if presence is None else set(presence.consumers)
-            old = {
-                consumer
-                for consumer in self._peers
-                if self._offered_at.get(consumer, 0.0) < self._greet_at - GREET_AFTER
-            }
-            await self._close(list(old))
-            for consumer in self._consumers:
-                self._offered_at.pop(consumer, None)
+            old = [consumer for consumer in self._peers if self._offered_at.get(consumer, 0.0) < self._new_since]
+            await self._close(old)
+            self._offered_at.clear()
         useless = [consumer for consumer, (peer, track) in self._peers.items() if self._is_useless(peer, track, now)]
         await self._close(useless)
         for consumer in self._consumers - self._peers.keys():
             if now >= self._offered_at.get(consumer, float("-inf")) + OFFER_AGAIN:
                 await self._offer(consumer, connection)
 
-    @staticmethod
-    def _is_useless(peer: Peer, track: CameraTrack, now: float) -> bool:
-        late = peer.connected_at is None and now > peer.made_at + CONNECT_TIMEOUT
+    def _is_useless(self, peer: Peer, track: CameraTrack, now: float) -> bool:
+        late = peer.connected_at is None and now > peer.made_at + self._pace.connect
         return late or peer.state in ("failed", "closed") or track.readyState != "live"
 
     async def _offer(self, consumer: str, connection: RoomConnection) -> None:
