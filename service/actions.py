@@ -38,28 +38,32 @@ class ActionQueue:
         It replaces what is left; what of it is already past is counted as late.
         """
         self._chunk, self._seen_at, self.consumed = chunk, seen_at, 0
-        self._next = min(max(self._index(now), 0), len(chunk))
+        self._next = 0
+        self._next = min(max(math.floor(self._place(now) + 0.5), 0), len(chunk))
         self.late += self._next
         return len(self)
 
     def take(self, deadline: float, now: float) -> np.ndarray | None:
         """The action for this tick; those before it that no tick took are counted as late."""
-        if not len(self._chunk):
+        last = len(self._chunk) - 1
+        if last < 0:
             return None
-        moment = deadline
-        if now > self.due(self._index(deadline)) + self.period:
+        place, present = self._place(deadline), (now - self._seen_at) / self.period
+        if present > place + 1:
             # This tick itself runs so late that its own action is over: do the one that belongs to now.
-            moment = now
-        index = self._index(moment)
+            place = self._place(now)
+        if place > last and (not self._is_between or present > last + 1):
+            self._drop_until(last + 1)
+            return None
+        place = min(max(place, 0.0), float(last))
+        index = math.floor(place + 0.5)
         if index < self._next and not (self._is_between and self.consumed):
             return None
         self._drop_until(index)
-        if index >= len(self._chunk):
-            return None
-        if index >= self._next:
-            self._next = index + 1
+        if index == self._next:
+            self._next += 1
             self.consumed += 1
-        return self._between(moment) if self._is_between else self._chunk[index]
+        return self._between(place) if self._is_between else self._chunk[index]
 
     def clear(self) -> None:
         """Forget all that is left; it does not count as late."""
@@ -75,21 +79,25 @@ class ActionQueue:
         """When each action left is due."""
         return [self.due(index) for index in range(self._next, len(self._chunk))]
 
-    def _index(self, moment: float) -> int:
-        return math.floor((moment - self._seen_at) / self.period + 0.5)
+    def _place(self, moment: float) -> float:
+        """Where a moment lies in the chunk, in actions: whole ones, unless ticks take points between them."""
+        place = (moment - self._seen_at) / self.period
+        if self._is_between:
+            return place
+        # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
+        return float(self._next) if abs(place - self._next) < 0.501 else math.floor(place + 0.5)
 
     def _drop_until(self, index: int) -> None:
         index = min(index, len(self._chunk))
         if index > self._next:
-            self.late += index - self._next
+            # Ticks slower than actions pass over some of them on purpose.
+            self.late += 0 if self._is_between else index - self._next
             self._next = index
 
-    def _between(self, moment: float) -> np.ndarray:
-        place = min(max((moment - self._seen_at) / self.period, 0.0), len(self._chunk) - 1.0)
+    def _between(self, place: float) -> np.ndarray:
         before = int(place)
         after = min(before + 1, len(self._chunk) - 1)
-        share = np.float32(place - before)
-        return (1 - share) * self._chunk[before] + share * self._chunk[after]
+        return self._chunk[before] + (place - before) * (self._chunk[after] - self._chunk[before])
 
 
 class EnsembledActions(ActionQueue):

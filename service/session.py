@@ -155,10 +155,10 @@ class Session:
 
     def _happened(self, move: Move, reason: str | None) -> None:
         """Something happened by itself; where the table has no such move, it changes nothing."""
-        if move is Move.EMERGENCY_STOP:
-            self.emergency_stop(reason or "")
-            return
         if not self._life.can(move):
+            return
+        if move is Move.EMERGENCY_STOP:
+            self.emergency_stop(reason or "no reason given")
             return
         stage = self._life.move(move, reason)
         if move is not Move.LINK_BACK:

@@ -1,0 +1,99 @@
+import pytest
+
+from service.errors import MoveRefused
+from service.stage import ASKED, MOVES, Lifecycle, Move, Stage
+
+
+def at(stage: Stage, *, is_loaded: bool = True) -> Lifecycle:
+    life = Lifecycle("s")
+    life.stage = stage
+    life.is_loaded = is_loaded
+    return life
+
+
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("move", Move)
+def test_every_move_goes_where_the_table_says_or_is_refused(stage: Stage, move: Move) -> None:
+    life = at(stage)
+    if (stage, move) in MOVES:
+        assert life.move(move) is MOVES[stage, move]
+    else:
+        with pytest.raises(MoveRefused):
+            life.move(move)
+        assert life.stage is stage
+
+
+@pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.DELETED])
+def test_anything_can_be_deleted_and_only_deleted_is_final(stage: Stage) -> None:
+    assert at(stage).move(Move.DELETE) is Stage.DELETED
+    assert not [move for (where, move) in MOVES if where is Stage.DELETED]
+
+
+@pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.DELETED])
+def test_an_emergency_stop_is_possible_everywhere_and_never_leaves_a_robot_running(stage: Stage) -> None:
+    life = at(stage)
+    life.move(Move.EMERGENCY_STOP, "smoke")
+    assert life.latch == "smoke"
+    assert life.stage not in (Stage.RUNNING, Stage.RECONNECTING, Stage.READY, Stage.TIMEOUT)
+
+
+def test_a_refusal_names_the_stage_and_the_moves_that_are_allowed() -> None:
+    with pytest.raises(
+        MoveRefused, match="'s' is running and cannot start; allowed now: stop, restart, emergency_stop"
+    ):
+        at(Stage.RUNNING).move(Move.START)
+
+
+def test_only_reset_and_then_start_leave_an_emergency_stop() -> None:
+    life = at(Stage.RUNNING)
+    life.move(Move.EMERGENCY_STOP, "button (from room)")
+    for move in (Move.START, Move.RESTART):
+        with pytest.raises(MoveRefused, match=r"button \(from room\).*POST /debug/sessions/s/reset"):
+            life.move(move)
+    life.move(Move.STOP)
+    assert life.latch is not None
+    life.move(Move.RESET)
+    assert life.stage is Stage.STOPPED
+    assert life.move(Move.START) is Stage.RUNNING
+
+
+def test_the_first_reason_of_an_emergency_stop_stays() -> None:
+    life = at(Stage.RUNNING)
+    life.move(Move.EMERGENCY_STOP, "first")
+    life.move(Move.EMERGENCY_STOP, "second")
+    assert life.latch == "first"
+
+
+def test_an_emergency_stop_while_loading_ends_in_stopped_and_not_in_ready() -> None:
+    life = Lifecycle("s")
+    life.move(Move.EMERGENCY_STOP, "early")
+    assert life.stage is Stage.INITIALIZING
+    life.is_loaded = True
+    assert life.move(Move.LOADED) is Stage.STOPPED
+    with pytest.raises(MoveRefused):
+        life.move(Move.START)
+
+
+def test_an_error_can_be_restarted_only_when_the_policy_is_loaded() -> None:
+    assert at(Stage.ERROR).move(Move.RESTART) is Stage.RUNNING
+    with pytest.raises(MoveRefused, match="allowed now: reset, emergency_stop, delete"):
+        at(Stage.ERROR, is_loaded=False).move(Move.RESTART)
+
+
+def test_an_error_keeps_its_text_through_an_emergency_stop_and_its_reset() -> None:
+    life = at(Stage.RUNNING)
+    life.move(Move.FAILED, "policy raised")
+    life.move(Move.EMERGENCY_STOP, "button")
+    life.move(Move.RESET)
+    assert (life.stage, life.reason) == (Stage.ERROR, "policy raised")
+
+
+def test_the_words_on_the_wire_are_those_of_the_contract() -> None:
+    words = {"initializing", "ready", "running", "stopped", "error", "timeout", "reconnecting"}
+    assert {stage.value for stage in Stage} - {"deleted"} == words
+
+
+def test_every_stage_is_reachable_and_every_move_is_used() -> None:
+    assert {stage for stage in Stage if stage is not Stage.INITIALIZING} <= set(MOVES.values())
+    assert {move for _, move in MOVES} == set(Move)
+    assert set(ASKED) < set(Move)
