@@ -75,7 +75,7 @@ def make_step(
         model = nnx.merge(graph, parameters, buffers)
         picture, vector, dropout, latent = jax.random.split(key, 4)
         keys = jax.random.split(picture, max(1, len(batch.images)))
-        images = tuple(augment(frames, config, k) for frames, k in zip(batch.images, keys, strict=False))
+        images = tuple(augment(jnp.asarray(frames), config, k) for frames, k in zip(batch.images, keys, strict=False))
         observation = normalize(Observation(images=images, state=batch.state), scales, sizes)
         if observation.state is not None:
             jitter = config.state_noise * jax.random.normal(vector, observation.state.shape, jnp.float32)
@@ -89,7 +89,7 @@ def make_step(
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         gradient, metrics = jax.grad(loss, has_aux=True)(state.parameters, batch, key)
         updates, memory = rule.update(gradient, state.optimizer, state.parameters)
-        metrics["gradient_norm"] = optax.global_norm(gradient)
+        metrics["gradient_norm"] = optax.tree.norm(gradient)
         return State(state.step + 1, optax.apply_updates(state.parameters, updates), memory), metrics
 
     return jax.jit(step, donate_argnums=0)
