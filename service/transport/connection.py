@@ -9,7 +9,7 @@ from typing import Protocol
 from service.errors import TransportError
 from service.transport.address import Kind
 from service.transport.membership import JoinRefused, Membership
-from service.transport.messages import Message, Role
+from service.transport.messages import Error, Message, Role, VideoError
 from service.transport.names import participant
 from service.transport.pace import Pace
 from service.transport.rest import Presence, RoomsApi
@@ -110,7 +110,7 @@ class RoomConnection:
         attempt = 0
         while True:
             if self._membership is not None:
-                reason = await self._membership.serve(self._listener.received, self._check)
+                reason = await self._membership.serve(self._received, self._check)
                 attempt = 0 if self._membership.rtt is not None else attempt
                 await self._forget(reason)
             await asyncio.sleep(retry_delay(attempt, self._pace))
@@ -171,6 +171,11 @@ class RoomConnection:
         log.warning("room %s lost: %s", self.room, reason)
         self._listener.lost(reason)
         await lost.leave(at_once=True)
+
+    def _received(self, message: Message, seen_at: float) -> None:
+        if isinstance(message, Error | VideoError):
+            self._last_error = f"the server says {message.message!r}"
+        self._listener.received(message, seen_at)
 
     async def _check(self) -> str | None:
         """Look at who is in the room: a server that lost or replaced it leaves our socket open and says nothing."""

@@ -14,6 +14,7 @@ from aiortc.rtp import RtpPacket
 from aiortc.utils import uint16_add
 
 PATIENCE = 0.2  # seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms
+VP8_START = b"\x9d\x01\x2a"  # stands at byte 3 of a keyframe
 ASK_AGAIN = 0.3  # seconds between requests for a keyframe
 
 
@@ -25,17 +26,27 @@ class PromptBuffer(JitterBuffer):
 
     Args:
         extra: takes every picture but the last when one packet completes several, in order.
+        max_pixels: a VP8 keyframe that declares more is not given out, since a decoder would first make room for it
+            (two 14-bit sides: 400 MB in a packet of twelve bytes).
         clock: monotonic seconds.
 
     Attributes:
         lost: how often packets were given up.
         skipped: pictures not given out for want of a keyframe.
+        oversize: keyframes not given out for the size they declare.
     """
 
-    def __init__(self, extra: Callable[[RtpPacket, JitterFrame], None], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        extra: Callable[[RtpPacket, JitterFrame], None],
+        max_pixels: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         super().__init__(capacity=512, is_video=True)
         self.lost = 0
         self.skipped = 0
+        self.oversize = 0
+        self._max_pixels = max_pixels
         self._extra = extra
         self._clock = clock
         self._wants_keyframe = True
@@ -112,6 +123,10 @@ class PromptBuffer(JitterBuffer):
         return True
 
     def _is_decodable(self, frame: JitterFrame) -> bool:
+        if vp8_pixels(frame.data) > self._max_pixels:
+            self.oversize += 1
+            self._wants_keyframe = True  # what follows is built on it
+            return False
         if self._wants_keyframe and not is_keyframe(frame.data):
             self.skipped += 1
             return False
@@ -119,9 +134,17 @@ class PromptBuffer(JitterBuffer):
         return True
 
 
+def vp8_pixels(data: bytes) -> int:
+    """The picture size that a VP8 keyframe declares (RFC 6386, 9.1), 0 for anything else."""
+    if len(data) < 10 or data[3:6] != VP8_START or data[0] & 1:
+        return 0
+    width, height = (int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (6, 8))
+    return width * height
+
+
 def is_keyframe(data: bytes) -> bool:
     """Whether a decoder can start here: a VP8 keyframe (RFC 6386, 9.1) or an H.264 access unit with an IDR slice."""
-    if data[3:6] == b"\x9d\x01\x2a" and not data[0] & 1:
+    if data[3:6] == VP8_START and not data[0] & 1:
         return True
     if not data.startswith((b"\x00\x00\x00\x01", b"\x00\x00\x01")):
         return False

@@ -43,6 +43,7 @@ class Membership:
         self._transport = _write_transport(socket)
         self._outbox: asyncio.Queue[str] = asyncio.Queue(maxsize=16)
         self._early: list[tuple[Message, float]] = []
+        self._doubt = asyncio.Event()
         self._dropped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._beat_at = self._acked_at = time.monotonic()
 
@@ -119,7 +120,8 @@ class Membership:
 
         Args:
             received: takes each message and the monotonic time it was read.
-            check: asked at once and then with every heartbeat; returns why the membership is worthless, or None.
+            check: asked at once, then with every heartbeat and after every error from the server; returns why the
+                membership is worthless, or None.
         """
         for message, seen_at in self._early:
             received(message, seen_at)
@@ -150,6 +152,8 @@ class Membership:
                 self._acked_at = now
                 self.rtt = now - self._beat_at
             elif message is not None:
+                if isinstance(message, Error | VideoError):
+                    self._doubt.set()
                 received(message, now)
 
     async def _write(self) -> str:
@@ -176,7 +180,13 @@ class Membership:
             reason = await check()
             if reason is not None:
                 return reason
-            await asyncio.sleep(self._pace.heartbeat)
+            self._doubt.clear()
+            await asyncio.sleep(
+                self._pace.heartbeat / 10
+            )  # a server that answers everything with errors is not flooded
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pace.heartbeat * 0.9):
+                    await self._doubt.wait()
 
     async def _until_dropped(self) -> str:
         return await asyncio.shield(self._dropped)

@@ -74,6 +74,7 @@ class Peer:
         self._pc.on("track", receive)
         plain, named = split_mdns(offer)
         await self._take(RTCSessionDescription(plain, "offer"))
+        _allow_loopback(self._pc)
         await self._pc.setLocalDescription()
         self.add_all(named)
         return self._description()
@@ -88,6 +89,7 @@ class Peer:
         transceiver.setCodecPreferences(vp8())
         fit_encoder(transceiver.sender, track)
         self.has_video = True
+        _allow_loopback(self._pc)
         await self._pc.setLocalDescription()
         return self._description()
 
@@ -125,7 +127,7 @@ class Peer:
         # Only after setLocalDescription does it hold our candidates; what createOffer and createAnswer return has none.
         sdp = self._pc.localDescription.sdp
         if self.has_video and "a=candidate:" not in sdp:
-            raise BadSignal("this machine has no network address but loopback, which WebRTC leaves out; bring one up")
+            raise BadSignal("no UDP port could be opened on any address of this machine; check its network")
         return sdp
 
     async def _take(self, description: RTCSessionDescription) -> None:
@@ -206,3 +208,17 @@ def split_mdns(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
         else:
             kept.append(line)
     return "\r\n".join(kept) + "\r\n", named
+
+
+def _allow_loopback(connection: RTCPeerConnection) -> None:
+    """Offer 127.0.0.1 on a machine that has no other address, as a laptop on a train or a container without network.
+
+    aioice never offers it, and then two processes on such a machine could not see each other.
+    """
+    for transceiver in connection.getTransceivers():
+        ice = transceiver.receiver.transport.transport.iceGatherer._connection
+
+        def gather(component: int, addresses: list[str], timeout: int = 5, plain=ice.get_component_candidates):
+            return plain(component, addresses or ["127.0.0.1"], timeout)
+
+        ice.get_component_candidates = gather

@@ -76,7 +76,7 @@ class Screen:
         """What happened to the pictures."""
         return {
             "frames": self.frames,
-            "oversize": self.oversize,
+            "oversize": self.oversize + (0 if self._buffer is None else self._buffer.oversize),
             "late": self.late,
             "superseded": self.superseded,
             "decode_errors": self._errors.count + self.broken,
@@ -97,7 +97,7 @@ class Screen:
         def extra(packet: RtpPacket, frame: JitterFrame) -> None:
             queue.put((codecs[packet.payload_type], frame))
 
-        self._buffer = PromptBuffer(extra)
+        self._buffer = PromptBuffer(extra, MAX_PIXELS)
         self._backlog = queue.qsize
         setattr(receiver, _BUFFER, self._buffer)
         setattr(receiver, _DECODE_ERROR, self._errors)

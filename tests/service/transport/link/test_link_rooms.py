@@ -453,3 +453,15 @@ async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(server, seen,
         assert down.reason.startswith("the server no longer")
         await until(lambda: LinkUp("s-joint-output") in seen.events[seen.events.index(down) :])
         assert link.send([JointValue("Jaw", 1.0)])
+
+
+async def test_an_error_of_the_server_makes_the_link_look_whether_its_room_is_there(server, seen, quick, until):
+    await server.kill()
+    await server.start(is_odd=True)
+    pace = dataclasses.replace(quick, heartbeat=3.0)
+    async with connect(server.url, seen, pace) as link:
+        await asyncio.sleep(pace.heartbeat / 10 + 0.05)
+        await server.call("DELETE", "/robotics/workspaces/w/rooms/s-joint-output")
+        link.send([JointValue("Jaw", 1.0)])
+        down = (await until(lambda: seen.of(LinkDown), within=1.0))[0]
+        assert down.reason == "the server no longer knows the room"

@@ -1,0 +1,136 @@
+"""What leaves a camera: each picture once, at its rate, close to what the camera saw."""
+
+import asyncio
+import time
+
+import av
+import numpy as np
+import pytest
+from aiortc.codecs.vpx import vp8_depayload
+from aiortc.mediastreams import MediaStreamError
+
+from service.transport.camera import CLOCK, FRESH, Camera, CameraEncoder, CameraTrack
+from service.transport.jitter import is_keyframe
+from service.transport.video import EXACT
+
+
+def scene(number: int, side: int = 240) -> np.ndarray:
+    """A rendered-like picture: a chequered floor with a gradient, a turning bar, a red cube."""
+    y, x = np.mgrid[0:side, 0:side].astype(np.float32)
+    image = np.stack([90 + 60 * y / side, 100 + 50 * y / side, 110 + 40 * x / side], -1)
+    image += (((x // 20 + y // 20) % 2) * 18)[..., None]
+    angle = number / 25
+    across = np.abs((x - side / 2) * np.cos(angle) + (y - side / 2) * np.sin(angle))
+    image[across < side * 0.04] = (220, 190, 45)
+    image[(np.abs(x - side * 0.7) < side * 0.05) & (np.abs(y - side * 0.65) < side * 0.05)] = (200, 30, 30)
+    return image.clip(0, 255).astype(np.uint8)
+
+
+def video_frame(image: np.ndarray, number: int) -> av.VideoFrame:
+    frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+    frame.pts, frame.time_base = number * 3600, CLOCK
+    return frame
+
+
+def test_the_codec_changes_a_rendered_picture_by_less_than_two_levels():
+    encoder, decoder = CameraEncoder(25), av.CodecContext.create("libvpx", "r")
+    errors, bias = [], []
+    for number in range(50):
+        image = scene(number)
+        payloads, _ = encoder.encode(video_frame(image, number))
+        (decoded,) = decoder.decode(av.Packet(b"".join(map(vp8_depayload, payloads))))
+        difference = decoded.to_ndarray(format="rgb24", interpolation=EXACT).astype(int) - image
+        errors.append(np.abs(difference).mean())
+        bias.append(difference.mean())
+    assert max(errors) < 2, max(errors)
+    assert abs(np.mean(bias)) < 0.3, np.mean(bias)
+
+
+def test_a_keyframe_is_made_when_asked_and_for_a_new_size_only():
+    encoder = CameraEncoder(25)
+
+    def is_key(number: int, side: int = 64, force: bool = False) -> bool:
+        payloads, _ = encoder.encode(video_frame(scene(number, side), number), force)
+        return is_keyframe(b"".join(map(vp8_depayload, payloads)))
+
+    assert [is_key(0), is_key(1), is_key(2)] == [True, False, False]
+    assert is_key(3, force=True)
+    assert [is_key(4), is_key(5, side=96), is_key(6, side=96)] == [False, True, False]
+
+
+def test_a_bandwidth_estimate_matters_only_when_it_is_less_than_half():
+    encoder = CameraEncoder(30)
+    frame = video_frame(np.zeros((480, 640, 3), np.uint8), 0)
+    first = encoder._context_for(frame)
+    encoder.target_bitrate = 3_000_000
+    assert encoder._context_for(frame) is first
+    encoder.target_bitrate = 1_000_000
+    assert encoder._context_for(frame).bit_rate == 1_000_000
+    encoder.target_bitrate = 1
+    assert encoder._context_for(frame).bit_rate >= 500_000 - 1
+
+
+async def test_each_picture_is_sent_once_and_the_newest_wins():
+    camera = Camera(rate=1000)
+    track = CameraTrack(camera)
+    for level in (10, 20, 30):
+        camera.show(np.full((4, 4, 3), level, np.uint8))
+    frame = await track.recv()
+    assert frame.to_ndarray(format="rgb24")[0, 0, 0] == 30
+    again = asyncio.ensure_future(track.recv())
+    await asyncio.sleep(0.02)
+    assert not again.done()
+    camera.show(np.full((4, 4, 3), 40, np.uint8))
+    later = await again
+    assert later.to_ndarray(format="rgb24")[0, 0, 0] == 40
+    assert later.pts > frame.pts
+    track.stop()
+
+
+async def test_a_picture_that_is_not_fresh_is_not_sent_to_a_new_peer():
+    camera = Camera(rate=1000)
+    camera.show(np.zeros((4, 4, 3), np.uint8))
+    camera.shown_at -= FRESH
+    track = CameraTrack(camera)
+    waiting = asyncio.ensure_future(track.recv())
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    track.stop()
+    with pytest.raises(MediaStreamError):
+        await waiting
+    assert camera.tracks == set()
+
+
+async def test_the_rate_is_a_limit():
+    camera = Camera(rate=50)
+    track = CameraTrack(camera)
+    began = time.monotonic()
+    for _ in range(4):
+        camera.show(np.zeros((4, 4, 3), np.uint8))
+        await track.recv()
+    assert time.monotonic() - began >= 3 * 0.8 / 50
+    track.stop()
+
+
+async def test_a_picture_is_copied():
+    camera = Camera(rate=1000)
+    track = CameraTrack(camera)
+    image = np.full((4, 4, 3), 10, np.uint8)
+    camera.show(image)
+    image[:] = 99
+    assert (await track.recv()).to_ndarray(format="rgb24")[0, 0, 0] == 10
+    track.stop()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        np.zeros((4, 4, 3), np.float32),
+        np.zeros((4, 4), np.uint8),
+        np.zeros((4, 4, 4), np.uint8),
+        np.zeros((0, 4, 3), np.uint8),
+    ],
+)
+def test_a_picture_of_another_form_is_refused(image):
+    with pytest.raises(ValueError, match=r"uint8 \(h, w, 3\)"):
+        Camera(rate=30).show(image)

@@ -1,0 +1,161 @@
+"""Packets to pictures: at once, all of them, and nothing built on a loss."""
+
+import pytest
+from aiortc.jitterbuffer import JitterFrame
+from aiortc.rtp import RtpPacket
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.transport.jitter import ASK_AGAIN, PATIENCE, PromptBuffer, is_keyframe
+
+KEY = b"\x10\x02\x00\x9d\x01\x2a\x0a\x00\x0a\x00"  # the first bytes of a VP8 keyframe of 10x10
+INTER = b"\x11\x02\x00abc"
+
+
+class Stream:
+    """A sender's packets and what the buffer makes of them."""
+
+    def __init__(self, start: int = 100):
+        self.now = 0.0
+        self.given: list[bytes] = []
+        self.asked = 0
+        self.buffer = PromptBuffer(lambda packet, frame: self.given.append(frame.data), 1000, clock=lambda: self.now)
+        self.number = start
+
+    def packets(self, *parts: bytes, stamp: int, marker: bool = True) -> list[RtpPacket]:
+        made = []
+        for index, part in enumerate(parts):
+            packet = RtpPacket(sequence_number=self.number % 65536, timestamp=stamp, payload=part)
+            packet.marker = int(marker and index == len(parts) - 1)
+            packet._data = part
+            self.number += 1
+            made.append(packet)
+        return made
+
+    def arrive(self, *packets: RtpPacket) -> None:
+        for packet in packets:
+            asks, frame = self.buffer.add(packet)
+            self.asked += asks
+            if isinstance(frame, JitterFrame):
+                self.given.append(frame.data)
+
+
+def test_a_picture_is_given_out_with_its_last_packet():
+    stream = Stream()
+    first, last = stream.packets(KEY, b"rest", stamp=1)
+    stream.arrive(first)
+    assert stream.given == []
+    stream.arrive(last)
+    assert stream.given == [KEY + b"rest"]
+
+
+def test_a_picture_without_a_marker_is_given_out_when_the_next_begins():
+    stream = Stream()
+    stream.arrive(*stream.packets(KEY, stamp=1, marker=False), *stream.packets(INTER, stamp=2, marker=False))
+    assert stream.given == [KEY]
+
+
+def test_a_late_packet_releases_everything_that_waited_for_it_in_order():
+    stream = Stream()
+    key, a, b, c = (stream.packets(data, stamp=i)[0] for i, data in enumerate([KEY, b"\x11a", b"\x11b", b"\x11c"]))
+    stream.arrive(key, b, c)
+    assert stream.given == [KEY]
+    stream.arrive(a)
+    assert stream.given == [KEY, b"\x11a", b"\x11b", b"\x11c"]
+
+
+def test_nothing_is_given_out_before_the_first_keyframe_which_is_asked_for():
+    stream = Stream()
+    stream.arrive(*stream.packets(INTER, stamp=1), *stream.packets(INTER, stamp=2))
+    assert (stream.given, stream.asked, stream.buffer.skipped) == ([], 1, 2)
+    stream.now += ASK_AGAIN
+    stream.arrive(*stream.packets(INTER, stamp=3), *stream.packets(KEY, stamp=4), *stream.packets(INTER, stamp=5))
+    assert (stream.given, stream.asked) == ([KEY, INTER], 2)
+
+
+def test_a_packet_that_never_comes_is_given_up_and_nothing_is_built_on_the_loss():
+    stream = Stream()
+    stream.arrive(*stream.packets(KEY, stamp=1))
+    asked = stream.asked
+    lost, *_ = stream.packets(INTER, stamp=2)
+    stream.arrive(*stream.packets(INTER, stamp=3))
+    stream.now += PATIENCE / 2
+    stream.arrive(*stream.packets(INTER, stamp=4))
+    assert stream.asked == asked  # a retransmission may still come
+    stream.now += PATIENCE / 2
+    stream.arrive(*stream.packets(INTER, stamp=5))
+    assert (stream.given, stream.asked, stream.buffer.lost) == ([KEY], asked + 1, 1)
+    stream.arrive(lost, *stream.packets(INTER, stamp=6), *stream.packets(KEY, stamp=7), *stream.packets(INTER, stamp=8))
+    assert stream.given == [KEY, KEY, INTER]
+
+
+def test_half_a_picture_is_never_given_out():
+    stream = Stream()
+    stream.arrive(*stream.packets(KEY, stamp=1))
+    first, _, last = stream.packets(KEY, b"middle", b"end", stamp=2)
+    stream.arrive(first, last)
+    stream.now += PATIENCE
+    stream.arrive(*stream.packets(INTER, stamp=3))
+    stream.now += PATIENCE
+    stream.arrive(*stream.packets(INTER, stamp=4))
+    assert stream.given == [KEY]
+
+
+def test_padding_is_no_picture():
+    stream = Stream()
+    stream.arrive(*stream.packets(KEY, stamp=1), *stream.packets(b"", stamp=1, marker=False))
+    stream.arrive(*stream.packets(INTER, stamp=2), *stream.packets(b"", stamp=3))
+    assert stream.given == [KEY, INTER]
+
+
+def test_a_keyframe_that_declares_a_huge_picture_never_reaches_the_decoder():
+    stream = Stream()
+    sides = [side.to_bytes(2, "little") for side in (16_383, 16_383, 10, 100)]
+    huge, fitting = KEY[:6] + sides[0] + sides[1], KEY[:6] + sides[2] + sides[3]
+    stream.arrive(*stream.packets(huge, stamp=1), *stream.packets(INTER, stamp=2), *stream.packets(fitting, stamp=3))
+    assert stream.given == [fitting]
+    assert stream.buffer.oversize == 1
+
+
+@pytest.mark.parametrize("start", [0, 65_530])
+@given(data=st.data())
+def test_in_any_order_within_patience_all_pictures_come_once_in_order(start, data):
+    stream = Stream(start)
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=12))
+    pictures = [
+        stream.packets(KEY if i == 0 else INTER, *(bytes([i, part]) for part in range(size - 1)), stamp=i)
+        for i, size in enumerate(sizes)
+    ]
+    wanted = [b"".join(packet._data for packet in picture) for picture in pictures]
+    # The first packet sets the origin; a real stream's order is disturbed only locally.
+    first, *packets = [packet for picture in pictures for packet in picture]
+    order = data.draw(st.permutations(packets))
+    stream.arrive(first, *order)
+    assert stream.given == wanted
+
+
+@given(st.lists(st.tuples(st.integers(0, 65535), st.integers(0, 3), st.booleans(), st.binary(max_size=4)), max_size=80))
+def test_no_sequence_of_packets_breaks_it(packets):
+    stream = Stream()
+    for number, stamp, marker, data in packets:
+        packet = RtpPacket(sequence_number=number, timestamp=stamp, marker=int(marker))
+        packet._data = data
+        stream.now += 0.05
+        stream.arrive(packet)
+    assert all(stream.given)
+
+
+@pytest.mark.parametrize(
+    ("data", "is_key"),
+    [
+        (KEY, True),
+        (INTER, False),
+        (b"", False),
+        (b"\x00\x00\x00\x01\x65abc", True),
+        (b"\x00\x00\x00\x01\x67sps\x00\x00\x00\x01\x68pps\x00\x00\x00\x01\x65idr", True),
+        (b"\x00\x00\x00\x01\x41abc", False),
+        (b"\x00\x00\x00\x01", False),
+    ],
+)
+def test_a_keyframe_is_known_by_its_bytes(data, is_key):
+    assert is_keyframe(data) is is_key
