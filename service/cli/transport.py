@@ -4,12 +4,14 @@ from typing import Annotated
 
 import typer
 
+from service.cli.failure import Code, fail
+
 
 def transport(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, without any login.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     origin: Annotated[
         list[str] | None,
         typer.Option(help="A web page's origin that may call, e.g. http://localhost:5173; repeat it. Default: all."),
@@ -19,7 +21,14 @@ def transport(
     ] = False,
 ) -> None:
     """Serve rooms (RobotHub's REST, WebSocket and WebRTC signalling) at / and under /api until Ctrl-C."""
+    from service.serving import CannotListen
     from service.transport.server import TransportSettings, run_transport
 
-    typer.echo(f"Rooms at http://{host}:{port} and http://{host}:{port}/api; Ctrl-C ends it.")
-    run_transport(host, port, TransportSettings(origins=tuple(origin or ("*",)), is_odd=oddities))
+    def started(url: str) -> None:
+        typer.echo(f"Rooms at {url} and {url}/api. Ctrl-C ends it.")
+
+    settings = TransportSettings(origins=tuple(origin or ("*",)), is_odd=oddities)
+    try:
+        run_transport(host, port, settings, started)
+    except CannotListen as error:
+        fail(Code.USAGE, "the rooms server cannot start", str(error), "robojax transport --port 0 takes a free port")

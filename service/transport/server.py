@@ -3,18 +3,17 @@
 import asyncio
 import logging
 import secrets
-import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
 from urllib.parse import unquote
 
 from sanic import Blueprint, HTTPResponse, Request, Sanic
 from sanic.exceptions import SanicException
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
+from service.serving import listen, run, serving
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup
 from service.transport.cors import Origins
@@ -25,6 +24,8 @@ from service.transport.sockets import attend
 from service.transport.wire import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
+
+REQUEST_DEADLINE = 10  # seconds from a request's first byte to its last
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ def create_transport_app(settings: TransportSettings | None = None) -> Sanic:
     app = Sanic(f"transport-{secrets.token_hex(4)}", configure_logging=False)
     app.config.REQUEST_MAX_SIZE = MAX_FRAME_BYTES
     app.config.TOUCHUP = False  # it rewrites Sanic's own classes, once per process: a second app would not start
+    app.config.REQUEST_DEADLINE = REQUEST_DEADLINE
+    app.config.REQUEST_TIMEOUT = REQUEST_DEADLINE
     app.config.KEEP_ALIVE_TIMEOUT = 15
-    app.config.GRACEFUL_SHUTDOWN_TIMEOUT = 2.0
     table = settings.table()
     for prefix in ("", "/api"):
         add_transport(app, table, settings, prefix)
@@ -109,51 +111,23 @@ async def serve_transport(
     settings: TransportSettings | None = None, host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[str]:
     """A transport server on the running event loop; yields its URL. Port 0 lets the system choose."""
-    app = create_transport_app(settings)
-    # Bound here because Sanic takes port 0 for its default port, and listens before its router is ready.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        bound = listener.getsockname()[1]
-        server = await app.create_server(
-            sock=listener, return_asyncio_server=True, asyncio_server_kwargs={"start_serving": False}
-        )
-        assert server is not None
-        assert server.server is not None
-        await server.startup()
-        await server.before_start()
-        await server.server.start_serving()
-        await server.after_start()
-        try:
-            yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
-        finally:
-            await server.before_stop()
-            server.server.close()
-            await _part(server.connections)
-            await server.server.wait_closed()
-            await server.after_stop()
-            Sanic.unregister_app(app)
+    async with serving(create_transport_app(settings), listen(host, port)) as url:
+        yield url
 
 
-async def _part(connections: set[Any], patience: float = 1.0) -> None:
-    """Tell every WebSocket that the server goes away, give them a moment, and drop what is left."""
-    for connection in list(connections):
-        if getattr(connection, "websocket", None):
-            connection.websocket.fail_connection(code=1001)
-        else:
-            connection.close_if_idle()
-    for _ in range(int(patience / 0.01)):
-        if not connections:
-            break
-        await asyncio.sleep(0.01)
-    for connection in list(connections):
-        connection.abort()
+def run_transport(
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    settings: TransportSettings | None = None,
+    started: Callable[[str], None] = lambda url: log.info("rooms at %s", url),
+) -> None:
+    """Serve until SIGTERM or SIGINT; ``started`` is told the URL. ``robojax transport`` is this.
 
-
-def run_transport(host: str = "127.0.0.1", port: int = 8000, settings: TransportSettings | None = None) -> None:
-    """Serve until a signal ends the process; ``robojax transport`` is this."""
-    create_transport_app(settings).run(host=host, port=port, single_process=True, access_log=False, motd=False)
+    Raises:
+        CannotListen: the port is taken, or the address is not one of this machine.
+    """
+    listener = listen(host, port)
+    run(create_transport_app(settings), listener, started)
 
 
 def _guard(blueprint: Blueprint, origins: Origins) -> None:

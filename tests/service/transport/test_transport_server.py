@@ -10,8 +10,12 @@ import time
 
 import aiohttp
 import pytest
+import typer
+import websockets
 from sanic import Sanic
+from typer.testing import CliRunner
 
+from service.cli.transport import transport
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup
 from service.transport.outbox import OutboxLimits
@@ -202,6 +206,28 @@ async def test_a_thousand_updates_arrive_whole_and_in_order(caller, path):
         group.create_task(send())
         got = [(await consumer.next())["data"][0]["value"] for _ in range(1000)]
     assert got == list(range(1000))
+
+
+async def test_a_client_that_closes_properly_may_join_again_at_once_with_its_id(caller, path):
+    url = f"{caller.base}{path}/ws".replace("http", "ws", 1)
+    for _ in range(20):
+        async with websockets.connect(url) as client:
+            await client.send('{"participant_id":"p","role":"producer"}')
+            assert json.loads(await client.recv())["type"] == "joined"
+
+
+async def test_a_request_that_drips_is_cut_off(serve, monkeypatch):
+    monkeypatch.setattr("service.transport.server.REQUEST_DEADLINE", 0.2)
+    async with serve() as caller:
+        reader, writer = await asyncio.open_connection(*caller.base.removeprefix("http://").split(":"))
+        started = time.monotonic()
+        for part in (b"GET /health HTTP/1.1\r\nHo", b"s", b"t"):
+            writer.write(part)
+            await asyncio.sleep(0.06)
+        async with asyncio.timeout(3):
+            assert b" 408 " in await reader.read()
+        assert time.monotonic() - started < 2.0
+        writer.close()
 
 
 async def test_ids_may_come_percent_encoded(caller):
@@ -405,6 +431,16 @@ async def test_a_server_comes_back_on_its_port():
         assert again == base
         async with session.get(f"{again}/health") as response:
             assert response.status == 200
+
+
+def test_the_command_says_what_to_do_when_its_port_is_taken():
+    app = typer.Typer()
+    app.command()(transport)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = CliRunner().invoke(app, ["--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 2
+    assert "Address already in use" in result.output
+    assert "--port 0" in result.output
 
 
 async def test_the_routes_mount_in_another_app_and_leave_its_health_alone():
