@@ -28,6 +28,7 @@ class Drive:
         inference: seconds per stage of the newest inferences.
         inference_errors: inferences that failed.
         lost: rooms that are down, with the reason.
+        broken: fails when the link raises, which ends the session.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Drive:
         self.last_command: dict[str, float] = {}
         self.inference = {stage: Recent(control.pace.samples) for stage in STAGES}
         self.lost: dict[str, str] = {}
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._table = table
         self._engine = engine
         self._notify = notify
@@ -67,9 +69,20 @@ class Drive:
         self._loop.wake()
 
     def halt(self, *, always_hold: bool = False) -> None:
-        """Stop the robot: the hold goes out before this returns, its repeats at the next ticks."""
-        self._do(self.control.halt(time.monotonic(), always_hold=always_hold))
+        """Stop the robot: the hold goes out before this returns, its repeats at the next ticks. Never raises."""
+        step = self.control.halt(time.monotonic(), always_hold=always_hold)
+        try:
+            self._do(step)
+        except Exception as error:
+            # Whoever stops several robots must reach the others too; this one's session ends by it.
+            if not self.broken.done():
+                self.broken.set_exception(error)
         self._loop.wake()
+
+    def detach(self) -> None:
+        """Nothing goes out any more; the figures stay."""
+        self._link = None
+        self.broken.cancel()
 
     async def idle(self) -> None:
         """Wait until a robot that was halted has all repeats of its hold."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from service.buffer import Buffer
 from service.control import Control
@@ -220,17 +221,20 @@ class Session:
         self._life.is_loaded = True
         self._life.move(Move.LOADED, self._life.reason)
         self._settled.set()
+        first = [driving, watching, ending, drive.broken]
         try:
-            done, _ = await asyncio.wait([driving, watching, ending], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if ending in done:
-                await asyncio.wait([asyncio.create_task(drive.idle())], timeout=0.5)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(drive.idle(), 0.5)
         finally:
             if not drive.control.is_idle:
                 # The drive itself broke, or was cancelled: the robot is told to hold before its rooms are left.
                 drive.halt()
-            for task in (driving, watching, ending):
+            for task in first:
                 task.cancel()
-            results = await asyncio.gather(driving, watching, return_exceptions=True)
+            results = await asyncio.gather(driving, watching, drive.broken, return_exceptions=True)
+            drive.detach()
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -241,9 +245,7 @@ class Session:
             last = max(self._active_since, drive.buffer.last_input_at or self._active_since)
             left = last + patience - time.monotonic()
             if left <= 0:
-                self._happened(
-                    Move.EXPIRED, f"no frame and no joints for {patience:g} s; restart it when they are back"
-                )
+                self._happened(Move.EXPIRED, f"no frame or joints for {patience:g} s; restart it when they are back")
             await asyncio.sleep(max(left, patience / 20))
 
     def _tell(self, progress: str) -> None:
