@@ -9,7 +9,7 @@ import pytest
 from aiortc.codecs.vpx import vp8_depayload
 from aiortc.mediastreams import MediaStreamError
 
-from service.transport.camera import CLOCK, FRESH, Camera, CameraEncoder, CameraTrack
+from service.transport.camera import CLOCK, FRESH, LEAST_BITRATE, MOST_BITRATE, Camera, CameraEncoder, CameraTrack
 from service.transport.jitter import is_keyframe
 from service.transport.video import EXACT
 
@@ -58,16 +58,15 @@ def test_a_keyframe_is_made_when_asked_and_for_a_new_size_only():
     assert [is_key(4), is_key(5, side=96), is_key(6, side=96)] == [False, True, False]
 
 
-def test_a_bandwidth_estimate_matters_only_when_it_is_less_than_half():
+def test_the_budget_follows_the_size_and_no_estimate():
     encoder = CameraEncoder(30)
-    frame = video_frame(np.zeros((480, 640, 3), np.uint8), 0)
-    first = encoder._context_for(frame)
-    encoder.target_bitrate = 3_000_000
-    assert encoder._context_for(frame) is first
-    encoder.target_bitrate = 1_000_000
-    assert encoder._context_for(frame).bit_rate == 1_000_000
-    encoder.target_bitrate = 1
-    assert encoder._context_for(frame).bit_rate >= 500_000 - 1
+    assert encoder._context_for(video_frame(np.zeros((96, 96, 3), np.uint8), 0)).bit_rate == LEAST_BITRATE
+    context = encoder._context_for(video_frame(np.zeros((480, 640, 3), np.uint8), 0))
+    assert LEAST_BITRATE < context.bit_rate < MOST_BITRATE
+    encoder.target_bitrate = 250_000
+    assert encoder.target_bitrate == context.bit_rate
+    assert encoder._context_for(video_frame(np.zeros((480, 640, 3), np.uint8), 1)) is context
+    assert encoder._context_for(video_frame(np.zeros((1080, 1920, 3), np.uint8), 2)).bit_rate == MOST_BITRATE
 
 
 async def test_each_picture_is_sent_once_and_the_newest_wins():
