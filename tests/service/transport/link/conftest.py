@@ -15,9 +15,9 @@ from service.transport.base import LinkEvent
 from service.transport.pace import Pace
 from service.transport.server import TransportSettings, serve_transport
 
-# Quick, but with room for a busy machine: a link is lost after 0.63 s.
+# Quick, but with room for a busy machine: a link is lost after 1.05 s.
 QUICK = Pace(
-    join=2.0, request=2.0, heartbeat=0.3, retry_first=0.02, retry_longest=0.1, leave=0.5, greet=0.05, connect=5.0
+    join=2.0, request=2.0, heartbeat=0.5, retry_first=0.02, retry_longest=0.1, leave=0.5, greet=0.05, connect=5.0
 )
 
 
