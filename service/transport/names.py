@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from service.errors import InvalidRequest
 from service.transport.base import Rooms
+from service.transport.wire import MAX_NAME
 
 # Room ids travel in URL paths, and clients of this wire do not percent-encode them.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -46,4 +47,5 @@ def participant(who: str, role: str) -> str:
     The reference server keys its connections by participant id across all rooms, and a refused or
     late-closing socket with the same id evicts the living one; so every connection gets a fresh suffix.
     """
-    return f"{who}-{role}-{secrets.token_hex(4)}"
+    ending = f"-{role}-{secrets.token_hex(4)}"
+    return who[: MAX_NAME - len(ending)] + ending

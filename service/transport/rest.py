@@ -14,7 +14,6 @@ from service.transport.address import Address, Kind
 from service.transport.wire import MAX_FRAME_BYTES, is_finite
 
 
-
 @dataclass(frozen=True)
 class Presence:
     """Who is in a room now, by participant id."""

@@ -45,6 +45,14 @@ async def test_rooms_are_made_in_one_workspace_joined_and_removed_at_the_end(ser
     assert await server.rooms("video", "w") == await server.rooms("robotics", "w") == set()
 
 
+async def test_the_longest_names_fit_the_wire(server, seen, quick):
+    session, camera = "s" * 64, "c" * 64
+    async with connect(server.url, seen, quick, [camera], workspace_id="w" * 64, session_id=session) as link:
+        rooms = link.health()["rooms"]
+        assert all(len(room["participant_id"]) <= 100 for room in rooms.values())
+        assert rooms[f"{session}-{camera}"]["participant_id"].split("-")[-2] == "consumer"
+
+
 async def test_without_a_workspace_a_new_one_is_made_each_time(server, seen, quick):
     async with (
         connect(server.url, seen, quick, workspace_id=None) as first,
