@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxmodels.compile_cache import use_compile_cache
@@ -60,7 +61,7 @@ class Scales:
 jax.tree_util.register_dataclass(Scales, data_fields=["images", "state", "environment_state", "action"], meta_fields=[])
 
 
-def pixels(frames: UInt8[Array, "b h w 3"], size: Size, scale: Affine, dtype: jnp.dtype) -> Float[Array, "b h2 w2 3"]:
+def pixels(frames: UInt8[Array, "b h w 3"], size: Size, scale: Affine, dtype: DTypeLike) -> Float[Array, "b h2 w2 3"]:
     """Frames resized to the policy's size and normalised; stretched when the aspect differs."""
     x = frames.astype(jnp.float32) / 255.0
     if frames.shape[1:3] != size:
@@ -69,7 +70,7 @@ def pixels(frames: UInt8[Array, "b h w 3"], size: Size, scale: Affine, dtype: jn
 
 
 def normalize(
-    observation: Observation, scales: Scales, sizes: tuple[Size, ...], dtype: Any = jnp.float32
+    observation: Observation, scales: Scales, sizes: tuple[Size, ...], dtype: DTypeLike = jnp.float32
 ) -> Observation:
     """A raw observation (uint8 frames) as the model wants it."""
 
@@ -100,7 +101,7 @@ class Programs:
         weights: Mapping[str, jax.ShapeDtypeStruct],
         scales: Scales,
         sizes: tuple[Size, ...],
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         device: Device,
     ):
         self._act = act

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from jaxmodels.features import Feature
 from jaxmodels.normalization import Normalization
 
 
+@runtime_checkable
 class PolicyConfig(Protocol):
     """What every policy's config has."""
 

@@ -43,6 +43,8 @@ INDIFFERENT = (
     "optimizer_lr_backbone",
 )
 
+STACKED_PIXELS = 480 * 640
+
 
 def architecture(config: ActConfig) -> ActConfig:
     """The config with every indifferent field at its default: equal ones share programs."""
@@ -77,10 +79,26 @@ class Serving:
             tokens.append(self._linear("state_in", observation.state)[:, None])
         if observation.environment_state is not None:
             tokens.append(self._linear("environment_in", observation.environment_state)[:, None])
-        for image in observation.images:
-            features = self._linear("image_in", self._backbone(image))
-            tokens.append(rearrange(features, "b h w d -> b (h w) d"))
-        return jnp.concatenate(tokens, axis=1)
+        return jnp.concatenate((*tokens, *self._image_tokens(observation.images)), axis=1)
+
+    def _image_tokens(self, images: tuple[Float[Array, "b h w 3"], ...]) -> list[Float[Array, "b m d"]]:
+        """Tokens of each camera; cameras of one size go through the backbone together.
+
+        Small frames as one batch, which reads the kernels once. Large ones one after the other in a loop, whose body
+        is compiled once: side by side their intermediates would not fit the cache.
+        """
+        tokens: dict[int, Array] = {}
+        for size in dict.fromkeys(image.shape for image in images):
+            places = [i for i, image in enumerate(images) if image.shape == size]
+            batch, height, width = size[:3]
+            together = jnp.stack([images[i] for i in places])
+            if len(places) * height * width <= STACKED_PIXELS:
+                features = self._backbone(rearrange(together, "k b h w c -> (k b) h w c"))
+                features = rearrange(features, "(k b) h w c -> k b (h w) c", b=batch)
+            else:
+                features = rearrange(lax.map(self._backbone, together), "k b h w c -> k b (h w) c")
+            tokens |= dict(zip(places, self._linear("image_in", features), strict=True))
+        return [tokens[i] for i in range(len(images))]
 
     def _encoder_layer(self, layer: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         x = self._self_attention(f"{layer}.attention", f"{layer}.norm1", x)

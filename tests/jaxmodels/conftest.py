@@ -1,0 +1,158 @@
+"""Policies to test with, and strictness: shapes checked at every call, no silent promotion of dtypes."""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import install_import_hook
+
+# Before anything of the package is imported. Tests neither read nor fill the user's compile cache.
+install_import_hook("jaxmodels", "beartype.beartype")
+os.environ["ROBOJAX_COMPILE_CACHE"] = "off"
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
+from jaxmodels.features import Feature
+from jaxmodels.layers.embeddings import sinusoidal
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.weights import flatten
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "lerobot_act"
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def seeded_weights(keys: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The rule of tests/golden/lerobot_act/README.md."""
+    weights = {}
+    for name, entry in keys["keys"].items():
+        shape = tuple(entry["shape"])
+        rng = np.random.default_rng([keys["seed"], zlib.crc32(name.encode())])
+        if name in keys["fixed"]:
+            weights[name] = sinusoidal(*shape[1:])[None]
+        elif name.endswith("running_var"):
+            weights[name] = np.float32(0.5 + rng.random(shape))
+        else:
+            x = rng.standard_normal(shape).astype(np.float32)
+            if len(shape) > 1:
+                weights[name] = x / np.float32(np.sqrt(np.prod(shape[1:])))
+            else:
+                weights[name] = np.float32(1) * name.endswith("weight") + np.float32(0.1) * x
+    return weights
+
+
+@pytest.fixture(scope="session")
+def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A golden policy's folder with its weights in it."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            for path in (GOLDEN / name).iterdir():
+                (folder / path.name).write_bytes(path.read_bytes())
+            if not (folder / "model.safetensors").exists():
+                save_file(seeded_weights(json.loads((folder / "keys.json").read_text())), folder / "model.safetensors")
+            made[name] = folder
+        return made[name]
+
+    return make
+
+
+def small_config(*, cameras: tuple[str, ...] = (), state: int | None = 6, environment: int | None = None, **fields: Any):
+    """An ACT of a few thousand parameters; cameras are 32x32."""
+    inputs = [Feature(f"observation.images.{name}", "VISUAL", (3, 32, 32)) for name in cameras]
+    if state is not None:
+        inputs.insert(0, Feature("observation.state", "STATE", (state,)))
+    if environment is not None or not cameras:
+        inputs.append(Feature("observation.environment_state", "ENV", (environment or 4,)))
+    values: dict[str, Any] = {
+        "input_features": tuple(inputs),
+        "output_features": (Feature("action", "ACTION", (5,)),),
+        "vision_backbone": "small_cnn",
+        "dim_model": 16,
+        "n_heads": 2,
+        "dim_feedforward": 24,
+        "n_encoder_layers": 2,
+        "latent_dim": 4,
+        "n_vae_encoder_layers": 1,
+        "chunk_size": 6,
+        "n_action_steps": 3,
+    }
+    return ActConfig(**{**values, **fields})
+
+
+def random_stats(features: tuple[Feature, ...], seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    stats = {}
+    for feature in features:
+        shape = (3, 1, 1) if feature.type == "VISUAL" else feature.shape
+        mean, std = rng.uniform(0.2, 0.8, shape), rng.uniform(0.1, 0.6, shape)
+        values = {"mean": mean, "std": std, "min": mean - 2 * std, "max": mean + 3 * std}
+        values |= {"q01": mean - 1.9 * std, "q99": mean + 2.1 * std, "q10": mean - std, "q90": mean + 1.2 * std}
+        stats[feature.name] = {name: value.astype(np.float32) for name, value in values.items()}
+    return stats
+
+
+def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Initial weights with biases, norms and statistics moved away from 0 and 1, so that a wrong one shows."""
+    rng = np.random.default_rng(seed)
+    weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(seed))).items()}
+    return {
+        name: array + np.float32(0.1) * np.abs(rng.standard_normal(array.shape)).astype(np.float32)
+        if array.ndim == 1
+        else array
+        for name, array in weights.items()
+    }
+
+
+def make_checkpoint(config: ActConfig, seed: int = 0, **sidecar: Any) -> Checkpoint:
+    features = (*config.input_features, *config.output_features)
+    normalization = from_stats(
+        config.input_features, config.output_features, config.normalization_mapping, random_stats(features, seed)
+    )
+    return Checkpoint(config, lively_weights(config, seed), normalization, Sidecar(**sidecar))
+
+
+def make_observation(config: ActConfig, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    observation = {}
+    for feature in config.input_features:
+        if feature.type == "VISUAL":
+            observation[feature.name] = rng.integers(0, 256, (batch, *feature.shape[1:], 3), np.uint8)
+        else:
+            observation[feature.name] = rng.standard_normal((batch, *feature.shape)).astype(np.float32)
+    return observation
+
+
+@pytest.fixture
+def small() -> Callable[..., ActConfig]:
+    return small_config
+
+
+@pytest.fixture
+def checkpoint_of() -> Callable[..., Checkpoint]:
+    return make_checkpoint
+
+
+@pytest.fixture
+def observation_of() -> Callable[..., dict[str, np.ndarray]]:
+    return make_observation
+
+
+@pytest.fixture
+def stats_of() -> Callable[..., dict[str, dict[str, np.ndarray]]]:
+    return random_stats
