@@ -94,6 +94,8 @@ def _config(settings: Settings) -> Config:
         GRACEFUL_SHUTDOWN_TIMEOUT=3,
         FALLBACK_ERROR_FORMAT="json",
         AUTO_EXTEND=False,
+        # It rewrites Sanic's own classes from their source: a second app of one process would not start.
+        TOUCHUP=False,
     )
     return config
 
