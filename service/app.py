@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import time
 from contextlib import ExitStack
@@ -94,6 +95,7 @@ def _config(settings: Settings) -> Config:
         GRACEFUL_SHUTDOWN_TIMEOUT=3,
         FALLBACK_ERROR_FORMAT="json",
         AUTO_EXTEND=False,
+        MOTD=False,
         # It rewrites Sanic's own classes from their source: a second app of one process would not start.
         TOUCHUP=False,
     )
@@ -149,9 +151,14 @@ def _watch(app: App) -> None:
         response.headers["x-request-id"] = request_id(request)
         response.headers["x-content-type-options"] = "nosniff"
         response.headers.setdefault("cache-control", "no-store")
-        route = f"/{request.route.path}" if request.route else "unknown"
+        route = _template(request.route.path) if request.route else "unknown"
         seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
         app.ctx.metrics.answered(request.method if request.route else "any", route, response.status, seconds)
+
+
+def _template(path: str) -> str:
+    """``sessions/<session_id:str>`` as the documents write it."""
+    return "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", path).strip("/")
 
 
 def _keep_sessions(app: App, transport: Transport, load: LoadPolicy) -> None:

@@ -75,7 +75,17 @@ def configure_logging(level: str, form: str) -> None:
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT, "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # What these say at their default levels is about connections, and there is one per poll.
-    for noisy in ("aioice", "aiortc", "sanic.access", "sanic.server", "websockets", "asyncio", "jax", "httpx2"):
+    for noisy in (
+        "aioice",
+        "aiortc",
+        "sanic.root",
+        "sanic.access",
+        "sanic.server",
+        "websockets",
+        "asyncio",
+        "jax",
+        "httpx2",
+    ):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 

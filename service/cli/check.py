@@ -1,0 +1,113 @@
+"""``robojax check``: a policy looked at and timed, without a robot."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli.failure import Code, fail
+
+if TYPE_CHECKING:
+    from jaxmodels import Requirements
+    from service.measurement import Speed, Verdict
+
+
+def check(
+    policy: Annotated[str, typer.Argument(help="A folder, or a Hub repo id (owner/name).")],
+    rate: Annotated[
+        float | None, typer.Option(min=0.1, max=1000, help="Actions per second; default: the policy's own, else 20.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+) -> None:
+    """What a policy needs, how fast it is on this machine, and whether that fits a rate.
+
+    Exit code 1 when it does not fit, 3 when the policy cannot be loaded.
+    """
+    import json
+
+    from rich.console import Console
+
+    import jaxmodels
+    from jaxmodels.errors import JaxModelsError
+    from service.measurement import judge, measure
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        with console.status("importing JAX ...") as status:
+            load = jaxmodels.load_policy
+            loaded = load(
+                policy, revision, dtype, device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
+            )
+            status.update("compiling and timing ...")
+            speed = measure(loaded, runs=runs)
+    except JaxModelsError as error:
+        fail(
+            Code.POLICY,
+            f"policy {policy!r} cannot be used",
+            str(error),
+            "give a folder with LeRobot's config.json and model.safetensors, or a repo id like owner/name",
+        )
+    requirements = loaded.requirements
+    verdict = judge(requirements, speed, rate or requirements.rate or 20.0)
+    if as_json:
+        typer.echo(json.dumps(_facts(requirements, speed, verdict, loaded.device), indent=2))
+    else:
+        _show(requirements, speed, verdict, loaded.device)
+    if verdict.fit == "does not fit":
+        raise typer.Exit(Code.CHECK)
+
+
+def _facts(requirements: "Requirements", speed: "Speed", verdict: "Verdict", device: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "requirements": asdict(requirements),
+        "device": device,
+        "inference_ms": {"p50": speed.p50 * 1e3, "p99": speed.p99 * 1e3, "runs": speed.runs},
+        "stages_ms": {stage: seconds * 1e3 for stage, seconds in speed.stages.items()},
+        "compile_s": speed.compile,
+        "rate": verdict.rate,
+        "budget_ms": verdict.budget * 1e3,
+        "chunk_ms": verdict.covered * 1e3,
+        "verdict": verdict.fit,
+    }
+
+
+def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", device: str) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    cameras = ", ".join(f"{name} {h}x{w}" for name, (h, w) in requirements.cameras.items()) or "none"
+    names = requirements.joint_names
+    ensemble = requirements.temporal_ensemble_coeff
+    stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
+    rows = {
+        "type": requirements.policy_type,
+        "cameras": f"{cameras} (height x width; other sizes are resized)",
+        "state": "none" if requirements.state is None else f"{requirements.state} joints",
+        "environment": None if requirements.environment_state is None else f"{requirements.environment_state} values",
+        "action": f"{requirements.action} joints",
+        "joints": ", ".join(names) if names else "not named by the checkpoint; give joint_names if it is no SO-100",
+        "chunk": f"{requirements.chunk} actions, {requirements.action_steps} of them between two looks"
+        + (f", ensembled over time ({ensemble:g})" if ensemble is not None else ""),
+        "made for": "no rate given" if requirements.rate is None else f"{requirements.rate:g} Hz",
+        "device": device,
+        "inference": f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})",
+        "compile": f"{speed.compile:.2f} s",
+    }
+    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(f"[bold]{name}[/bold]", escape(value))
+    console = Console(highlight=False)
+    console.print(table)
+    colour = {"fits": "green", "does not fit": "red"}.get(verdict.fit, "yellow")
+    console.print(
+        f"[bold {colour}]{verdict.fit}[/bold {colour}] at {verdict.rate:g} Hz: "
+        f"p99 {speed.p99 * 1e3:.1f} ms; {verdict.budget * 1e3:.1f} ms between two looks, "
+        f"a chunk lasts {verdict.covered * 1e3:.1f} ms"
+    )

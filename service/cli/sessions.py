@@ -1,0 +1,129 @@
+"""``robojax sessions`` and ``robojax stop``: a running server from the command line."""
+
+from typing import Annotated, Any
+
+import typer
+
+from service.cli.failure import Code, fail
+
+Url = Annotated[str | None, typer.Option(help="The server's URL; default: host and port of the settings.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
+
+
+def sessions(url: Url = None, as_json: AsJson = False) -> None:
+    """List the sessions of a running server."""
+    import json
+
+    base = _base(url)
+    found = _call(base, "GET", "/sessions")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        typer.echo(f"no sessions at {base}")
+        return
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+    for column in ("session", "status", "policy", "cameras", "rate", "commands", "why it does not move"):
+        table.add_column(column, overflow="fold")
+    for session in found:
+        stats = session["stats"]
+        why = session["error_message"] or stats.get("hold") or ""
+        if session["status"] == "initializing":
+            why = stats.get("progress") or why
+        row = (
+            session["session_id"],
+            session["status"],
+            session["policy_path"],
+            " ".join(session["camera_names"]),
+            f"{stats['rate']:g} Hz" if stats.get("rate") else "",
+            str(stats.get("commands_sent", "")),
+            why,
+        )
+        table.add_row(*map(escape, row))
+    Console(highlight=False).print(table)
+
+
+def stop(
+    session_id: Annotated[str | None, typer.Argument(help="The session to stop; it can be started again.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Emergency stop of every robot; latched until each session is reset.")
+    ] = False,
+    reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop one session, or with --all every robot.
+
+    One session is stopped as POST /sessions/ID/stop does: start moves it again. --all is the emergency stop: every
+    session is latched and needs POST /debug/sessions/ID/reset before a start.
+    """
+    import json
+    from urllib.parse import quote
+
+    if everything == (session_id is not None):
+        fail(
+            Code.USAGE, "nothing was stopped", "one of ID and --all is needed", "robojax stop ID, or robojax stop --all"
+        )
+    base = _base(url)
+    if session_id is not None:
+        found = _call(base, "POST", f"/sessions/{quote(session_id, safe='')}/stop")
+    else:
+        found = _call(base, "POST", "/debug/emergency_stop", {"reason": reason or "robojax stop --all"})
+    typer.echo(json.dumps(found, indent=2) if as_json else _told(found))
+
+
+def _told(found: Any) -> str:
+    stopped = found.get("stopped")
+    if stopped is None:
+        return found["message"]
+    names = f": {', '.join(stopped)}; each needs a reset before it can start" if stopped else ""
+    return found["message"] + names
+
+
+def _base(url: str | None) -> str:
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            fail(
+                Code.USAGE,
+                f"{url!r} is no URL",
+                "it has to begin with http:// or https://",
+                "try http://127.0.0.1:8001",
+            )
+        return url.rstrip("/")
+    from service.cli.serve import settings_or_end
+
+    settings = settings_or_end()
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+
+
+def _call(base: str, method: str, path: str, body: object = None) -> Any:
+    """The server's JSON answer, or the end of this command."""
+    import json
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(base + path, data=data, method=method, headers={"content-type": "application/json"})
+    try:
+        # A robot's server is on this machine or network: a proxy from the environment has no business in between.
+        with build_opener(ProxyHandler({})).open(request, timeout=10) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        try:
+            why = json.load(error)["detail"]
+        except (ValueError, KeyError, TypeError):
+            why = f"status {error.code}"
+        then = "robojax sessions shows what there is" if error.code in (404, 409) else "look at the server's log"
+        fail(Code.TRANSPORT, f"the server at {base} refused", str(why), then)
+    except (URLError, TimeoutError, HTTPException, ValueError) as error:
+        why = str(getattr(error, "reason", None) or error) or type(error).__name__
+        fail(
+            Code.TRANSPORT, f"no robojax server answers at {base}", why, "start it with `robojax serve`, or give --url"
+        )
