@@ -226,7 +226,8 @@ class Session:
             done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if ending in done:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(drive.idle(), 0.5)
+                    async with asyncio.timeout(0.5):
+                        await drive.idle()
         finally:
             if not drive.control.is_idle:
                 # The drive itself broke, or was cancelled: the robot is told to hold before its rooms are left.

@@ -14,13 +14,14 @@ Result = TypeVar("Result")
 
 
 def yield_to_others(niceness: int) -> None:
-    """Lower this thread's priority, and that of threads it will start.
+    """Lower this thread's priority by so many steps, and that of threads it will start.
 
     On Linux niceness belongs to a thread and is inherited, so a numeric library whose thread pool
     is first used from here computes below the event loop. Elsewhere it would be the whole process's: left alone.
     """
     if niceness and sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + niceness, 19))
 
 
 @dataclass

@@ -1,0 +1,272 @@
+"""How late are control ticks while a policy computes, compared with bare loops that only send?
+
+    python benchmarks/control_jitter.py                      # the shipped policy, 8 sessions at 50 Hz
+    python benchmarks/control_jitter.py --policy FOLDER --sessions 32 --seconds 20
+
+Two kinds of rounds take turns in one process, on one event loop:
+
+- sessions: real sessions (``service.sessions``), each with its control loop, joints, queue and the policy on the
+  device thread; every command is encoded as a joint_update and written to a loopback socket of its own.
+- bare: as many loops that sleep until an absolute deadline, encode the same kind of joint_update and write it to
+  such a socket. No control, no policy.
+
+In both, frames and joints of as many robots are handed to the sessions at 25 Hz on the same loop (in the bare
+rounds the sessions are stopped). Lateness is from a tick's absolute deadline to the moment its code runs; ticks that
+were missed count with their whole lateness. Target: p99 at most 1.5 times the bare loops', or 5 ms.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+import jaxmodels
+from service.engine import Engine
+from service.sessions import NewSession, Session, Sessions, SessionSettings
+from service.stats import Recent
+from service.transport.base import Inbox, JointValue, LinkUp, Rooms
+from service.transport.messages import JointUpdate
+from service.transport.names import rooms_of
+from service.transport.wire import build
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ROOT / "service" / "demo" / "policy"
+RESULTS = ROOT / "benchmarks" / "results" / "control_jitter.json"
+PERCENTS = (50, 99, 99.9)
+SAMPLES = 1_000_000
+
+
+def encode(joints: Sequence[JointValue]) -> bytes:
+    data = [{"name": joint.name, "value": joint.value, "index": joint.index} for joint in joints]
+    return build(JointUpdate(tuple(data))).encode()
+
+
+class SocketLink:
+    """A link that writes every command to a loopback socket, and whose robot is in this process."""
+
+    def __init__(self, rooms: Rooms, writer: asyncio.StreamWriter, inbox: Inbox):
+        self.rooms = rooms
+        self.inbox = inbox
+        self._writer = writer
+
+    def send(self, joints: Sequence[JointValue]) -> bool:
+        self._writer.write(encode(joints))
+        return True
+
+    def health(self) -> dict[str, object]:
+        return {}
+
+
+class SocketTransport:
+    """Makes such links to a sink that throws everything away."""
+
+    def __init__(self, port: int):
+        self.links: list[SocketLink] = []
+        self._port = port
+
+    @asynccontextmanager
+    async def connect(
+        self, url: str, *, session_id: str, cameras: Sequence[str], workspace_id: str | None, inbox: Inbox
+    ) -> AsyncIterator[SocketLink]:
+        _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        link = SocketLink(rooms_of(session_id, cameras, workspace_id), writer, inbox)
+        for room in (link.rooms.joint_input, link.rooms.joint_output):
+            inbox.event(LinkUp(room))
+        self.links.append(link)
+        try:
+            yield link
+        finally:
+            writer.close()
+
+
+async def sink(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while await reader.read(1 << 16):
+        pass
+    writer.close()
+
+
+async def robot(link: SocketLink, names: Sequence[str], sizes: dict[str, tuple[int, int]], phase: float) -> None:
+    """Frames and joints at 25 Hz."""
+    random = np.random.default_rng(0)
+    frames = {camera: random.integers(0, 255, (*size, 3)).astype(np.uint8) for camera, size in sizes.items()}
+    start = time.monotonic() + phase
+    for number in range(sys.maxsize):
+        await asyncio.sleep(max(start + number * 0.04 - time.monotonic(), 0))
+        now = time.monotonic()
+        for camera, frame in frames.items():
+            link.inbox.frame(camera, frame, now)
+        link.inbox.joints({name: float(number % 50) for name in names}, now)
+
+
+async def bare(link: SocketLink, rate: float, seconds: float, phase: float, lateness: Recent) -> None:
+    """A loop with nothing but a deadline and a message."""
+    values = [JointValue(f"joint_{number}", 1.5 * number, number) for number in range(6)]
+    start = time.monotonic() + phase
+    for number in range(int(seconds * rate)):
+        deadline = start + number / rate
+        while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)
+        lateness.add(time.monotonic() - deadline)
+        link.send(values)
+
+
+async def bare_round(links: Sequence[SocketLink], rate: float, seconds: float) -> np.ndarray:
+    recents = [Recent(SAMPLES) for _ in links]
+    phases = np.random.default_rng(1).uniform(0, 1 / rate, len(links))
+    await asyncio.gather(
+        *(bare(link, rate, seconds, phase, recent) for link, phase, recent in zip(links, phases, recents, strict=True))
+    )
+    return np.concatenate([recent.samples for recent in recents])
+
+
+async def session_round(sessions: Sessions, rate: float, seconds: float) -> tuple[np.ndarray, dict[str, object]]:
+    phases = np.random.default_rng(1).uniform(0, 1 / rate, len(sessions.list()))
+    before = [counts(session) for session in sessions.list()]
+    for session in sessions.list():
+        assert session.drive is not None
+        session.drive.control.lateness = Recent(SAMPLES)
+        for stage in session.drive.inference:
+            session.drive.inference[stage] = Recent(SAMPLES)
+    for session, phase in zip(sessions.list(), phases, strict=True):
+        await asyncio.sleep(phase)
+        await sessions.start(session.id)
+    await asyncio.sleep(seconds)
+    for session in sessions.list():
+        await sessions.stop(session.id)
+    drives = [session.drive for session in sessions.list() if session.drive is not None]
+    lateness = np.concatenate([drive.control.lateness.samples for drive in drives])
+    compute = np.concatenate([drive.inference["total"].samples for drive in drives])
+    after = [counts(session) for session in sessions.list()]
+    changes = {
+        name: sum(late[name] - early[name] for early, late in zip(before, after, strict=True)) for name in after[0]
+    }
+    facts: dict[str, object] = {
+        **changes,
+        "inferences_per_second": round(len(compute) / seconds, 1),
+        "device_thread_busy": round(sum(d.inference["compute"].total for d in drives) / seconds, 3),
+        "inference_ms": summary(compute),
+    }
+    await asyncio.sleep(0.2)
+    return lateness, facts
+
+
+def counts(session: Session) -> dict[str, int]:
+    assert session.drive is not None
+    control = session.drive.control
+    return {
+        "commands": session.drive.commands_sent,
+        "holds": control.holds.total,
+        "starvations": control.starvations,
+        "missed_ticks": control.missed_ticks,
+        "late_actions": control.actions.late,
+    }
+
+
+def summary(seconds: np.ndarray) -> dict[str, float]:
+    values = np.percentile(seconds, PERCENTS) * 1e3
+    return {f"p{p:g}": round(float(v), 3) for p, v in zip(PERCENTS, values, strict=True)} | {
+        "max": round(float(seconds.max()) * 1e3, 3)
+    }
+
+
+async def main(options: argparse.Namespace) -> dict[str, object]:
+    server = await asyncio.start_server(sink, "127.0.0.1", 0)
+    transport = SocketTransport(server.sockets[0].getsockname()[1])
+    sessions = Sessions(
+        transport=transport,
+        load=jaxmodels_loader,
+        engine=Engine(niceness=options.niceness, switch_interval=options.switch_interval),
+        settings=SessionSettings(samples=SAMPLES),
+    )
+    tasks: list[asyncio.Task[None]] = []
+    for number in range(options.sessions):
+        new = NewSession(
+            f"s{number}", str(options.policy), "loopback", camera_names=tuple(options.cameras), rate=options.rate
+        )
+        session = await sessions.create(new)
+        assert session.drive is not None
+        requirements = session.drive.served.requirements
+        names = session.drive.buffer.joints.names
+        phase = number * 0.04 / options.sessions
+        tasks.append(asyncio.create_task(robot(transport.links[-1], names, dict(requirements.cameras), phase)))
+    await session_round(sessions, options.rate, 2.0)  # not counted: first use of everything
+
+    rounds: list[dict[str, object]] = []
+    pooled: dict[str, list[np.ndarray]] = {"bare": [], "sessions": []}
+    for number in range(options.rounds):
+        lateness = await bare_round(transport.links, options.rate, options.seconds)
+        pooled["bare"].append(lateness)
+        rounds.append({"kind": "bare", "ticks": len(lateness), "lateness_ms": summary(lateness)})
+        lateness, facts = await session_round(sessions, options.rate, options.seconds)
+        pooled["sessions"].append(lateness)
+        rounds.append({"kind": "sessions", "ticks": len(lateness), "lateness_ms": summary(lateness), **facts})
+        print(f"round {number + 1}: bare {rounds[-2]['lateness_ms']}")
+        print(f"         sessions {rounds[-1]['lateness_ms']}  {facts}", flush=True)
+    for task in tasks:
+        task.cancel()
+    await sessions.close()
+    server.close()
+    totals = {kind: summary(np.concatenate(samples)) for kind, samples in pooled.items()}
+    limit = max(1.5 * totals["bare"]["p99"], 5.0)
+    return {
+        "question": "lateness of control ticks with inference running, and of bare loops, in ms",
+        "sessions": options.sessions,
+        "rate_hz": options.rate,
+        "seconds_per_round": options.seconds,
+        "loop": options.loop,
+        "niceness": options.niceness,
+        "switch_interval_s": options.switch_interval,
+        "policy": options.policy.name,
+        "machine": {
+            "cores": os.cpu_count(),
+            "processor": processor(),
+            "python": platform.python_version(),
+            "load_average": [round(value, 2) for value in os.getloadavg()],
+        },
+        "lateness_ms": totals,
+        "p99_over_bare": round(totals["sessions"]["p99"] / totals["bare"]["p99"], 2),
+        "target": "p99 <= 1.5 x bare or 5 ms",
+        "is_met": totals["sessions"]["p99"] <= limit,
+        "rounds": rounds,
+    }
+
+
+def jaxmodels_loader(path: str, revision: str | None = None, /, *, on_progress=None) -> jaxmodels.Policy:
+    return jaxmodels.load_policy(path, revision, on_progress=on_progress)
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, default=SHIPPED)
+    parser.add_argument("--cameras", nargs="+", default=["front"])
+    parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=50.0)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of one round")
+    parser.add_argument("--rounds", type=int, default=3, help="of each kind")
+    parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
+    parser.add_argument("--niceness", type=int, default=5, help="of the device and loader threads")
+    parser.add_argument("--switch-interval", type=float, default=0.001, help="Python's own, in seconds")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if options.loop == "uvloop" else None) as runner:
+        result = runner.run(main(options))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: result[key] for key in ("lateness_ms", "p99_over_bare", "is_met")}))
