@@ -13,13 +13,14 @@ from typing import Any
 TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 _MASKS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), r"\1 ***"),
     (
         re.compile(
-            r"(?i)\b(x-api-key|authorization|api[_-]?key|token|secret|password|passwd)(['\"]?\s*[:=]\s*['\"]?)[^\s'\",;&]+"
+            r"(?i)\b(x-api-key|authorization|api[_-]?key|token|secret|password|passwd)(['\"]?\s*[:=]\s*['\"]?)"
+            r"(?:(?:bearer|basic)\s+)?[^\s'\",;&]+"
         ),
         r"\1\2***",
     ),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), r"\1 ***"),
     (re.compile(r"\bhf_[A-Za-z0-9]{8,}"), "hf_***"),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), "***"),
     (re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/@\s]+@"), r"\1***@"),

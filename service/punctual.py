@@ -7,6 +7,8 @@ from sanic.exceptions import RequestTimeout
 from sanic.http import Http, Stage
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 
+_FAREWELL = 1.0  # seconds in which a late client can read why it is cut
+
 
 class _Http(Http):
     __slots__ = ()
@@ -63,3 +65,5 @@ class PunctualProtocol(WebSocketProtocol):
         if http.stage in (Stage.IDLE, Stage.REQUEST) or http.request_body:
             http.exception = RequestTimeout("Request Timeout")
             self._task.cancel()
+            # Sanic would go on to read the rest of the body; what the client has of the answer by then is enough.
+            self._deadline = self.loop.call_later(_FAREWELL, self.abort)

@@ -1,0 +1,103 @@
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from service.app import PREFIXES, ROUTES, create_app
+from service.openapi import full_document, specified_document
+from service.settings import Settings
+
+GOLDEN = Path(__file__).parent / "openapi.golden.json"
+
+
+def test_the_specified_document_is_the_golden_one():
+    assert json.loads(json.dumps(specified_document(ROUTES))) == json.loads(GOLDEN.read_text())
+
+
+def test_the_specified_document_has_exactly_the_specified_operations():
+    found = {
+        operation["operationId"]: (method.upper(), path, operation["tags"], sorted(operation["responses"]))
+        for path, operations in specified_document(ROUTES)["paths"].items()
+        for method, operation in operations.items()
+    }
+    both = ["200", "422"]
+    assert found == {
+        "root__get": ("GET", "/", ["Health"], ["200"]),
+        "health_check_health_get": ("GET", "/health", ["Health"], ["200"]),
+        "list_sessions_sessions_get": ("GET", "/sessions", ["Sessions"], ["200"]),
+        "create_session_sessions_post": ("POST", "/sessions", ["Sessions"], both),
+        "start_inference_sessions__session_id__start_post": ("POST", "/sessions/{session_id}/start", ["Control"], both),
+        "stop_inference_sessions__session_id__stop_post": ("POST", "/sessions/{session_id}/stop", ["Control"], both),
+        "restart_inference_sessions__session_id__restart_post": (
+            *("POST", "/sessions/{session_id}/restart"),
+            *(["Control"], both),
+        ),
+        "delete_session_sessions__session_id__delete": ("DELETE", "/sessions/{session_id}", ["Sessions"], both),
+    }
+
+
+def test_the_specified_document_says_who_it_is_and_asks_for_nothing():
+    document = specified_document(ROUTES)
+    assert (document["openapi"], document["info"]["version"]) == ("3.1.0", "1.0.0")
+    assert [tag["name"] for tag in document["tags"]] == ["Health", "Sessions", "Control", "Debug"]
+    assert document["components"]["securitySchemes"] == {
+        "BearerAuth": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT"},
+        "ApiKeyAuth": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    }
+    assert "security" not in document
+    assert "servers" not in document
+
+
+@pytest.mark.parametrize("document", [specified_document(ROUTES), full_document(ROUTES)], ids=["specified", "full"])
+def test_both_documents_are_valid(document):
+    OpenAPIV31SpecValidator(json.loads(json.dumps(document))).validate()
+
+
+def test_every_route_of_the_app_is_in_the_full_document_and_the_other_way_round():
+    app = create_app(Settings(embedded_transport=False))
+    served = {
+        (method, prefix, "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", route.path))
+        for route in app.router.routes
+        for method in route.methods - {"HEAD", "OPTIONS"}
+        for prefix in PREFIXES
+        if (route.path + "/").startswith("api/") == bool(prefix)
+    }
+    served = {(method, prefix, path.removeprefix(prefix) or "/") for method, prefix, path in served}
+    documented = {
+        (method.upper(), path) for path, operations in full_document(ROUTES)["paths"].items() for method in operations
+    }
+    assert served == {(method, prefix, path) for method, path in documented for prefix in PREFIXES}
+
+
+def test_the_full_document_is_a_superset():
+    specified, full = specified_document(ROUTES), full_document(ROUTES)
+    for path, operations in specified["paths"].items():
+        for method, operation in operations.items():
+            assert full["paths"][path][method]["operationId"] == operation["operationId"]
+            assert set(operation["responses"]) <= set(full["paths"][path][method]["responses"])
+    assert specified["components"]["schemas"].items() <= full["components"]["schemas"].items()
+    request, more = (full["components"]["schemas"][name] for name in ("CreateSessionRequest", "NewSessionRequest"))
+    assert set(more["properties"]) - set(request["properties"]) == {"rate", "revision", "joint_names"}
+    assert more["required"] == request["required"]
+
+
+async def test_the_documents_are_served(server):
+    assert (await server.call("GET", "/openapi.json"))[1] == json.loads(GOLDEN.read_text())
+    assert (await server.call("GET", "/api/openapi-full.json"))[1]["servers"][1]["url"] == "/api"
+
+
+async def test_the_page_names_no_other_host_and_its_policy_lets_only_its_own_script_run(server):
+    async with server.http.get("/docs") as answer:
+        page, policy = await answer.text(), answer.headers["content-security-policy"]
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "unsafe" not in policy
+    for kind in ("script", "style"):
+        [text] = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert "innerHTML" not in page

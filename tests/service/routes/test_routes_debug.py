@@ -1,0 +1,104 @@
+import json
+import logging
+
+import pytest
+
+
+async def test_the_root_says_that_the_server_runs(server):
+    status, told = await server.call("GET", "/")
+    assert (status, set(told), told["status"]) == (200, {"message", "status"}, "healthy")
+
+
+async def test_health_tells_sessions_device_versions_and_uptime(server):
+    status, told = await server.call("GET", "/health")
+    assert (status, told["status"], told["active_sessions"], told["session_ids"]) == (200, "healthy", 0, [])
+    assert told["device"] is None
+    assert told["server_running"] is True
+    assert {"python", "robojax", "jax", "sanic"} <= set(told["versions"])
+    assert 0 <= told["uptime"] < 60
+    await server.create()
+    _, told = await server.call("GET", "/health")
+    assert (told["active_sessions"], told["session_ids"], told["device"]) == (1, ["arm"], "scripted:0")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "asked for over HTTP"),
+        (b'{"reason": "cable caught"}', "cable caught"),
+        (b'{"reason": "a\\nb"}', "a b"),
+        (b'{"reason": 5}', "asked for over HTTP"),
+        (b"[1]", "asked for over HTTP"),
+        (b"{{{ not json", "asked for over HTTP"),
+        (b"\xff\xfe", "asked for over HTTP"),
+        (b"[" * 50_000, "asked for over HTTP"),
+        (json.dumps({"reason": "x" * 5000}).encode(), "x" * 200),
+    ],
+)
+async def test_an_emergency_stop_happens_whatever_its_body_is(server, body, reason):
+    await server.create()
+    await server.call("POST", "/sessions/arm/start")
+    status, told = await server.call("POST", "/debug/emergency_stop", data=body)
+    assert (status, told["stopped"]) == (200, ["arm"])
+    _, listed = await server.call("GET", "/sessions/arm")
+    assert (listed["status"], listed["error_message"]) == ("stopped", reason)
+
+
+async def test_an_emergency_stop_holds_until_a_reset(server):
+    await server.create("a")
+    await server.create("b")
+    assert (await server.call("POST", "/debug/emergency_stop"))[1]["stopped"] == ["a", "b"]
+    status, told = await server.call("POST", "/sessions/a/start")
+    assert (status, "reset" in told["detail"]) == (409, True)
+    assert (await server.call("POST", "/debug/sessions/a/reset"))[0] == 200
+    assert (await server.call("POST", "/sessions/a/start"))[0] == 200
+    assert (await server.call("POST", "/sessions/b/start"))[0] == 409
+
+
+async def test_the_queue_of_a_session_can_be_seen(server):
+    await server.create()
+    status, told = await server.call("GET", "/debug/sessions/arm/queue")
+    assert (status, told["session_id"], told["queue_length"], told["control_hz"]) == (200, "arm", 0, 20)
+
+
+async def test_the_system_tells_no_folder_of_the_machine(serve):
+    async with serve(compile_cache="/secret/place", policy_cache="/secret/other") as server:
+        status, told = await server.call("GET", "/debug/system")
+    assert (status, told["sessions"], told["embedded_rooms"]) == (200, {}, {"robotics": 0, "video": 0})
+    assert told["memory_mb"] > 10
+    assert told["settings"]["max_sessions"] == 64
+    assert "/secret" not in str(told)
+
+
+async def test_logs_are_kept_without_secrets(server):
+    log = logging.getLogger("a.test")
+    log.warning("before")
+    log.error("loading /home/me/models/act failed with Authorization: Bearer abcdefghijkl")
+    _, told = await server.call("GET", "/debug/logs?limit=1&level=warning")
+    [line] = told["logs"]
+    assert (line["level"], line["logger"]) == ("ERROR", "a.test")
+    assert line["message"] == "loading .../act failed with Authorization: ***"
+    _, told = await server.call("GET", "/debug/logs?limit=2")
+    assert told["logs"][0]["message"] == "before"
+
+
+async def test_metrics_tell_sessions_requests_and_latencies(server):
+    await server.create()
+    await server.call("POST", "/sessions/arm/start")
+    await server.call("GET", "/sessions/nobody")
+    async with server.http.get("/metrics") as answer:
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = set((await answer.text()).splitlines())
+    assert 'robojax_sessions{stage="running"} 1.0' in lines
+    assert 'robojax_commands_sent_total{session="arm"} 0.0' in lines
+    assert 'robojax_frames_received_total{camera="front",session="arm"} 0.0' in lines
+    assert 'robojax_requests_total{method="GET",route="/sessions/{session_id}",status="404"} 1.0' in lines
+    assert 'robojax_requests_total{method="POST",route="/sessions",status="200"} 1.0' in lines
+
+
+async def test_metrics_of_a_session_that_failed_can_be_read(server):
+    server.load.failure = RuntimeError("x")
+    await server.create()
+    async with server.http.get("/metrics") as answer:
+        assert answer.status == 200
+        assert 'robojax_sessions{stage="error"} 1.0' in await answer.text()

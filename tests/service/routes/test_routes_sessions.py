@@ -1,0 +1,172 @@
+import asyncio
+import threading
+
+import pytest
+
+from service.errors import TransportError
+
+
+async def test_a_session_is_made_listed_looked_at_and_deleted(server):
+    status, made = await server.create("arm", camera_names=["front"], workspace_id="shop")
+    assert (status, made) == (
+        200,
+        {
+            "workspace_id": "shop",
+            "camera_room_ids": {"front": "arm-front"},
+            "joint_input_room_id": "arm-joint-input",
+            "joint_output_room_id": "arm-joint-output",
+        },
+    )
+    status, listed = await server.call("GET", "/sessions")
+    assert [(one["session_id"], one["status"], one["workspace_id"]) for one in listed] == [("arm", "ready", "shop")]
+    assert set(listed[0]) == {
+        *("session_id", "status", "policy_path", "policy_type", "camera_names"),
+        *("workspace_id", "rooms", "stats", "inference_stats", "error_message"),
+    }
+    status, one = await server.call("GET", "/sessions/arm")
+    assert (status, one["rooms"]["joint_input_room_id"]) == (200, "arm-joint-input")
+    assert await server.call("DELETE", "/sessions/arm") == (200, {"message": "Session arm deleted"})
+    assert await server.call("GET", "/sessions") == (200, [])
+    assert server.transport.links[-1].is_closed
+
+
+async def test_a_workspace_is_made_when_none_is_given(server):
+    first, second = [(await server.create(name))[1]["workspace_id"] for name in ("a", "b")]
+    assert first
+    assert second
+    assert first != second
+
+
+async def test_start_stop_and_restart_say_what_became_of_the_session(server):
+    await server.create()
+    for move, stage in (("start", "running"), ("stop", "stopped"), ("restart", "running")):
+        status, told = await server.call("POST", f"/sessions/arm/{move}")
+        assert (status, told["session_id"], told["status"]) == (200, "arm", stage)
+        assert "arm" in told["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/sessions/nobody"),
+        ("DELETE", "/sessions/nobody"),
+        ("POST", "/sessions/nobody/start"),
+        ("POST", "/sessions/nobody/stop"),
+        ("POST", "/sessions/nobody/restart"),
+        ("POST", "/debug/sessions/nobody/reset"),
+        ("GET", "/debug/sessions/nobody/queue"),
+    ],
+)
+async def test_an_unknown_session_is_404(server, method, path):
+    status, told = await server.call(method, path)
+    assert (status, told) == (404, {"detail": "Session nobody not found", "code": "unknown_session"})
+
+
+async def test_a_forbidden_move_is_409_and_names_the_allowed_ones(server):
+    await server.create()
+    await server.call("POST", "/sessions/arm/start")
+    status, told = await server.call("POST", "/sessions/arm/start")
+    assert (status, told["code"]) == (409, "move_refused")
+    assert "stop" in told["detail"]
+    assert "restart" in told["detail"]
+
+
+async def test_of_two_creates_of_one_id_one_wins(server):
+    server.load.gate = threading.Event()
+    first = asyncio.create_task(server.create())
+    second = asyncio.create_task(server.create())
+    await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+    server.load.gate.set()
+    answers = sorted([await first, await second], key=lambda answer: answer[0])
+    assert [status for status, _ in answers] == [200, 409]
+    assert answers[1][1]["code"] == "session_exists"
+    assert len((await server.call("GET", "/sessions"))[1]) == 1
+
+
+async def test_creating_does_not_hold_up_other_requests(server):
+    server.load.gate = threading.Event()
+    create = asyncio.create_task(server.create())
+    await server.until_loading()
+    status, listed = await server.call("GET", "/sessions")
+    assert (status, listed[0]["status"]) == (200, "initializing")
+    assert not create.done()
+    server.load.gate.set()
+    assert (await create)[0] == 200
+
+
+async def test_a_create_may_take_longer_than_other_answers(serve):
+    async with serve(answer_deadline=0.2) as server:
+        server.load.gate = threading.Event()
+        create = asyncio.create_task(server.create())
+        await asyncio.sleep(0.8)
+        assert not create.done()
+        server.load.gate.set()
+        assert (await create)[0] == 200
+
+
+async def test_a_client_that_gives_up_finds_its_session_in_the_list(server):
+    server.load.gate = threading.Event()
+    create = asyncio.create_task(server.create())
+    await server.until_loading()
+    create.cancel()
+    await asyncio.gather(create, return_exceptions=True)
+    server.load.gate.set()
+    for _ in range(200):
+        _, listed = await server.call("GET", "/sessions")
+        if listed[0]["status"] == "ready":
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"still {listed}")
+
+
+async def test_a_policy_that_cannot_be_loaded_is_422_and_stays_listed_with_its_reason(server):
+    from jaxmodels.errors import CheckpointError
+
+    server.load.failure = CheckpointError("config.json is missing")
+    status, told = await server.create(policy_path="/models/s3cr3t-folder")
+    assert status == 422
+    [entry] = told["detail"]
+    assert (entry["loc"], entry["type"]) == (["body", "policy_path"], "policy")
+    assert "config.json is missing" in entry["msg"]
+    assert "s3cr3t" not in entry["msg"]
+    _, [listed] = await server.call("GET", "/sessions")
+    assert (listed["status"], "config.json" in listed["error_message"]) == ("error", True)
+    server.load.failure = None
+    assert (await server.create())[0] == 200
+
+
+async def test_cameras_that_do_not_fit_are_422_without_the_names_that_were_sent(server):
+    status, told = await server.create(camera_names=["hunter2cam"])
+    assert status == 422
+    assert "front" in told["detail"][0]["msg"]
+    assert "hunter2cam" not in str(told)
+
+
+async def test_a_transport_that_fails_is_502(server):
+    server.transport.refuse = TransportError("rooms.example: connection refused")
+    status, told = await server.create()
+    assert (status, told["code"]) == (502, "transport")
+    assert "connection refused" in told["detail"]
+
+
+async def test_a_policy_loader_with_a_bug_tells_the_client_no_more_than_its_kind(server):
+    server.load.failure = RuntimeError("token hf_abcdefgh in /root/secrets")
+    status, told = await server.create()
+    assert status == 422
+    assert "RuntimeError" in str(told)
+    assert "hf_" not in str(told)
+    assert "/root" not in str(told)
+
+
+async def test_no_more_sessions_than_the_settings_allow(serve):
+    async with serve(max_sessions=1) as server:
+        assert (await server.create("a"))[0] == 200
+        status, told = await server.create("b")
+        assert (status, told["code"]) == (429, "too_many_sessions")
+
+
+async def test_names_in_paths_may_be_percent_encoded(server):
+    await server.create("arm.1")
+    assert (await server.call("GET", "/sessions/arm%2E1"))[0] == 200
+    status, told = await server.call("GET", "/sessions/no%20such%2Fname")
+    assert (status, told["detail"]) == (404, "Session no such/name not found")

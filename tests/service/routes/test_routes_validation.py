@@ -1,0 +1,153 @@
+import json
+
+import pytest
+
+SECRET = "hunter2-correct-horse"
+
+
+async def refused(server, **how):
+    status, told = await server.call("POST", "/sessions", **how)
+    assert status == 422, told
+    assert set(told) == {"detail"}
+    for entry in told["detail"]:
+        assert set(entry) == {"loc", "msg", "type"}
+    return told["detail"]
+
+
+async def refused_body(server, **more):
+    fields = {"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms"} | more
+    return await refused(server, json=fields)
+
+
+async def test_a_missing_body_is_a_missing_field(server):
+    assert await refused(server) == [{"loc": ["body"], "msg": "Field required", "type": "missing"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "position"),
+    [
+        ('{"session_id": ', 15),
+        ("{]", 1),
+        ("nonsense", 0),
+        ('{"rate": NaN}', 9),
+        ('{"a": "NaN", "rate": -Infinity}', 21),
+        ('{"rate": Infinity}', 9),
+        ("[" * 100_000, 0),
+        ("1" * 5000, 0),
+    ],
+)
+async def test_what_is_not_json_is_told_with_its_position(server, text, position):
+    [entry] = await refused(server, data=text, headers={"content-type": "application/json"})
+    assert entry == {"loc": ["body", position], "msg": "JSON decode error", "type": "json_invalid"}
+
+
+async def test_bytes_that_are_no_text_are_not_json(server):
+    [entry] = await refused(server, data=b'{"session_id": "\xff\xfe"}', headers={"content-type": "application/json"})
+    assert entry["type"] == "json_invalid"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+async def test_another_content_type_is_refused(server, kind):
+    [entry] = await refused(server, data=json.dumps({"session_id": "arm"}), headers={"content-type": kind})
+    assert (entry["loc"], entry["type"]) == (["body"], "content_type")
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/vnd.robot+json", "APPLICATION/JSON"])
+async def test_json_under_its_other_names_is_read(server, kind):
+    entries = await refused(server, data="{}", headers={"content-type": kind})
+    assert [entry["loc"][1] for entry in entries] == ["session_id", "policy_path", "transport_server_url"]
+    assert {entry["type"] for entry in entries} == {"missing"}
+
+
+@pytest.mark.parametrize("found", [[], "text", 5, None])
+async def test_a_body_that_is_no_object_is_refused(server, found):
+    [entry] = await refused(server, json=found)
+    assert entry["loc"] == ["body"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place", "kind"),
+    [
+        ("session_id", 5, [], "string_type"),
+        ("session_id", "", [], "string_pattern_mismatch"),
+        ("session_id", "a b", [], "string_pattern_mismatch"),
+        ("session_id", "..", [], "string_pattern_mismatch"),
+        ("session_id", "arm\n", [], "string_pattern_mismatch"),
+        ("session_id", "x" * 65, [], "string_pattern_mismatch"),
+        ("policy_path", "", [], "string_too_short"),
+        ("policy_path", "  ", [], "string_too_short"),
+        ("policy_path", "a\0b", [], "string_too_short"),
+        ("policy_path", "x" * 5000, [], "string_too_long"),
+        ("transport_server_url", "ftp://rooms", [], "url_scheme"),
+        ("transport_server_url", "rooms:8000", [], "url_scheme"),
+        ("transport_server_url", "http://", [], "url_scheme"),
+        ("transport_server_url", "http://rooms:x", [], "url_scheme"),
+        ("transport_server_url", "http://[::1", [], "url_scheme"),
+        ("transport_server_url", f"http://me:{SECRET}@rooms", [], "url_credentials"),
+        ("camera_names", "front", [], "list_type"),
+        ("camera_names", ["front", 5], [1], "string_type"),
+        ("camera_names", ["front", "a/b"], [1], "string_pattern_mismatch"),
+        ("camera_names", ["front", "front"], [], "unique_items"),
+        ("camera_names", [f"c{number}" for number in range(9)], [], "invalid"),
+        ("workspace_id", "a/b", [], "string_pattern_mismatch"),
+        ("workspace_id", 5, [], "string_type"),
+        ("policy_type", 5, [], "string_type"),
+        ("policy_type", None, [], "string_type"),
+        ("language_instruction", ["x"], [], "string_type"),
+        ("rate", "20", [], "float_type"),
+        ("rate", True, [], "float_type"),
+        ("rate", 0, [], "greater_than"),
+        ("rate", 1001, [], "less_than_equal"),
+        ("rate", 201, [], "invalid"),
+        ("revision", "", [], "string_too_short"),
+        ("joint_names", [""], [0], "string_too_short"),
+    ],
+)
+async def test_a_field_that_does_not_fit_is_told_by_its_place(server, field, value, place, kind):
+    [entry] = await refused_body(server, **{field: value})
+    assert entry["loc"] == ["body", field, *place]
+    assert entry["type"] == kind
+    assert (await server.call("GET", "/sessions"))[1] == []
+
+
+async def test_a_number_beyond_the_doubles_is_not_finite(server):
+    text = '{"session_id":"a","policy_path":"p","transport_server_url":"http://r","rate":1e999}'
+    [entry] = await refused(server, data=text, headers={"content-type": "application/json"})
+    assert entry["loc"] == ["body", "rate"]
+
+
+async def test_fields_that_nobody_knows_are_ignored(server):
+    status, _ = await server.create("arm", someday="maybe", rate=None)
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"session_id": f"{SECRET} {SECRET}"},
+        {"policy_path": [SECRET]},
+        {"policy_path": f"/nowhere/{SECRET}", "camera_names": 5},
+        {"transport_server_url": f"{SECRET}://rooms"},
+        {"transport_server_url": f"http://me:{SECRET}@rooms"},
+        {"camera_names": {SECRET: SECRET}},
+        {"camera_names": [SECRET, SECRET]},
+        {"camera_names": [SECRET]},
+        {"camera_names": [f"{SECRET}{number}" for number in range(9)]},
+        {"workspace_id": f"/{SECRET}"},
+        {"policy_type": SECRET},
+        {"language_instruction": {SECRET: 1}},
+        {"joint_names": [SECRET]},
+        {"joint_names": [SECRET] * 6},
+        {"rate": SECRET},
+        {"revision": [SECRET]},
+    ],
+)
+async def test_what_was_sent_never_comes_back(server, more):
+    entries = await refused_body(server, **more)
+    assert SECRET not in str(entries)
+
+
+async def test_queries_are_checked_too(server):
+    for query, place in (("limit=0", "limit"), ("limit=x", "limit"), ("level=loud", "level")):
+        status, told = await server.call("GET", f"/debug/logs?{query}")
+        assert (status, told["detail"][0]["loc"]) == (422, ["query", place])
