@@ -1,6 +1,8 @@
 """``robojax serve``: the server until Ctrl-C. Its flags are the settings."""
 
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -37,6 +39,21 @@ def serve(config: Path | None, **flags: Any) -> None:
         listener,
         lambda url: typer.echo(f"robojax serves at {url} ({rooms}; API: {url}/docs). Ctrl-C ends it."),
     )
+    _end()
+
+
+def _end() -> None:
+    """End the process with 0, robots held and rooms left.
+
+    Python would take its threads down one by one, and one that is inside of JAX (importing, compiling, computing) then
+    aborts the whole process with SIGABRT.
+    """
+    import logging
+
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:

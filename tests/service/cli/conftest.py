@@ -1,0 +1,61 @@
+"""The console command as a process of its own, as people start it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Started = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ROBOJAX_")}
+    return kept | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+@pytest.fixture
+def robojax(environment, tmp_path) -> Run:
+    def run(*arguments: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "service.cli", *arguments],
+            env=environment | more,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def serve(environment, tmp_path) -> Started:
+    """A server process and its URL, read from the line it prints."""
+
+    @contextmanager
+    def start(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "http://" in line, (line, process.communicate(timeout=10))
+            yield process, next(word for word in line.split() if word.startswith("http://"))
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    return start

@@ -1,0 +1,88 @@
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from service import diagnosis
+from service.diagnosis import Finding, diagnose
+from service.settings import Settings
+
+
+def only(monkeypatch, *names):
+    """Leave out the checks that start other processes."""
+    for name in ("_devices", "_rendering"):
+        if name not in names:
+            monkeypatch.setattr(diagnosis, name, lambda settings: iter(()))
+
+
+def found(name: str, **settings) -> Finding:
+    return next(finding for finding in diagnose(Settings(**settings)) if finding.name == name)
+
+
+def test_every_finding_that_is_not_ok_has_a_fix(monkeypatch):
+    only(monkeypatch)
+    findings = diagnose(Settings(port=0, host="0.0.0.0", compile_cache="off"))
+    assert [finding.name for finding in findings] == [
+        *("Python", "packages", "video codecs", "port", "compile cache", "Hub cache")
+    ]
+    for finding in findings:
+        assert finding.found
+        assert bool(finding.fix) == (finding.level != "ok")
+
+
+def test_a_taken_port_fails(monkeypatch):
+    only(monkeypatch)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert found("port", port=port).level == "fail"
+    assert found("port", port=0).level == "ok"
+    assert found("port", port=0, host="0.0.0.0").level == "warn"
+
+
+def test_caches_are_looked_at_without_being_made(monkeypatch, tmp_path):
+    only(monkeypatch)
+    wanted = tmp_path / "deep" / "cache"
+    assert str(wanted) in found("compile cache", port=0, compile_cache=str(wanted)).found
+    assert not wanted.parent.exists()
+    assert found("compile cache", port=0, compile_cache="off").level == "warn"
+
+
+def test_a_folder_that_cannot_be_written_is_told(monkeypatch):
+    only(monkeypatch)
+    assert found("Hub cache", port=0, policy_cache="/proc/nothing").level == "warn"
+
+
+@pytest.mark.parametrize(("free", "level"), [(1e8, "fail"), (1e9, "warn"), (1e11, "ok")])
+def test_disk_space_is_judged(monkeypatch, tmp_path, free, level):
+    only(monkeypatch)
+    monkeypatch.setattr(diagnosis.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+    assert found("Hub cache", port=0, policy_cache=str(tmp_path)).level == level
+
+
+def test_a_probe_that_dies_is_told_by_its_last_words():
+    error, _ = diagnosis._run("import sys; sys.exit('no such driver')", {})
+    assert error == "no such driver"
+    error, _ = diagnosis._run("import os; os.kill(os.getpid(), 9)", {})
+    assert error == "exit code -9"
+
+
+def test_a_probe_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(diagnosis, "_PROBE_SECONDS", 0.2)
+    assert diagnosis._run("import time; time.sleep(60)", {})[0] == "no answer in 0.2 s"
+
+
+def test_doctor_tells_all_of_it_and_ends_with_1_when_something_is_missing(robojax):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        told = robojax("doctor", "--json", "--port", str(other.getsockname()[1]), timeout=110)
+    findings = {finding["name"]: finding for finding in json.loads(told.stdout)}
+    assert told.returncode == 1
+    assert findings["port"]["level"] == "fail"
+    assert findings["JAX devices"]["level"] in ("ok", "warn")
+    assert "cpu" in findings["JAX devices"]["found"] or "cuda" in findings["JAX devices"]["found"]
+    assert findings["Python"]["level"] == "ok"
+    assert Path(findings["compile cache"]["found"].split(",")[0]).name == "xla"

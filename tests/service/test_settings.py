@@ -1,0 +1,118 @@
+from pathlib import Path
+
+import pytest
+
+from service.settings import GROUPS, PREFIX, Settings, SettingsError, load_settings, unknown_variables
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    """A folder and an environment without any settings."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(text: str, name: str = "robojax.toml") -> Path:
+    path = Path(name)
+    path.write_text(text)
+    return path
+
+
+def wrong(flags=None, file=None) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags, file)
+    return str(caught.value)
+
+
+def test_flags_win_over_the_environment_that_over_the_file_that_over_the_defaults(monkeypatch):
+    assert load_settings().port == 8001
+    write("port = 1111\nrate = 50\nmax_sessions = 3")
+    assert load_settings().port == 1111
+    monkeypatch.setenv("ROBOJAX_PORT", "2222")
+    monkeypatch.setenv("ROBOJAX_RATE", "30")
+    settings = load_settings({"port": "3333", "rate": None})
+    assert (settings.port, settings.rate, settings.max_sessions) == (3333, 30.0, 3)
+
+
+def test_the_file_is_named_by_a_flag_or_a_variable_or_is_just_there(monkeypatch):
+    write("port = 1")
+    write("port = 2", "two.toml")
+    write("port = 3", "three.toml")
+    assert load_settings().port == 1
+    monkeypatch.setenv("ROBOJAX_CONFIG", "two.toml")
+    assert load_settings().port == 2
+    assert load_settings(file=Path("three.toml")).port == 3
+
+
+def test_lists_and_tables_have_a_form_for_each_source(monkeypatch):
+    write('ice_servers = ["stun:a", "stun:b"]\n[joint_ranges]\nhip = [-10, 20.5]')
+    settings = load_settings()
+    assert settings.ice_servers == ("stun:a", "stun:b")
+    assert settings.joint_ranges == {"hip": (-10.0, 20.5)}
+    monkeypatch.setenv("ROBOJAX_ICE_SERVERS", "stun:c, stun:d")
+    settings = load_settings({"joint_ranges": '{"knee": [0, 1]}'})
+    assert settings.ice_servers == ("stun:c", "stun:d")
+    assert settings.joint_ranges == {"knee": (0.0, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"port": "abc"}, "port (flag --port): found 'abc'; wanted a valid integer"),
+        ({"port": "65536"}, "port (flag --port): found '65536'; wanted less than or equal to 65535"),
+        ({"rate": "nan"}, "rate (flag --rate): found 'nan'; wanted a finite number"),
+        ({"dtype": "int8"}, "dtype (flag --dtype): found 'int8'; wanted 'float32' or 'bfloat16'"),
+        ({"joint_ranges": "{"}, "joint_ranges (flag --joint-ranges): found '{'; wanted JSON"),
+        ({"joint_ranges": '{"a": [2, 1]}'}, "wanted low below high for a"),
+        ({"joint_ranges": '{"a": [2, "x"]}'}, "joint_ranges.a.1 (flag --joint-ranges): found 'x'"),
+        ({"frame_age_limit": "0"}, "frame_age_limit (flag --frame-age-limit): found '0'; wanted greater than 0"),
+        ({"rate": "300"}, "rate (flag --rate) and max_rate (default): found 300 and 200; wanted rate <= max_rate"),
+    ],
+)
+def test_a_bad_value_is_told_with_its_source_and_what_was_wanted(flags, text):
+    assert text in wrong(flags)
+
+
+def test_each_source_is_named(monkeypatch):
+    write('port = "x"\nhots = "a"\ncolour = 1')
+    monkeypatch.setenv("ROBOJAX_RATE", "-1")
+    lines = wrong({"max_body": "none"}).splitlines()
+    assert "port (robojax.toml port): found 'x'; wanted a valid integer, unable to parse string as an integer" in lines
+    assert "rate (environment ROBOJAX_RATE): found '-1'; wanted greater than 0" in lines
+    assert "hots (robojax.toml hots): no such setting; did you mean 'host'?" in lines
+    assert any(line.startswith("max_body (flag --max-body)") for line in lines)
+    assert any(line.startswith("colour (robojax.toml colour): no such setting; wanted one of") for line in lines)
+
+
+def test_a_file_that_cannot_be_read_is_an_error(monkeypatch):
+    assert "config (flag --config): found no file 'nope.toml'" in wrong(file=Path("nope.toml"))
+    write("port = = 1", "broken.toml")
+    assert "config (broken.toml)" in wrong(file=Path("broken.toml"))
+    Path("binary.toml").write_bytes(b"\xff\xfe\x00")
+    assert "config (binary.toml)" in wrong(file=Path("binary.toml"))
+    monkeypatch.setenv("ROBOJAX_CONFIG", "gone.toml")
+    assert "environment ROBOJAX_CONFIG" in wrong()
+
+
+def test_variables_that_are_no_settings_are_told_but_are_no_errors(monkeypatch):
+    monkeypatch.setenv("ROBOJAX_PROT", "1")
+    monkeypatch.setenv("ROBOJAX_SERVICE_HOST", "10.0.0.1")  # what Kubernetes makes of a service of this name
+    monkeypatch.setenv("ROBOJAX_PORT", "1")
+    load_settings()
+    assert unknown_variables() == ["ROBOJAX_PROT", "ROBOJAX_SERVICE_HOST"]
+
+
+def test_every_setting_is_in_one_group_and_described():
+    names = [name for group in GROUPS for name in group.__annotations__]
+    assert sorted(names) == sorted(Settings.model_fields)
+    assert all(field.description for field in Settings.model_fields.values())
+
+
+def test_settings_do_not_change():
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().port = 1  # type: ignore[misc]
