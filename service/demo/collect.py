@@ -21,7 +21,8 @@ SEEN = (96, 96)  # what the policy looks at
 TASK = "pick up the red cube"
 # The expert's hand is pushed while it reaches, and what is recorded is where it wanted to go: so the policy sees how
 # to come back to the path (DART, https://arxiv.org/abs/1703.09327). Pushes last for a few ticks.
-PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.03, 0.8, 38  # radians, per tick, ticks
+# Any later and the hand cannot come back before it must be over the cube: one demonstration in six would fail.
+PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
 
 _workers: dict[str, tuple[Arm, Kinematics]] = {}
 
