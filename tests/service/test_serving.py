@@ -1,0 +1,102 @@
+import asyncio
+import socket
+import threading
+
+import aiohttp
+import pytest
+from sanic import Sanic
+
+from service.app import create_app
+from service.scripted_policy import ScriptedLoader
+from service.serving import CannotListen, listen, serving, url_of
+from service.settings import Settings
+from service.transport.memory import MemoryTransport
+
+BODY = {"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms"}
+
+
+def test_port_0_is_a_free_port_and_the_url_names_it():
+    with listen("127.0.0.1", 0) as first, listen("127.0.0.1", 0) as second:
+        assert url_of(first) != url_of(second)
+        assert url_of(first) == f"http://127.0.0.1:{first.getsockname()[1]}"
+
+
+def test_everywhere_is_reached_by_loopback():
+    with listen("0.0.0.0", 0) as listener:
+        assert url_of(listener).startswith("http://127.0.0.1:")
+
+
+def test_ipv6_stands_in_brackets():
+    try:
+        listener = listen("::1", 0)
+    except CannotListen:
+        pytest.skip("no IPv6 here")
+    with listener:
+        assert url_of(listener).startswith("http://[::1]:")
+
+
+def test_a_taken_port_and_an_unknown_host_are_told():
+    with listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        with pytest.raises(CannotListen, match=r"cannot listen on 127\.0\.0\.1"):
+            listen("127.0.0.1", listener.getsockname()[1])
+    with pytest.raises(CannotListen, match=r"host '256\.1\.1\.1' is no address"):
+        listen("256.1.1.1", 0)
+
+
+async def test_a_server_ends_in_time_with_a_create_a_socket_and_an_idle_connection_open():
+    load, transport = ScriptedLoader(gate=threading.Event()), MemoryTransport()
+    app = create_app(Settings(), transport=transport, load=load)
+    loop = asyncio.get_running_loop()
+    async with aiohttp.ClientSession() as http:
+        async with serving(app, listen("127.0.0.1", 0)) as url:
+            create = asyncio.create_task(http.post(f"{url}/sessions", json=BODY))
+            await http.post(f"{url}/video/workspaces/w/rooms", json={"room_id": "r"})
+            room = await http.ws_connect(f"{url}/video/workspaces/w/rooms/r/ws")
+            await room.send_json({"participant_id": "me", "role": "consumer"})
+            assert (await room.receive_json())["type"] == "joined"
+            idle = socket.create_connection(tuple(app_address(url)))
+            for _ in range(500):
+                if load.loads:
+                    break
+                await asyncio.sleep(0.01)
+            began = loop.time()
+        assert loop.time() - began < 4.5
+        assert (await room.receive(1)).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+        answer = await create
+        assert answer.status in (404, 409, 503)
+        assert "shutting down" in str(await answer.json()) or "deleted while" in str(await answer.json())
+    idle.close()
+    load.gate.set()  # type: ignore[union-attr]
+    assert app.name not in Sanic._app_registry
+
+
+async def test_running_sessions_hold_their_robots_and_leave_their_rooms_at_the_end():
+    transport = MemoryTransport()
+    app = create_app(Settings(), transport=transport, load=ScriptedLoader())
+    async with aiohttp.ClientSession() as http:
+        async with serving(app, listen("127.0.0.1", 0)) as url:
+            assert (await http.post(f"{url}/sessions", json=BODY)).status == 200
+            assert (await http.post(f"{url}/sessions/arm/start")).status == 200
+            link = transport.link
+            link.deliver_joints(dict.fromkeys(("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"), 5.0))
+        assert link.is_closed
+        assert transport.existing == set()
+
+
+async def test_a_server_that_cannot_start_leaves_nothing_behind():
+    app = create_app(Settings(), transport=MemoryTransport(), load=ScriptedLoader())
+
+    @app.before_server_start
+    async def broken(app):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        async with serving(app, listen("127.0.0.1", 0)):
+            pass
+    assert app.name not in Sanic._app_registry
+
+
+def app_address(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
