@@ -1,14 +1,14 @@
 """What can go wrong in the service, as a tree; each class carries the HTTP status and a stable code.
 
-    ServiceError                  500 internal
-    ├── InvalidRequest            422 invalid          a field that parsed but cannot be used
-    ├── UnknownSession            404 unknown_session
-    ├── SessionExists             409 session_exists
-    ├── MoveRefused               409 move_refused     the stage table forbids the move
-    ├── TooManySessions           429 too_many_sessions
-    ├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
-    ├── PolicyFailed              500 policy_failed    a loaded policy raised, or gave something that is not a chunk
-    └── TransportError            502 transport        the transport server refused, vanished or broke the wire
+ServiceError                  500 internal
+├── InvalidRequest            422 invalid          a field that parsed but cannot be used
+├── UnknownSession            404 unknown_session
+├── SessionExists             409 session_exists
+├── MoveRefused               409 move_refused     the stage table forbids the move
+├── TooManySessions           429 too_many_sessions
+├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
+├── PolicyFailed              500 policy_failed    a loaded policy raised, or gave something that is not a chunk
+└── TransportError            502 transport        the transport server refused, vanished or broke the wire
 """
 
 from typing import ClassVar

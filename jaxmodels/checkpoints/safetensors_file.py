@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from jaxmodels.errors import CheckpointError
 
@@ -52,7 +52,9 @@ def read_floats(path: Path, *, but: str | None = None) -> dict[str, np.ndarray]:
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes contiguous copies; PyTorch's loaders look for the format's name in the metadata."""
-    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path, metadata={"format": "pt"})
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    # Not save_file: what it writes only its owner may read, whatever the umask says.
+    path.write_bytes(save(contiguous, metadata={"format": "pt"}))
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
