@@ -1,0 +1,43 @@
+"""``robojax demo`` as a person runs it: the real server and the real arm as processes."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("can_draw")
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service.cli", "demo", "--headless", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_an_episode_goes_through_the_whole_stack_and_is_counted() -> None:
+    ended = demo("--episodes", "1", "--require", "0")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"cube +1 \(seed 5000\): (lifted|missed)", ended.stdout), ended.stdout
+    assert "of 1 cubes lifted" in ended.stdout
+    url = re.search(r"server: (http://127.0.0.1:\d+)", ended.stdout)
+    assert url is not None
+    assert f"curl -X POST {url[1]}/sessions " in ended.stdout
+    commands = re.search(r"commands: (\d+) sent", ended.stdout)
+    assert commands is not None
+    assert int(commands[1]) >= 100, "110 ticks were driven by the policy"
+    assert "camera fps: front 2" in ended.stdout
+
+
+def test_too_few_cubes_are_a_failure() -> None:
+    ended = demo("--episodes", "1", "--require", "2")
+    assert ended.returncode == 1
+    assert "fewer than the 2 cubes wanted" in ended.stderr
+
+
+def test_a_policy_that_cannot_be_loaded_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
+    ended = demo("--episodes", "1", "--policy", str(tmp_path))
+    assert ended.returncode == 4
+    assert "the server refused the session with 422" in ended.stderr
+    assert "config.json" in ended.stderr
+    assert "Traceback" not in ended.stderr
