@@ -82,8 +82,9 @@ async def _watch(policy: str, episodes: int, seed: int, port: int, is_plain: boo
                 if not is_plain:
                     live.update(table(view, episodes), refresh=True)
         assert view is not None, "there is at least one view"
-        for name, value in facts(view):
-            console.print(f"{name}: {value}", highlight=False)
+        if is_plain:
+            for name, value in facts(view):
+                console.print(f"{name}: {value}", highlight=False)
         console.print(f"[bold]{view.score}[/bold]", highlight=False)
         return view.score.lifted
 

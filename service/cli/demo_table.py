@@ -33,8 +33,8 @@ def table(view: "View", episodes: int) -> Table:
     shown = Table(title="robojax demo: an ACT policy picks up cubes", title_justify="left", show_header=False)
     shown.add_column(style="bold")
     shown.add_column(min_width=64)
-    of = f" (of {episodes})" if episodes else "; Ctrl-C ends it"
-    shown.add_row("cubes", f"{view.score}{of}")
+    ahead = f"{episodes - view.score.done} to go" if episodes else "Ctrl-C ends it"
+    shown.add_row("cubes", f"{view.score}, {ahead}")
     for name, value in facts(view):
         shown.add_row(name, value)
     joints: dict[str, Any] = view.status["stats"].get("measured_joints") or {}
