@@ -7,7 +7,7 @@ Source: lerobot/processor/normalize_processor.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,6 @@ STATISTICS = {
     "QUANTILES": ("q01", "q99"),
     "QUANTILE10": ("q10", "q90"),
 }
-
-Array = TypeVar("Array")
 
 
 class Affine(NamedTuple):
@@ -120,6 +118,8 @@ class Normalizer:
                 f"normalisation of {feature.name!r}: {name} holds a NaN or an infinity; "
                 "write the statistics of the dataset the policy was trained on"
             )
+        if name == "std" and (vector < 0).any():
+            raise CheckpointError(f"normalisation of {feature.name!r}: std is negative; wanted a spread of 0 or more")
         return vector
 
 

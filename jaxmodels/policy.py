@@ -1,5 +1,6 @@
 """A policy ready to act: a checkpoint's weights on a device, and the programs that run them."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -49,8 +50,8 @@ def load_policy(
     """
     tell = on_progress or (lambda stage: None)
     where, compute = find_device(device), find_dtype(dtype)
-    folder = Path(path_or_repo).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
+    if not str(path_or_repo) or not folder.is_dir():
         folder = fetch(str(path_or_repo), revision, on_progress=tell)
     elif revision is not None:
         raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")

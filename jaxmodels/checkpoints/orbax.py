@@ -1,17 +1,18 @@
 """Orbax checkpoints, always restored into a stated tree of shapes and dtypes.
 
 Restoring without one believes the files: an edited shape asks for any amount of memory and ends the process, an
-edited path reads outside the folder. With one, both are refused; and only the operator's own folders are read at all.
+edited path reads outside the folder. Here both are refused; and only the operator's own folders are read at all.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxmodels.errors import CheckpointError
+from jaxmodels.weights import check_fit
 
 FOLDER = "orbax"
 
@@ -21,32 +22,52 @@ Tree = TypeVar("Tree")
 def save(folder: Path, tree: Any) -> None:
     """Writes a tree of arrays; the folder appears whole or not at all, and replaces one that is there."""
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.resolve(), _as_tree(tree), force=True)
+        checkpointer.save(folder.resolve(), _flatten(tree), force=True)
 
 
 def restore(folder: Path, wanted: Tree) -> Tree:
     """Reads the arrays of `wanted`, a tree of `jax.ShapeDtypeStruct` (or arrays), onto the default device.
 
     Raises:
-        CheckpointError: no such checkpoint, or its names, shapes or dtypes are not those wanted.
+        CheckpointError: no such checkpoint, unreadable files, or (`WeightsMismatch`, all listed) other names, shapes
+            or dtypes than wanted.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
+    flat = _flatten(wanted)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), wanted)
+    target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for name, x in flat.items()}
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(folder.resolve(), _as_tree(target))
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{folder.name}: the Orbax checkpoint does not fit what is wanted ({reason})") from error
-    return _like(wanted, restored)
+            _check(folder, checkpointer, target)
+            restored = checkpointer.restore(folder.resolve(), target)
+    except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
+    return jax.tree.unflatten(jax.tree.structure(wanted), [restored[name] for name in flat])
 
 
-def _as_tree(tree: Any) -> Any:
-    # Orbax splits names at dots when it writes files of its own; a list keeps any tree's structure out of its hands.
-    return dict(tree) if isinstance(tree, Mapping) else tree
+def _check(folder: Path, checkpointer: ocp.StandardCheckpointer, target: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Orbax casts dtypes without a word, and names only the first thing that differs."""
+    metadata = checkpointer.metadata(folder.resolve())
+    tree = getattr(metadata, "item_metadata", metadata)
+    found = dict(getattr(tree, "tree", tree))
+    check_fit(
+        {name: tuple(entry.shape) for name, entry in found.items()},
+        {name: shape.shape for name, shape in target.items()},
+        where=folder.name,
+    )
+    wrong = [
+        f"{name} (found {np.dtype(entry.dtype)}, wanted {np.dtype(target[name].dtype)})"
+        for name, entry in found.items()
+        if np.dtype(entry.dtype) != np.dtype(target[name].dtype)
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder.name}: arrays of other dtypes: {', '.join(wrong)}")
 
 
-def _like(wanted: Tree, restored: Any) -> Tree:
-    return jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(restored))
+def _flatten(tree: Any) -> dict[str, Any]:
+    # One level of names keeps the structure out of Orbax's hands, which turns tuples and classes into dictionaries.
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

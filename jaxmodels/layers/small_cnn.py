@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmodels.layers.norm import group_norm
+from jaxmodels.layers.norm import GroupNorm
 
 WIDTHS = (16, 32, 64, 128)
 GROUPS = 8
@@ -30,7 +30,7 @@ class SmallCnn(nnx.Module):
                 for before, after in zip(inputs, WIDTHS, strict=True)
             ]
         )
-        self.norms = nnx.List([group_norm(width, GROUPS, rngs=rngs) for width in WIDTHS])
+        self.norms = nnx.List([GroupNorm(width, GROUPS) for width in WIDTHS])
         self.width = WIDTHS[-1]
 
     def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 c"]:

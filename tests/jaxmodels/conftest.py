@@ -1,5 +1,7 @@
 """Policies to test with, and strictness: shapes checked at every call, no silent promotion of dtypes."""
 
+# ruff: noqa: E402 - the import hook must stand before the imports it hooks
+
 import json
 import os
 import zlib
@@ -72,7 +74,9 @@ def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     return make
 
 
-def small_config(*, cameras: tuple[str, ...] = (), state: int | None = 6, environment: int | None = None, **fields: Any):
+def small_config(
+    *, cameras: tuple[str, ...] = (), state: int | None = 6, environment: int | None = None, **fields: Any
+) -> ActConfig:
     """An ACT of a few thousand parameters; cameras are 32x32."""
     inputs = [Feature(f"observation.images.{name}", "VISUAL", (3, 32, 32)) for name in cameras]
     if state is not None:
@@ -156,3 +160,15 @@ def observation_of() -> Callable[..., dict[str, np.ndarray]]:
 @pytest.fixture
 def stats_of() -> Callable[..., dict[str, dict[str, np.ndarray]]]:
     return random_stats
+
+
+@pytest.fixture(scope="session")
+def small_of() -> Callable[..., ActConfig]:
+    """`small`, for fixtures that live longer than a test."""
+    return small_config
+
+
+@pytest.fixture(scope="session")
+def checkpoint_for() -> Callable[..., Checkpoint]:
+    """`checkpoint_of`, for fixtures that live longer than a test."""
+    return make_checkpoint

@@ -77,10 +77,10 @@ def test_ensembled_actions_are_those_of_lerobot_over_many_steps(golden_folder) -
     policy = jaxmodels.load_policy(golden_folder("act_temporal_ensemble"))
     needs = policy.requirements
     ensembler = jaxmodels.TemporalEnsembler(needs.temporal_ensemble_coeff, needs.chunk)
-    count = 0
-    for count, (observation, wanted) in enumerate(steps("act_temporal_ensemble"), start=1):
+    recorded = list(steps("act_temporal_ensemble"))
+    assert len(recorded) > needs.chunk  # long enough that every weight of the mean is used
+    for observation, wanted in recorded:
         assert error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE
-    assert count > needs.chunk  # long enough that every weight of the mean was used
     ensembler.reset()
-    observation, wanted = next(steps("act_temporal_ensemble"))
+    observation, wanted = recorded[0]
     assert error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE

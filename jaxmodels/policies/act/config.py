@@ -164,7 +164,10 @@ class ActConfig:
             ConfigError: unknown fields, or values that make no sense.
         """
         known = {field.name: field for field in fields(cls)}
-        values = {name: value for name, value in values.items() if name != "type"}
+        # A field that is null and unknown is a newer LeRobot's that nobody set.
+        values = {
+            name: value for name, value in values.items() if name != "type" and (name in known or value is not None)
+        }
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(

@@ -1,0 +1,179 @@
+"""ACT as a module: its loss, and that the serving program computes what was trained."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxmodels.checkpoints.contents import Checkpoint
+from jaxmodels.features import Feature
+from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.policies.act.folding import feature_map, fold
+from jaxmodels.policies.act.serving import act, architecture
+from jaxmodels.types import Observation
+from jaxmodels.weights import blueprint, flatten
+
+
+def normalised(config: ActConfig, batch: int = 2, seed: int = 0) -> Observation:
+    rng = np.random.default_rng(seed)
+
+    def numbers(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((batch, *shape)), jnp.float32)
+
+    return Observation(
+        images=tuple(numbers(*camera.shape[1:], 3) for camera in config.cameras),
+        state=None if config.state is None else numbers(*config.state.shape),
+        environment_state=None if config.environment_state is None else numbers(*config.environment_state.shape),
+    )
+
+
+def demonstration(config: ActConfig, batch: int = 2) -> tuple[jax.Array, jax.Array]:
+    actions = jax.random.normal(jax.random.key(7), (batch, config.chunk_size, config.action.shape[0]))
+    return actions, jnp.arange(config.chunk_size)[None] >= jnp.array([[4], [config.chunk_size]])
+
+
+def assembled(checkpoint: Checkpoint) -> Act:
+    plan = blueprint(lambda: Act(checkpoint.config, rngs=nnx.Rngs(0)))
+    return plan.assemble({name: jnp.asarray(array) for name, array in checkpoint.weights.items()})
+
+
+def resized(config: ActConfig, *sizes: tuple[int, int]) -> ActConfig:
+    cameras = tuple(
+        Feature(camera.name, "VISUAL", (3, *size)) for camera, size in zip(config.cameras, sizes, strict=True)
+    )
+    others = tuple(feature for feature in config.input_features if feature.type != "VISUAL")
+    return dataclasses.replace(config, input_features=(*others, *cameras))
+
+
+VARIANTS = {
+    "small_cnn": {"cameras": ("front",)},
+    "three_small": {"cameras": ("a", "b", "c"), "environment": 3},
+    "resnet18": {"cameras": ("a",), "vision_backbone": "resnet18"},
+    "odd_sizes": {"cameras": ("a", "b"), "vision_backbone": "resnet18", "state": None},
+    "dilated": {"cameras": ("a",), "vision_backbone": "resnet50", "replace_final_stride_with_dilation": True},
+    "pre_norm": {"pre_norm": True},
+    "pre_norm_three_decoder_layers": {"pre_norm": True, "n_decoder_layers": 3, "cameras": ("front",)},
+    "two_decoder_layers": {"n_decoder_layers": 2},
+    "gelu": {"feedforward_activation": "gelu"},
+    "glu": {"feedforward_activation": "glu"},
+    "no_state": {"state": None},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of) -> None:
+    config = small(**VARIANTS[name])
+    if name == "odd_sizes":
+        config = resized(config, (72, 41), (33, 64))
+    checkpoint = checkpoint_of(config)
+    observation = normalised(config)
+    wanted = jax.jit(lambda seen: assembled(checkpoint)(seen))(observation)
+    for platform in ("cpu", "gpu"):  # the folding for either; both run here
+        folded = {key: jnp.asarray(array) for key, array in fold(config, checkpoint.weights, platform).items()}
+        assert not any(key.startswith("latent_encoder") for key in folded)
+        if platform == "gpu" and name != "resnet18":
+            continue
+        found = jax.jit(lambda weights, seen: act(architecture(config), weights, seen))(folded, observation)
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize(
+    ("backbone", "size"), [("small_cnn", (50, 33)), ("resnet18", (75, 101)), ("resnet50", (64, 96))]
+)
+def test_the_feature_map_has_the_size_that_folding_expects(small, backbone, size) -> None:
+    config = resized(small(cameras=("a",), vision_backbone=backbone), size)
+    shape = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)).backbone(jnp.zeros((1, *size, 3)))).shape
+    assert shape[1:3] == feature_map(config, *size)
+
+
+def test_without_random_keys_the_loss_is_the_error_alone(small, checkpoint_of) -> None:
+    config = small(use_vae=True)
+    model = assembled(checkpoint_of(config))
+    observation = normalised(config)
+    actions, is_pad = demonstration(config)
+    loss, parts = model.loss(observation, actions, is_pad)
+    error = np.abs(np.asarray(model(observation) - actions))
+    error[np.asarray(is_pad)] = 0  # padded steps count as zero, but they count
+    np.testing.assert_allclose(loss, error.mean(), rtol=1e-6)
+    assert set(parts) == {"l1"}
+
+
+def test_in_training_the_divergence_of_the_latent_is_added(small, checkpoint_of) -> None:
+    config = small(use_vae=True, dropout=0.0, kl_weight=3.0)
+    model = assembled(checkpoint_of(config))
+    observation = normalised(config)
+    actions, is_pad = demonstration(config)
+    loss, parts = model.loss(observation, actions, is_pad, nnx.Rngs(latent=1, dropout=2))
+    posterior = model.latent_encoder(observation.state, actions, is_pad)
+    mean, log_variance = np.asarray(posterior.mean), np.asarray(posterior.log_variance)
+    divergence = (-0.5 * (1 + log_variance - mean**2 - np.exp(log_variance))).sum(-1).mean()
+    np.testing.assert_allclose(parts["kl"], divergence, rtol=1e-5)
+    np.testing.assert_allclose(loss, parts["l1"] + 3.0 * parts["kl"], rtol=1e-6)
+
+
+def test_padded_actions_do_not_reach_the_latent(small, checkpoint_of) -> None:
+    config = small(use_vae=True)
+    model = assembled(checkpoint_of(config))
+    actions, is_pad = demonstration(config)
+    state = normalised(config).state
+    spoilt = jnp.where(is_pad[..., None], actions + 1.0, actions)
+    before, after = (model.latent_encoder(state, given, is_pad).mean for given in (actions, spoilt))
+    np.testing.assert_allclose(before, after, rtol=1e-6)
+    unmasked = model.latent_encoder(state, spoilt, jnp.zeros_like(is_pad)).mean
+    assert not np.allclose(before, unmasked)
+
+
+def test_dropout_is_on_with_keys_and_differs_by_key(small, checkpoint_of) -> None:
+    config = small(use_vae=False, dropout=0.5)
+    model = assembled(checkpoint_of(config))
+    observation = normalised(config)
+    actions, is_pad = demonstration(config)
+    first, again, other = (
+        float(model.loss(observation, actions, is_pad, nnx.Rngs(dropout=key))[0]) for key in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_statistics_of_batch_norm_are_no_parameters(small) -> None:
+    model = Act(small(cameras=("a",), vision_backbone="resnet18", use_vae=True), rngs=nnx.Rngs(0))
+    trained = nnx.state(model, nnx.Param)
+    names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(trained)}
+    assert not [name for name in names if "norm" in name and "backbone" in name]
+    assert "latent_encoder/positions" not in names
+    assert "backbone/stem/kernel" in names
+
+
+def test_the_small_policy_is_small_and_learns(small) -> None:
+    config = small(
+        cameras=("front",), dim_model=128, n_heads=4, dim_feedforward=256, chunk_size=20, use_vae=False, dropout=0.0
+    )
+    model = Act(config, rngs=nnx.Rngs(0))
+    assert 0.5e6 < sum(array.size for array in flatten(model).values()) < 0.7e6
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    observation = normalised(config)
+    actions = jnp.zeros((2, 20, 5)) + 0.5
+    is_pad = jnp.zeros((2, 20), bool)
+
+    optimizer = optax.adam(2e-3)
+
+    @jax.jit
+    def step(parameters, state):
+        def loss(parameters):
+            return nnx.merge(graph, parameters, rest).loss(observation, actions, is_pad, nnx.Rngs(dropout=0))[0]
+
+        value, slopes = jax.value_and_grad(loss)(parameters)
+        with jax.numpy_dtype_promotion("standard"):  # Optax promotes
+            updates, state = optimizer.update(slopes, state)
+        return value, optax.apply_updates(parameters, updates), state
+
+    losses = []
+    state = optimizer.init(parameters)
+    for _ in range(15):
+        value, parameters, state = step(parameters, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,223 @@
+"""LeRobot's policy folder: there and back, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxmodels
+from jaxmodels.checkpoints import lerobot
+from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
+
+LEROBOTS_FILES = {
+    "config.json",
+    "model.safetensors",
+    "policy_preprocessor.json",
+    "policy_preprocessor_step_3_normalizer_processor.safetensors",
+    "policy_postprocessor.json",
+    "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
+}
+
+
+@pytest.fixture
+def folder(golden_folder, tmp_path: Path) -> Path:
+    """A copy of a real LeRobot policy that a test may spoil."""
+    return Path(shutil.copytree(golden_folder("act_state_only"), tmp_path / "policy"))
+
+
+def edit(path: Path, **changes) -> None:
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, **changes}))
+
+
+@pytest.mark.parametrize("name", ["act_state_only", "act_one_camera", "act_two_cameras_no_vae"])
+def test_what_is_written_is_bit_for_bit_what_was_read(name: str, golden_folder, tmp_path: Path) -> None:
+    source = golden_folder(name)
+    lerobot.write(tmp_path / "back", lerobot.read(source))
+    assert {path.name for path in (tmp_path / "back").iterdir()} == LEROBOTS_FILES
+    for path in (tmp_path / "back").iterdir():
+        if path.suffix == ".json":
+            assert json.loads(path.read_text()) == json.loads((source / path.name).read_text())
+        else:
+            wanted, found = load_file(source / path.name), load_file(path)
+            assert list(found) == list(wanted)
+            assert all(found[key].tobytes() == array.tobytes() for key, array in wanted.items())
+
+
+def test_the_weight_file_carries_the_metadata_that_pytorchs_loader_wants(folder: Path, tmp_path: Path) -> None:
+    lerobot.write(tmp_path / "back", lerobot.read(folder))
+    raw = (tmp_path / "back" / "model.safetensors").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert header["__metadata__"] == {"format": "pt"}
+
+
+def test_every_misfit_of_the_weights_is_in_one_error(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.action_head.bias"]
+    del tensors["model.decoder.norm.weight"]
+    tensors["model.extra"] = np.zeros(3, np.float32)
+    tensors["model.action_head.weight"] = np.zeros((6, 65), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsMismatch) as caught:
+        lerobot.read(folder)
+    text = str(caught.value)
+    assert "2 missing, 1 unused, 1 misshaped" in text
+    assert "missing: model.action_head.bias [6]" in text
+    assert "missing: model.decoder.norm.weight [64]" in text
+    assert "unused: model.extra [3]" in text
+    assert "misshaped: model.action_head.weight: found [6, 65], wanted [6, 64]" in text
+
+
+def test_weights_in_half_precision_are_widened(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        _save_any(folder / "model.safetensors", {name: array.astype(dtype) for name, array in tensors.items()})
+        found = lerobot.read(folder).weights["action_out.kernel"]
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, tensors["model.action_head.weight"].astype(dtype).T.astype(np.float32))
+
+
+def _save_any(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes the format by hand: the library's NumPy side knows no bfloat16."""
+    codes = {"float16": "F16", "bfloat16": "BF16"}
+    header, offset = {}, 0
+    for name, array in tensors.items():
+        end = offset + array.nbytes
+        header[name] = {"dtype": codes[array.dtype.name], "shape": array.shape, "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"".join(array.tobytes() for array in tensors.values()))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, value: float) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.action_head.bias"][2] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"NaN or an infinity: action_out\.bias"):
+        lerobot.read(folder)
+
+
+def test_counters_of_batch_norm_are_dropped_as_torchvision_drops_them(golden_folder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(golden_folder("act_one_camera"), tmp_path / "policy"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.backbone.bn1.num_batches_tracked"] = np.array(7, np.int64)
+    save_file(tensors, folder / "model.safetensors")
+    assert "backbone.stem_norm.mean" in lerobot.read(folder).weights
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.ckpt", "policy.pkl"])
+def test_pickles_are_never_opened(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    with pytest.raises(CheckpointError, match=rf"only {name}.*never opened.*safetensors"):
+        lerobot.read(folder)
+    assert not (folder / "opened").exists()
+
+
+def test_missing_files_are_named(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        lerobot.read(folder / "nothing")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        lerobot.read(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        lerobot.read(folder)
+
+
+def test_an_unknown_policy_type_is_refused_with_the_known_ones(folder: Path) -> None:
+    edit(folder / "config.json", type="diffusion")
+    with pytest.raises(ConfigError, match="'diffusion'; known: act"):
+        lerobot.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"type": "act", "dropout": NaN}', "NaN is no JSON number"),
+        ('{"type": "act", "dropout": 1e999}', "1e999 is too large"),
+        ('{"type": "act", "type": "act"}', "appears twice"),
+        ("[1]", "holds a list"),
+        ("{", "malformed JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        (" " * (2 << 20), "longer than"),
+        ('{"a": "\udcff"}', "malformed JSON"),
+    ],
+)
+def test_malformed_json_is_refused_with_the_reason(folder: Path, text: str, words: str) -> None:
+    (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{words}"):
+        lerobot.read(folder)
+
+
+def test_rate_and_joint_names_live_in_a_file_of_our_own(folder: Path, tmp_path: Path) -> None:
+    names = ["a", "b", "c", "d", "e", "f"]
+    (folder / "robojax.json").write_text(json.dumps({"rate": 25, "joint_names": names, "note": "kept"}))
+    policy = jaxmodels.load_policy(folder)
+    assert policy.requirements.rate == 25.0
+    assert policy.requirements.joint_names == tuple(names)
+    policy.save(tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "robojax.json").read_text())
+    assert written == {"note": "kept", "rate": 25.0, "joint_names": names}
+    assert "rate" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"rate": 0}, "rate is 0"), ({"rate": "25"}, "rate is '25'"), ({"joint_names": ["a"]}, "list of 6 names")],
+)
+def test_a_sidecar_that_makes_no_sense_is_refused(folder: Path, values, words: str) -> None:
+    (folder / "robojax.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=rf"robojax\.json: {words}|{words}"):
+        lerobot.read(folder)
+
+
+def test_joint_names_of_the_features_are_used_and_kept_out_of_lerobots_file(folder: Path, tmp_path: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values["output_features"]["action"]["names"] = {"motors": list("abcdef")}
+    (folder / "config.json").write_text(json.dumps(values))
+    checkpoint = lerobot.read(folder)
+    assert checkpoint.sidecar.joint_names == tuple("abcdef")
+    lerobot.write(tmp_path / "back", checkpoint)
+    assert "names" not in json.loads((tmp_path / "back" / "config.json").read_text())["output_features"]["action"]
+    assert lerobot.read(tmp_path / "back").sidecar.joint_names == tuple("abcdef")
+
+
+def test_a_policy_of_ours_comes_back_as_it_was(small, checkpoint_of, observation_of, tmp_path: Path) -> None:
+    config = small(cameras=("front",))
+    checkpoint = checkpoint_of(config, rate=25.0, joint_names=tuple("abcde"))
+    lerobot.write(tmp_path / "policy", checkpoint)
+    back = lerobot.read(tmp_path / "policy")
+    assert back.config == config
+    assert back.sidecar == checkpoint.sidecar
+    assert {name: array.tobytes() for name, array in back.weights.items()} == {
+        name: array.tobytes() for name, array in checkpoint.weights.items()
+    }
+    observation = observation_of(config)
+    np.testing.assert_array_equal(
+        jaxmodels.load_policy(tmp_path / "policy").act(observation), jaxmodels.Policy(back).act(observation)
+    )
+
+
+def test_writing_over_a_policy_replaces_every_file(small, checkpoint_of, tmp_path: Path) -> None:
+    first, second = (checkpoint_of(small(), seed=seed) for seed in (0, 1))
+    lerobot.write(tmp_path / "policy", first)
+    lerobot.write(tmp_path / "policy", second)
+    assert lerobot.read(tmp_path / "policy").weights["action_out.bias"].tolist() == (
+        second.weights["action_out.bias"].tolist()
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_weights_of_another_config_are_not_written(small, checkpoint_of, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(small())
+    other = dataclasses.replace(checkpoint, config=small(dim_model=32))
+    with pytest.raises(WeightsMismatch, match="misshaped"):
+        lerobot.write(tmp_path / "policy", other)
+    assert not (tmp_path / "policy").exists()

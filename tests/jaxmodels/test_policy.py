@@ -1,0 +1,284 @@
+"""A policy that acts: observations checked, shapes compiled once, weights swapped without compiling."""
+
+import dataclasses
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxmodels
+from jaxmodels.checkpoints import lerobot
+from jaxmodels.compile_cache import cache_folder, use_compile_cache
+from jaxmodels.errors import ConfigError, HubError, ObservationError
+
+
+@pytest.fixture(scope="module")
+def config(small_of):
+    return small_of(cameras=("front", "wrist"))
+
+
+@pytest.fixture(scope="module")
+def policy(config, checkpoint_for):
+    return jaxmodels.Policy(checkpoint_for(config, rate=25.0))
+
+
+def test_requirements_say_what_a_robot_must_bring(policy) -> None:
+    assert policy.requirements == jaxmodels.Requirements(
+        policy_type="act",
+        cameras={"front": (32, 32), "wrist": (32, 32)},
+        state=6,
+        environment_state=None,
+        action=5,
+        chunk=6,
+        action_steps=3,
+        joint_names=None,
+        rate=25.0,
+        temporal_ensemble_coeff=None,
+    )
+    assert policy.device == "cpu:0"
+    assert policy.dtype == "float32"
+
+
+def test_a_chunk_has_a_row_per_step_and_stages_are_timed(config, checkpoint_for, observation_of) -> None:
+    policy = jaxmodels.Policy(checkpoint_for(config))
+    assert dict(policy.timings) == {}
+    chunk = policy.act(observation_of(config, batch=2))
+    assert chunk.shape == (2, 6, 5)
+    assert chunk.dtype == np.float32
+    assert chunk.flags.writeable
+    assert np.isfinite(chunk).all()
+    assert list(policy.timings) == ["to_device", "compute", "to_host"]
+    assert all(seconds >= 0 for seconds in policy.timings.values())
+
+
+def test_each_of_a_batch_is_what_it_is_alone(policy, config, observation_of) -> None:
+    both = observation_of(config, batch=2, seed=3)
+    together = policy.act(both)
+    for i in range(2):
+        alone = policy.act({name: array[i : i + 1] for name, array in both.items()})
+        np.testing.assert_allclose(together[i : i + 1], alone, atol=1e-5)
+
+
+def test_every_camera_and_the_state_matter(policy, config, observation_of) -> None:
+    observation = observation_of(config)
+    wanted = policy.act(observation)
+    for name, array in observation.items():
+        changed = array // 2 if array.dtype == np.uint8 else array + 1
+        assert not np.allclose(policy.act({**observation, name: changed}), wanted, atol=1e-4), name
+    front, wrist = "observation.images.front", "observation.images.wrist"
+    swapped = {**observation, front: observation[wrist], wrist: observation[front]}
+    assert not np.allclose(policy.act(swapped), wanted, atol=1e-4)
+
+
+def test_frames_of_another_size_are_resized_in_the_program(policy, config, observation_of) -> None:
+    observation = observation_of(config)
+    doubled = {
+        name: array.repeat(2, 1).repeat(3, 2) if array.ndim == 4 else array for name, array in observation.items()
+    }
+    np.testing.assert_allclose(policy.act(doubled), policy.act(observation), atol=0.05)
+    flat = {name: np.full_like(array, 90) if array.ndim == 4 else array for name, array in observation.items()}
+    larger = {name: np.full((1, 48, 80, 3), 90, np.uint8) if a.ndim == 4 else a for name, a in flat.items()}
+    np.testing.assert_allclose(policy.act(larger), policy.act(flat), atol=1e-5)
+
+
+def test_compiling_is_done_once_per_shape(config, checkpoint_for, observation_of) -> None:
+    policy = jaxmodels.Policy(checkpoint_for(config))
+    sizes = {"wrist": (48, 64), "front": (32, 32)}
+    assert not policy.is_compiled()
+    policy.compile()
+    assert policy.is_compiled()
+    assert policy.is_compiled(1, dict(policy.requirements.cameras))
+    assert not policy.is_compiled(2)
+    assert not policy.is_compiled(1, sizes)
+    policy.act({**observation_of(config), "observation.images.wrist": np.zeros((1, 48, 64, 3), np.uint8)})
+    assert policy.is_compiled(1, sizes)
+    with pytest.raises(ObservationError, match=r"cameras are \['front'\]; the policy has \['front', 'wrist'\]"):
+        policy.is_compiled(1, {"front": (32, 32)})
+    with pytest.raises(ObservationError, match="batch is 0"):
+        policy.compile(0)
+
+
+def test_compiling_in_one_thread_leaves_another_free_to_act(config, checkpoint_for, observation_of) -> None:
+    policy = jaxmodels.Policy(checkpoint_for(config))
+    policy.compile()
+    observation = observation_of(config)
+    wanted = policy.act(observation)
+    thread = threading.Thread(target=policy.compile, args=(3,))
+    thread.start()
+    for _ in range(20):
+        np.testing.assert_array_equal(policy.act(observation), wanted)
+    thread.join()
+    assert policy.is_compiled(3)
+
+
+def wrong(observation, **changes):
+    return {**observation, **{f"observation.{name}": array for name, array in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"state": np.zeros((1, 7), np.float32)}, r"observation.state has shape \(1, 7\); wanted \(batch, 6\)"),
+        ({"state": np.zeros(6, np.float32)}, r"add a batch axis"),
+        ({"state": np.zeros((0, 6), np.float32)}, r"shape \(0, 6\)"),
+        ({"state": np.array([["a"] * 6])}, "wanted .* float32"),
+        ({"state": np.ones((1, 6), bool)}, "is bool"),
+        ({"state": np.array([[0, 0, np.nan, 0, 0, 0]])}, r"holds nan at \[0, 2\]; wanted finite"),
+        ({"state": np.array([[0, 0, 0, np.inf, 0, 0]])}, r"holds inf at \[0, 3\]"),
+        ({"state": np.full((1, 6), 1e300)}, "holds inf"),
+        ({"images.front": np.zeros((1, 3, 32, 32), np.uint8)}, "move the channels to the end"),
+        ({"images.front": np.zeros((32, 32, 3), np.uint8)}, "add a batch axis"),
+        ({"images.front": np.zeros((1, 32, 32, 4), np.uint8)}, r"wanted \(batch, height, width, 3\)"),
+        ({"images.front": np.zeros((1, 32, 32, 3), np.float32)}, "wanted uint8 pixels"),
+        ({"images.front": np.zeros((2, 32, 32, 3), np.uint8)}, "different batch sizes"),
+    ],
+)
+def test_an_observation_that_does_not_fit_says_why(policy, config, observation_of, changes, words: str) -> None:
+    with np.errstate(over="ignore"), pytest.raises(ObservationError, match=words):
+        policy.act(wrong(observation_of(config), **changes))
+
+
+def test_a_missing_feature_is_named_with_what_came(policy, config, observation_of) -> None:
+    observation = observation_of(config)
+    del observation["observation.images.wrist"]
+    with pytest.raises(
+        ObservationError, match=r"observation.images.wrist is missing; found \['observation.images.front'"
+    ):
+        policy.act(observation)
+
+
+def test_what_the_policy_does_not_read_may_come_along(policy, config, observation_of) -> None:
+    observation = observation_of(config)
+    extra = {**observation, "observation.images.top": np.zeros((1, 8, 8, 3), np.uint8), "task": np.array("lift")}
+    np.testing.assert_array_equal(policy.act(extra), policy.act(observation))
+
+
+def test_numbers_of_other_dtypes_are_taken_as_float32(policy, config, observation_of) -> None:
+    observation = observation_of(config)
+    observation["observation.state"] = np.arange(6, dtype=np.int64)[None]
+    as_float = {**observation, "observation.state": np.arange(6, dtype=np.float64)[None]}
+    np.testing.assert_array_equal(policy.act(observation), policy.act(as_float))
+
+
+def test_a_swap_of_weights_compiles_nothing(config, checkpoint_for, observation_of, monkeypatch) -> None:
+    first, second = checkpoint_for(config, seed=0), checkpoint_for(config, seed=1)
+    policy = jaxmodels.Policy(first)
+    policy.compile()
+    observation = observation_of(config)
+    before, wanted = policy.act(observation), jaxmodels.Policy(second).act(observation)
+
+    def refuse(*arguments, **options):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(jaxmodels.program.Programs, "_compile", refuse)
+    swapped = policy.with_weights(second)
+    assert swapped.is_compiled()
+    np.testing.assert_array_equal(swapped.act(observation), wanted)
+    np.testing.assert_array_equal(policy.act(observation), before)  # the old one still acts as before
+    other_names = dataclasses.replace(config, optimizer_lr=1e-3, kl_weight=1.0, repo_id="someone/else")
+    assert policy.fits(checkpoint_for(other_names))
+    with pytest.raises(ConfigError, match="another architecture"):
+        policy.with_weights(checkpoint_for(dataclasses.replace(config, n_encoder_layers=1)))
+
+
+def test_loading_like_a_policy_shares_its_programs(config, checkpoint_for, tmp_path: Path) -> None:
+    lerobot.write(tmp_path / "second", checkpoint_for(config, seed=1))
+    policy = jaxmodels.Policy(checkpoint_for(config))
+    policy.compile()
+    assert jaxmodels.load_policy(tmp_path / "second", like=policy).is_compiled()
+    assert not jaxmodels.load_policy(tmp_path / "second").is_compiled()
+    assert not jaxmodels.load_policy(tmp_path / "second", dtype="bfloat16", like=policy).is_compiled()
+
+
+def test_progress_is_told_in_order(config, checkpoint_for, tmp_path: Path) -> None:
+    lerobot.write(tmp_path / "policy", checkpoint_for(config))
+    told: list[str] = []
+    jaxmodels.load_policy(tmp_path / "policy", on_progress=told.append)
+    assert told == ["reading", "ready"]
+
+
+def test_bfloat16_is_near_and_asked_for_by_name(config, checkpoint_for, observation_of) -> None:
+    checkpoint = checkpoint_for(config)
+    exact, half = jaxmodels.Policy(checkpoint), jaxmodels.Policy(checkpoint, dtype="bfloat16")
+    observation = observation_of(config)
+    wanted, found = exact.act(observation), half.act(observation)
+    assert half.dtype == "bfloat16"
+    assert found.dtype == np.float32
+    assert not np.array_equal(found, wanted)
+    np.testing.assert_allclose(found, wanted, atol=0.1)
+    with pytest.raises(ConfigError, match="dtype is 'int8'; wanted one of float32, bfloat16"):
+        jaxmodels.Policy(checkpoint, dtype="int8")
+
+
+@pytest.mark.parametrize("name", ["abacus", "cpu:99", "cpu:x"])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(config, checkpoint_for, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"device is '{name}'; found {jax.devices()[0].platform}:0"):
+        jaxmodels.Policy(checkpoint_for(config), device=name)
+
+
+def test_a_path_that_is_neither_folder_nor_repo_is_refused(tmp_path: Path, config, checkpoint_for) -> None:
+    for path in (tmp_path / "nothing", "./nothing", "a/b/c", "~nobody/x", ""):
+        with pytest.raises(HubError, match="neither a folder here nor a repo id"):
+            jaxmodels.load_policy(path)
+    lerobot.write(tmp_path / "policy", checkpoint_for(config))
+    with pytest.raises(ConfigError, match=r"is a folder; a revision \('main'\) belongs to a repo"):
+        jaxmodels.load_policy(tmp_path / "policy", revision="main")
+
+
+def test_the_compile_cache_is_where_the_environment_says() -> None:
+    assert cache_folder({"HOME": "/h", "XDG_CACHE_HOME": "/x"}) == Path("/x/robojax/xla")
+    assert cache_folder({}) == Path.home() / ".cache/robojax/xla"
+    assert cache_folder({"ROBOJAX_COMPILE_CACHE": "/c"}) == Path("/c")
+    assert cache_folder({"ROBOJAX_COMPILE_CACHE": "off"}) is None
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch, tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", str(tmp_path / "file" / "cache"))
+    with caplog.at_level("INFO", "jaxmodels.compile_cache"):
+        assert use_compile_cache() is None
+    assert "ROBOJAX_COMPILE_CACHE" in caplog.text
+
+
+SECOND_START = """
+import sys, time
+import numpy as np
+import jaxmodels
+policy = jaxmodels.load_policy(sys.argv[1])
+policy.act({
+    "observation.state": np.zeros((1, 6), np.float32), "observation.environment_state": np.zeros((1, 4), np.float32)
+})
+foreign = {"torch", "lerobot", "sanic", "pydantic"} & set(sys.modules)
+assert not foreign, foreign
+"""
+
+
+def test_a_fresh_process_needs_no_torch_and_fills_the_cache(small, checkpoint_of, tmp_path: Path, monkeypatch) -> None:
+    lerobot.write(tmp_path / "policy", checkpoint_of(small()))
+    monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", str(tmp_path / "cache"))
+
+    def start() -> set[str]:
+        subprocess.run([sys.executable, "-c", SECOND_START, str(tmp_path / "policy")], check=True, timeout=100)
+        return {path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith("-atime")}
+
+    first = start()
+    assert first
+    assert start() == first  # nothing had to be compiled anew
+
+
+def test_importing_the_package_does_not_import_jax() -> None:
+    code = "import sys, jaxmodels, jaxmodels.errors, jaxmodels.types; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_public_names_are_exactly_these() -> None:
+    assert jaxmodels.__all__ == ["Policy", "Requirements", "TemporalEnsembler", "load_policy"]
+    assert {name for name in dir(jaxmodels) if name in jaxmodels.__all__} == set(jaxmodels.__all__)
+    for name in jaxmodels.__all__:
+        assert getattr(jaxmodels, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = jaxmodels.nothing
