@@ -57,11 +57,12 @@ def create_app(
     name = f"robojax-{secrets.token_hex(4)}"
     rooms = TransportSettings(origins=settings.transport_origins, is_odd=settings.transport_oddities)
     table = rooms.table() if settings.embedded_transport else None
+    limits = {"rate": {"maximum": settings.max_rate}, "camera_names": {"maxItems": settings.max_cameras}}
     context = Context(
         settings=settings,
         documents={
             "openapi.json": json.dumps(specified_document(ROUTES), indent=2).encode(),
-            "openapi-full.json": json.dumps(full_document(ROUTES), indent=2).encode(),
+            "openapi-full.json": json.dumps(full_document(ROUTES, limits), indent=2).encode(),
         },
         page=docs.page(),
         versions=_versions(),

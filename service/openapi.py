@@ -76,15 +76,23 @@ def specified_document(routes: Iterable[Route]) -> Json:
     }
 
 
-def full_document(routes: Iterable[Route]) -> Json:
-    """Every route and every answer."""
+def full_document(routes: Iterable[Route], limits: Mapping[str, Mapping[str, Any]] | None = None) -> Json:
+    """Every route and every answer.
+
+    Args:
+        limits: what the settings add to the schemas of a new session's fields, e.g. ``{"rate": {"maximum": 200}}``.
+    """
+    schemas = _schemas(FULL_MODELS)
+    for name, more in (limits or {}).items():
+        field = schemas[NewSessionRequest.__name__]["properties"][name]
+        field.get("anyOf", [field])[0].update(more)
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "summary": SUMMARY, "description": DESCRIPTION, "version": VERSION},
         "servers": [{"url": "/", "description": "This server"}, {"url": "/api", "description": "The same again"}],
         "paths": _paths([(route, _full(route)) for route in routes]),
         "components": {
-            "schemas": _schemas(FULL_MODELS),
+            "schemas": schemas,
             "securitySchemes": SECURITY,
             "responses": {_response_name(status): _error(status) for status in sorted(_MEANINGS)},
         },

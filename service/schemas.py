@@ -104,10 +104,13 @@ class NewSessionRequest(CreateSessionRequest):
 
     session_id: Name = Field(description="Names the session and its rooms.")
     policy_path: Annotated[Text, AfterValidator(_some_text)] = Field(
-        min_length=1, description="A folder on the server's machine, or a Hub repo id (owner/name)."
+        min_length=1,
+        json_schema_extra={"pattern": r"\S"},
+        description="A folder on the server's machine, or a Hub repo id (owner/name).",
     )
     transport_server_url: Annotated[Text, AfterValidator(_url)] = Field(
-        description="http(s) or ws(s) URL of the transport server; this server's own address works."
+        json_schema_extra={"pattern": "^(https?|wss?)://[A-Za-z0-9]"},
+        description="http(s) or ws(s) URL of the transport server; this server's own address works.",
     )
     camera_names: Annotated[list[Name], AfterValidator(_each_once)] = Field(
         default=["front"],
@@ -120,9 +123,9 @@ class NewSessionRequest(CreateSessionRequest):
     language_instruction: Text | None = Field(default=None, description="For policies that read one.")
     rate: float | None = Field(
         default=None,
-        gt=0,
+        ge=0.1,
         le=1000,
-        description="Control ticks per second; the policy's own, else the server's default.",
+        description="Control ticks per second; default: the policy's own, else the server's, which also has a limit.",
     )
     revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description="Branch, tag or commit of a policy from the Hub."

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 from sanic import HTTPResponse
-from sanic.exceptions import SanicException
+from sanic.constants import HTTP_METHODS
+from sanic.exceptions import MethodNotAllowed, NotFound, SanicException
 
 from service.errors import ServiceError
 from service.routes.body import InvalidBody
@@ -55,11 +56,19 @@ async def _http_error(request: Request, error: SanicException) -> HTTPResponse:
     status = HTTPStatus(error.status_code or 500)
     if status >= 500:
         log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), status.phrase)
-    return answer(
-        {"detail": _DETAILS.get(status, status.phrase), "code": status.name.lower()},
-        status,
-        {name: str(value) for name, value in (error.headers or {}).items()},
-    )
+    headers = {name: str(value) for name, value in (error.headers or {}).items()}
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(method for method in HTTP_METHODS if _is_routed(request, method))
+    return answer({"detail": _DETAILS.get(status, status.phrase), "code": status.name.lower()}, status, headers)
+
+
+def _is_routed(request: Request, method: str) -> bool:
+    """Asked of the router, since Sanic names the allowed methods for paths without variable parts only."""
+    try:
+        request.app.router.get(request.path, method, None)
+    except (NotFound, MethodNotAllowed):
+        return False
+    return True
 
 
 async def _unexpected(request: Request, error: Exception) -> HTTPResponse:

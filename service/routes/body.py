@@ -49,19 +49,19 @@ def read_body(request: Request, model: type[Model]) -> Model:
 
 def without(text: str, sent: BaseModel) -> str:
     """An error's text with everything that was sent replaced by where it stood, e.g. ``<policy_path>``."""
-    for place, value in _strings(sent):
+    for place, value in _values(sent):
         # A folder is often called by the last part of its path.
-        for secret in (value, PurePath(value).name):
-            text = text.replace(repr(secret), f"<{place}>")
-            if len(secret) >= _LONG:
-                text = text.replace(secret, f"<{place}>")
+        for part in {value, PurePath(value).name} if isinstance(value, str) else {value}:
+            text = text.replace(repr(part), f"<{place}>")
+            if isinstance(part, str) and len(part) >= _LONG:
+                text = text.replace(part, f"<{place}>")
     return text
 
 
-def _strings(sent: BaseModel) -> Iterator[tuple[str, str]]:
+def _values(sent: BaseModel) -> Iterator[tuple[str, str | float]]:
     for name in sorted(sent.model_fields_set):
         value = getattr(sent, name)
-        if isinstance(value, str):
+        if isinstance(value, str | float):
             yield name, value
         elif isinstance(value, list):
             yield from ((f"{name}.{position}", part) for position, part in enumerate(value))

@@ -66,8 +66,9 @@ async def get_system_info(request: Request) -> HTTPResponse:
 
 async def get_recent_logs(request: Request) -> HTTPResponse:
     """The newest lines of the log, oldest first, without secrets and folders of the machine."""
-    limit = _limit(request.args.get("limit", "100"))
-    level = request.args.get("level", "debug").lower()
+    asked = request.get_args(keep_blank_values=True)
+    limit = _limit(str(asked.get("limit", "100")))
+    level = str(asked.get("level", "debug"))
     if level not in LEVELS:
         raise InvalidRequest(f"level should be one of {', '.join(LEVELS)}", ("query", "level"))
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -100,7 +101,8 @@ def _resident_megabytes() -> float | None:
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
 
 
-REASON = {"type": "object", "properties": {"reason": {"type": "string", "title": "Reason"}}, "title": "EmergencyStop"}
+# No types: nothing that is sent is refused.
+REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that each session's status then shows."}}}
 ROUTES = (
     Route("POST", "/debug/emergency_stop", emergency_stop, "Debug", optional_body=REASON),
     Route("GET", "/debug/system", get_system_info, "Debug"),

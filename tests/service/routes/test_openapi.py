@@ -85,6 +85,14 @@ def test_the_full_document_is_a_superset():
     assert more["required"] == request["required"]
 
 
+async def test_the_full_document_has_the_limits_of_the_settings(serve):
+    async with serve(max_rate=90, max_cameras=2) as server:
+        _, document = await server.call("GET", "/openapi-full.json")
+    fields = document["components"]["schemas"]["NewSessionRequest"]["properties"]
+    assert fields["rate"]["anyOf"][0]["maximum"] == 90
+    assert fields["camera_names"]["maxItems"] == 2
+
+
 async def test_the_documents_are_served(server):
     assert (await server.call("GET", "/openapi.json"))[1] == json.loads(GOLDEN.read_text())
     assert (await server.call("GET", "/api/openapi-full.json"))[1]["servers"][1]["url"] == "/api"

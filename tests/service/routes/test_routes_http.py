@@ -67,6 +67,13 @@ async def test_another_method_is_405_and_says_which_are_allowed(server, method):
         assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "POST", "OPTIONS"}
 
 
+async def test_paths_with_names_say_their_methods_too(server):
+    async with server.http.request("TRACE", "/sessions/arm") as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD, OPTIONS, DELETE")
+    async with server.http.put("/api/sessions/arm/stop") as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, "POST, OPTIONS")
+
+
 async def test_head_is_get_without_its_body(server):
     for path in ("/", "/health", "/sessions", "/openapi.json", "/docs", "/metrics"):
         async with server.http.head(path) as answer:

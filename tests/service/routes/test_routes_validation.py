@@ -96,7 +96,8 @@ async def test_a_body_that_is_no_object_is_refused(server, found):
         ("language_instruction", ["x"], [], "string_type"),
         ("rate", "20", [], "float_type"),
         ("rate", True, [], "float_type"),
-        ("rate", 0, [], "greater_than"),
+        ("rate", 0, [], "greater_than_equal"),
+        ("rate", 5e-324, [], "greater_than_equal"),
         ("rate", 1001, [], "less_than_equal"),
         ("rate", 201, [], "invalid"),
         ("revision", "", [], "string_too_short"),
@@ -147,7 +148,19 @@ async def test_what_was_sent_never_comes_back(server, more):
     assert SECRET not in str(entries)
 
 
+async def test_a_number_does_not_come_back_either(server):
+    [entry] = await refused_body(server, rate=999.25)
+    assert "999.25" not in entry["msg"]
+    assert "200" in entry["msg"]
+
+
 async def test_queries_are_checked_too(server):
-    for query, place in (("limit=0", "limit"), ("limit=x", "limit"), ("level=loud", "level")):
+    for query, place in (
+        ("limit=0", "limit"),
+        ("limit=", "limit"),
+        ("level=", "level"),
+        ("limit=x", "limit"),
+        ("level=loud", "level"),
+    ):
         status, told = await server.call("GET", f"/debug/logs?{query}")
         assert (status, told["detail"][0]["loc"]) == (422, ["query", place])
