@@ -29,6 +29,10 @@ def serve(config: Path | None, **flags: Any) -> None:
     configure_logging(settings.log_level, settings.log_format)
     for name in unknown_variables():
         logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
+    if settings.host not in ("127.0.0.1", "::1", "localhost"):
+        logging.getLogger(__name__).warning(
+            "listening on %s without a login: whoever reaches this port can move the robots", settings.host
+        )
     try:
         listener = listen(settings.host, settings.port)
     except CannotListen as error:

@@ -1,0 +1,49 @@
+"""With the shipped policy: what `check` says, and a server that ends in the middle of loading and of being ready."""
+
+import json
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+POLICY = str(Path(__file__).parents[3] / "service" / "demo" / "policy")
+
+
+def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax):
+    told = robojax("check", POLICY, "--rate", "25", "--runs", "10", "--json")
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert found["requirements"]["cameras"] == {"front": [96, 96]}
+    assert found["requirements"]["joint_names"][0] == "Rotation"
+    assert 0 < found["inference_ms"]["p50"] <= found["inference_ms"]["p99"]
+    assert (found["rate"], found["verdict"]) == (25.0, "fits")
+
+
+@pytest.mark.parametrize("wait", [0.3, None], ids=["loading", "ready"])
+def test_a_server_with_a_real_policy_ends_with_0(serve, wait):
+    def create(url: str) -> None:
+        body = {"session_id": "arm", "policy_path": POLICY, "transport_server_url": url}
+        request = urllib.request.Request(
+            f"{url}/sessions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                statuses.append(answer.status)
+        except (urllib.error.URLError, ConnectionError) as error:
+            statuses.append(getattr(error, "code", None))
+
+    statuses: list[int | None] = []
+    with serve() as (process, url):
+        client = threading.Thread(target=create, args=(url,))
+        client.start()
+        client.join(wait)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert time.monotonic() - began < 5
+        client.join(10)
+    assert statuses == [200] if wait is None else statuses[0] != 200
