@@ -7,18 +7,17 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of whichever httpx the Hub client uses
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of whichever httpx the Hub's client uses
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    RevisionResolutionError,
 )
+from huggingface_hub.utils import tqdm
 
 from jaxmodels.errors import HubError
 
@@ -36,6 +35,13 @@ FILES = [
 logger = logging.getLogger(__name__)
 
 
+class _Silent(tqdm):
+    """The Hub's client draws bars on the terminal of whatever process it runs in, a server's too."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **{**options, "disable": True})
+
+
 def fetch(
     repo_id: str,
     revision: str | None = None,
@@ -44,7 +50,10 @@ def fetch(
     cache: Path | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """The folder of a repo's policy files at one commit; downloaded unless it is in the cache.
+    """The folder of a repo's policy files at one commit; what is in the cache is not fetched again.
+
+    When the Hub cannot be reached, the commit that the revision was when it last could is used, if all of its files
+    are cached.
 
     Args:
         revision: branch, tag or commit; the default branch when None.
@@ -58,11 +67,16 @@ def fetch(
         raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
     what = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
     try:
-        commit = HfApi(endpoint=endpoint).model_info(repo_id, revision=revision, timeout=10).sha
+        commit = HfApi(endpoint=endpoint).resolve_revision(repo_id, revision=revision, cache_dir=cache)
         if on_progress:
             on_progress("downloading")
-        return Path(
-            snapshot_download(repo_id, revision=commit, endpoint=endpoint, cache_dir=cache, allow_patterns=FILES)
+        folder = snapshot_download(
+            repo_id,
+            revision=commit,
+            endpoint=endpoint,
+            cache_dir=cache,
+            allow_patterns=FILES,
+            tqdm_class=_Silent,  # pyright: ignore[reportArgumentType] - is declared as its asyncio variant
         )
     except GatedRepoError as error:
         raise HubError(f"{what}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
@@ -70,21 +84,13 @@ def fetch(
         raise HubError(f"{what}: the repo has no such revision; wanted a branch, a tag or a commit") from error
     except RepositoryNotFoundError as error:
         raise HubError(f"{what}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
-    except HFValidationError as error:
-        raise HubError(f"{what}: not a repo id ({error})") from error
-    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError, OSError) as error:
-        return _cached(repo_id, revision, cache, what, error)
-
-
-def _cached(repo_id: str, revision: str | None, cache: Path | None, what: str, cause: Exception) -> Path:
-    try:
-        folder = Path(
-            snapshot_download(repo_id, revision=revision, cache_dir=cache, allow_patterns=FILES, local_files_only=True)
-        )
-    except (LocalEntryNotFoundError, OSError) as error:
+    except (RevisionResolutionError, HTTPError, OSError, ValueError) as error:
+        cause = error.__cause__ or error
+        if getattr(getattr(cause, "response", None), "status_code", None) in (401, 403):
+            raise HubError(f"{what}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
         raise HubError(
-            f"{what}: the Hub cannot be reached ({type(cause).__name__}) and no copy is cached here; "
-            "connect once, or give a local folder"
+            f"{what}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
+            "complete copy is cached here; connect once, or give a local folder"
         ) from error
-    logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", what, type(cause).__name__)
-    return folder
+    logger.info("%s: commit %s", what, Path(folder).name)
+    return Path(folder)
