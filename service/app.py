@@ -19,11 +19,11 @@ from service.engine import Engine, LoadPolicy, Policy
 from service.logs import RecentLogs, keeping
 from service.metrics import Metrics
 from service.openapi import full_document, specified_document
+from service.origins import Origins, preflight
 from service.punctual import PunctualProtocol
 from service.routes import control, debug, docs, health, metrics, sessions
 from service.routes.answers import install_errors, request_id
 from service.routes.context import App, Context, Request
-from service.routes.origins import ApiOrigins, preflight
 from service.routes.route import Route
 from service.sessions import Sessions, SessionSettings
 from service.settings import Settings
@@ -55,7 +55,7 @@ def create_app(
     settings = settings or Settings()
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     name = f"robojax-{secrets.token_hex(4)}"
-    rooms = TransportSettings(origins=settings.transport_origins, is_odd=settings.transport_oddities)
+    rooms = TransportSettings(origins=settings.origins, is_odd=settings.transport_oddities)
     table = rooms.table() if settings.embedded_transport else None
     limits = {"rate": {"maximum": settings.max_rate}, "camera_names": {"maxItems": settings.max_cameras}}
     context = Context(
@@ -74,7 +74,7 @@ def create_app(
     _watch(app)
     install_errors(app)
     for prefix in PREFIXES:
-        app.blueprint(_api(prefix, ApiOrigins(settings.origins)))
+        app.blueprint(_api(prefix, Origins(settings.origins)))
         if table is not None:
             add_transport(app, table, rooms, prefix)
     _keep_sessions(app, transport or RoomsTransport(ice_servers=settings.ice_servers), load or _loader(settings))
@@ -103,7 +103,7 @@ def _config(settings: Settings) -> Config:
     return config
 
 
-def _api(prefix: str, origins: ApiOrigins) -> Blueprint:
+def _api(prefix: str, origins: Origins) -> Blueprint:
     blueprint = Blueprint(f"api{prefix.replace('/', '-')}")
     methods: dict[str, list[str]] = {}
     for route in ROUTES:

@@ -75,7 +75,7 @@ class ServerSettings(_Group):
     port: int = Field(default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
     origins: Names = Field(
         default=(),
-        description="Web pages that may call the session API, as exact origins (https://host). "
+        description="Web pages that may call the session API and the rooms, as exact origins (https://host). "
         "Pages of this server and of this machine always may; '*' is everybody.",
     )
 
@@ -141,9 +141,6 @@ class TransportSettings(_Group):
     embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
     transport_oddities: bool = Field(
         default=False, description="Let the embedded rooms behave as the reference server does where it is broken."
-    )
-    transport_origins: Names = Field(
-        default=("*",), description="Web pages that may call the embedded rooms, as exact origins; '*' is everybody."
     )
     ice_servers: Names = Field(default=(), description="STUN and TURN URLs; none are needed on a local network.")
 

@@ -14,7 +14,7 @@ def transport(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     origin: Annotated[
         list[str] | None,
-        typer.Option(help="A web page's origin that may call, e.g. http://localhost:5173; repeat it. Default: all."),
+        typer.Option(help="Web page that may call, e.g. https://my.page, or '*'; repeat it. This machine's may."),
     ] = None,
     oddities: Annotated[
         bool, typer.Option("--oddities", help="Behave like the reference server where it is broken, to test clients.")
@@ -27,7 +27,7 @@ def transport(
     def started(url: str) -> None:
         typer.echo(f"Rooms at {url} and {url}/api. Ctrl-C ends it.")
 
-    settings = TransportSettings(origins=tuple(origin or ("*",)), is_odd=oddities)
+    settings = TransportSettings(origins=tuple(origin or ()), is_odd=oddities)
     try:
         run_transport(host, port, settings, started)
     except CannotListen as error:

@@ -13,10 +13,10 @@ from sanic import Blueprint, HTTPResponse, Request, Sanic
 from sanic.exceptions import SanicException
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
+from service.origins import Origins, preflight
 from service.serving import listen, run, serving
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup
-from service.transport.cors import Origins
 from service.transport.endpoints import ROOM, CommandEndpoint, RoomEndpoints, SignalEndpoint, answer, endpoint
 from service.transport.outbox import OutboxLimits
 from service.transport.rooms import Limits, Place, RoomTable
@@ -33,8 +33,9 @@ class TransportSettings:
     """How an embedded transport server behaves; times in seconds.
 
     Attributes:
-        origins: web pages that may call it, as exact origins, or ``*`` for all. Requests without an Origin
-            header (every client that is no browser) always may.
+        origins: web pages that may call it besides those of this machine, as exact origins, or ``*`` for all.
+            Requests without an Origin header (every client that is no browser) always may. The reference lets
+            every page in, which lets every page move the robot.
         is_odd: reproduce the reference server's accidents (see ``service.transport.rooms``).
         limits: how much the room table holds.
         outbox: how far one peer may fall behind.
@@ -43,7 +44,7 @@ class TransportSettings:
         idle, cleanup_interval: empty rooms older than ``idle`` go, looked for every ``cleanup_interval``.
     """
 
-    origins: Sequence[str] = ("*",)
+    origins: Sequence[str] = ()
     is_odd: bool = False
     limits: Limits = field(default_factory=Limits)
     outbox: OutboxLimits = field(default_factory=OutboxLimits)
@@ -77,9 +78,8 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
             blueprint.add_route(endpoint(handler), path, methods=[method], name=handler.__name__, error_format="json")
             methods.setdefault(path, []).append(method)
         for number, (path, allowed) in enumerate(methods.items()):
-            blueprint.add_route(
-                origins.preflight(allowed), path, methods=["OPTIONS"], name=f"preflight{number}", error_format="json"
-            )
+            answered = _preflight(sorted(allowed))
+            blueprint.add_route(answered, path, methods=["OPTIONS"], name=f"preflight{number}", error_format="json")
         socket_route = blueprint.websocket(f"{ROOM}/ws", name="socket", error_format="json")
         socket_route(_socket_route(kind, table, settings))
         _guard(blueprint, origins)
@@ -130,6 +130,13 @@ def run_transport(
     run(create_transport_app(settings), listener, started)
 
 
+def _preflight(methods: Sequence[str]):
+    async def options(request: Request, **parts: str) -> HTTPResponse:
+        return preflight(request, methods)
+
+    return options
+
+
 def _guard(blueprint: Blueprint, origins: Origins) -> None:
     # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request
@@ -138,7 +145,7 @@ def _guard(blueprint: Blueprint, origins: Origins) -> None:
 
     @blueprint.on_response
     async def allow(request: Request, response: HTTPResponse | None) -> None:
-        origins.allow(request, response)
+        origins.permit(request, response)
 
 
 def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cleanup:

@@ -6,7 +6,7 @@ import pytest
 from sanic.response import text
 
 from service.app import PREFIXES, ROUTES
-from service.routes.origins import ApiOrigins
+from service.origins import Origins
 
 
 class Wire:
@@ -249,11 +249,11 @@ async def test_a_page_of_this_machine_may_call_and_read(server):
     ],
 )
 def test_which_pages_may_call(origin, host, expected):
-    assert ApiOrigins(["https://good.example"]).allows(origin, host) is expected
+    assert Origins(["https://good.example"]).allows(origin, host) is expected
 
 
 def test_a_star_lets_every_page_call():
-    assert ApiOrigins(["*"]).allows("https://evil.example", "x")
+    assert Origins(["*"]).allows("https://evil.example", "x")
 
 
 async def test_rooms_are_served_beside_the_sessions_unless_switched_off(serve):

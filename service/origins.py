@@ -1,29 +1,33 @@
-"""Which web pages may call the session API: this server's own, this machine's, and those in the settings."""
+"""Which web pages may call: this server's own, this machine's, and those in the settings.
+
+One rule for the session API, the rooms and their WebSockets, which browsers do not check themselves.
+"""
 
 import ipaddress
 import socket
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
-from sanic import HTTPResponse
-
-from service.routes.context import Request
+from sanic import HTTPResponse, Request
 
 
-class ApiOrigins:
+class Origins:
     """A browser says which page a request comes from; without a look at it, any page could move a robot on localhost.
 
+    A request without an Origin header comes from no web page and passes.
+
     Args:
-        allowed: exact origins, or ``*`` for every page.
+        allowed: further exact origins, or ``*`` for every page.
     """
 
-    def __init__(self, allowed: Sequence[str]):
+    def __init__(self, allowed: Sequence[str] = ()):
         self._allowed = frozenset(allowed)
         name = socket.gethostname().lower()
         self._own_names = {"localhost", name, f"{name}.local"}
 
     def allows(self, origin: str | None, host: str | None) -> bool:
-        """Whether a request with these two headers may pass. Only web pages send an origin."""
+        """Whether a request with these two headers may pass."""
         if origin is None or "*" in self._allowed or origin in self._allowed:
             return True
         try:
@@ -36,23 +40,24 @@ class ApiOrigins:
         # A page of our own. A name that is not ours could be any page's, pointed at this address by its DNS.
         return parts.netloc == host and (name in self._own_names or _is_address(name))
 
-    def refusal(self, request: Request) -> HTTPResponse | None:
-        """403 for a page that may not call."""
+    def refusal(self, request: Request[Any, Any]) -> HTTPResponse | None:
+        """403 for a page that may not call, before anything happens on its behalf."""
         if self.allows(request.headers.get("origin"), request.headers.get("host")):
             return None
         text = '{"detail":"This origin may not call; add it to the setting origins","code":"origin_refused"}'
         return HTTPResponse(text, status=403, content_type="application/json")
 
-    def permit(self, request: Request, response: HTTPResponse) -> None:
-        """Let a page of another origin read the answer."""
+    def permit(self, request: Request[Any, Any], response: HTTPResponse | None) -> None:
+        """Let a page of another origin read the answer; no cookies or logins of the browser come with it."""
         origin = request.headers.get("origin")
-        if origin is not None and self.allows(origin, request.headers.get("host")):
-            response.headers["access-control-allow-origin"] = origin
-            response.headers["access-control-expose-headers"] = "x-request-id"
-            response.headers["vary"] = "origin"
+        if response is None or origin is None or not self.allows(origin, request.headers.get("host")):
+            return
+        response.headers["access-control-allow-origin"] = origin
+        response.headers["access-control-expose-headers"] = "x-request-id"
+        response.headers["vary"] = "origin"
 
 
-def preflight(request: Request, methods: Sequence[str]) -> HTTPResponse:
+def preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTPResponse:
     """The answer to OPTIONS for a path with these methods."""
     allowed = ", ".join(methods)
     headers = {"allow": allowed}
