@@ -6,6 +6,7 @@ Only files with names that a policy has are fetched, never a pickle. The only pl
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from huggingface_hub.errors import (
     HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of whichever httpx the Hub's client uses
     RepositoryNotFoundError,
     RevisionNotFoundError,
-    RevisionResolutionError,
 )
 from huggingface_hub.utils import tqdm
 
@@ -66,31 +66,31 @@ def fetch(
     if not REPO_ID.fullmatch(repo_id):
         raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
     what = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
+    get = partial(snapshot_download, repo_id, revision=revision, cache_dir=cache, allow_patterns=FILES)
     try:
-        commit = HfApi(endpoint=endpoint).resolve_revision(repo_id, revision=revision, cache_dir=cache)
+        # One quick question first: the download itself would ask again for ten seconds before it gives up.
+        HfApi(endpoint=endpoint).model_info(repo_id, revision=revision, timeout=10)
         if on_progress:
             on_progress("downloading")
-        folder = snapshot_download(
-            repo_id,
-            revision=commit,
-            endpoint=endpoint,
-            cache_dir=cache,
-            allow_patterns=FILES,
-            tqdm_class=_Silent,  # pyright: ignore[reportArgumentType] - is declared as its asyncio variant
-        )
+        # The silent bar is of tqdm's usual kind; the declared type is its asyncio variant.
+        folder = get(endpoint=endpoint, tqdm_class=_Silent)  # pyright: ignore[reportArgumentType]
     except GatedRepoError as error:
         raise HubError(f"{what}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise HubError(f"{what}: the repo has no such revision; wanted a branch, a tag or a commit") from error
     except RepositoryNotFoundError as error:
         raise HubError(f"{what}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
-    except (RevisionResolutionError, HTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError) as error:
         cause = error.__cause__ or error
         if getattr(getattr(cause, "response", None), "status_code", None) in (401, 403):
             raise HubError(f"{what}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
-        raise HubError(
-            f"{what}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
-            "complete copy is cached here; connect once, or give a local folder"
-        ) from error
-    logger.info("%s: commit %s", what, Path(folder).name)
-    return Path(folder)
+        try:
+            folder = get(local_files_only=True)
+        except OSError as missing:
+            raise HubError(
+                f"{what}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
+                "complete copy is cached here; connect once, or give a local folder"
+            ) from missing
+        logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", what, type(cause).__name__)
+    logger.info("%s: commit %s", what, Path(str(folder)).name)
+    return Path(str(folder))

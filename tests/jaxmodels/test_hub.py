@@ -33,9 +33,10 @@ class StubHub:
 
             def do_GET(self) -> None:
                 stub.requests.append(self.path)
+                self.close_connection = True  # or a closed server would go on answering through kept connections
                 status, headers, body = stub.answer(self.path)
                 self.send_response(status)
-                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                for name, value in {"Content-Length": str(len(body)), "Connection": "close", **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command == "GET":
@@ -80,15 +81,21 @@ class StubHub:
         return 200, {"ETag": f'"{hashlib.sha1(raw).hexdigest()}"', "X-Repo-Commit": commit}, raw
 
 
-@pytest.fixture
-def stub(small, checkpoint_of, tmp_path: Path) -> Iterator[StubHub]:
-    def files(seed: int) -> dict[str, bytes]:
-        folder = tmp_path / f"source{seed}"
-        lerobot.write(folder, checkpoint_of(small(), seed=seed, rate=25.0))
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
+@pytest.fixture(scope="module")
+def policies(small_of, checkpoint_for, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """The files of two policies."""
+    folders = [tmp_path_factory.mktemp("source") / "policy" for _ in range(2)]
+    for seed, folder in enumerate(folders):
+        lerobot.write(folder, checkpoint_for(small_of(), seed=seed, rate=25.0))
+    return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
 
+
+@pytest.fixture
+def stub(policies, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     others = {"pytorch_model.bin": b"cos\nsystem\n", "README.md": b"# hello", "train_config.json": b"{}"}
-    stub = StubHub({"someone/arm": {FIRST: {**files(1), **others}, SECOND: files(2)}})
+    stub = StubHub({"someone/arm": {FIRST: {**policies[0], **others}, SECOND: policies[1]}})
     yield stub
     stub.close()
 

@@ -1,0 +1,159 @@
+"""Layers against plain formulas."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmodels.errors import WeightsMismatch
+from jaxmodels.layers import winograd
+from jaxmodels.layers.attention import WRITTEN_OUT, Attention, attend, attend_scaled
+from jaxmodels.layers.dropout import dropout
+from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
+from jaxmodels.layers.feed_forward import FeedForward
+from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm, layer_norm
+from jaxmodels.layers.resnet import max_pool
+from jaxmodels.weights import blueprint, check_fit, flatten
+
+
+def numbers(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
+def test_winograds_convolution_is_the_ordinary_one(batch: int, height: int, width: int, channels: int) -> None:
+    x, kernel = numbers(batch, height, width, channels), numbers(3, 3, channels, 4, seed=1)
+    wanted = jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    found = winograd.convolve(x, jnp.asarray(winograd.transform_kernel(np.asarray(kernel))))
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 2, WRITTEN_OUT])  # the last is too large to be written out head by head
+def test_attention_for_serving_is_ordinary_attention(batch: int) -> None:
+    q, k, v = (numbers(batch, n, 12, seed=seed) for seed, n in enumerate((3, 5, 5)))
+    split = [x.reshape(batch, -1, 4, 3) for x in (q, k, v)]
+    wanted = attend(*split).reshape(batch, 3, 12)
+    np.testing.assert_allclose(attend_scaled(q / np.sqrt(3), k, v, 4), wanted, atol=1e-6)
+
+
+def test_attention_is_softmax_of_scaled_products() -> None:
+    q, k, v = numbers(1, 2, 1, 4), numbers(1, 3, 1, 4, seed=1), numbers(1, 3, 1, 4, seed=2)
+    scores = np.einsum("nk,mk->nm", q[0, :, 0], k[0, :, 0]) / 2
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(attend(q, k, v)[0, :, 0], weights @ v[0, :, 0], atol=1e-6)
+
+
+def test_a_key_with_a_bias_of_minus_infinity_is_not_seen() -> None:
+    q, k, v = numbers(1, 2, 2, 4), numbers(1, 3, 2, 4, seed=1), numbers(1, 3, 2, 4, seed=2)
+    bias = jnp.array([0.0, 0.0, -jnp.inf])[None, None, None]
+    np.testing.assert_allclose(attend(q, k, v, bias), attend(q, k[:, :2], v[:, :2]), atol=1e-6)
+
+
+def test_attention_may_look_at_tokens_of_another_width_without_biases() -> None:
+    layer = Attention(8, 2, head_width=3, context_width=5, bias=False, rngs=nnx.Rngs(0))
+    assert layer(numbers(2, 4, 8), numbers(2, 6, 5), numbers(2, 6, 5)).shape == (2, 4, 8)
+    assert {name for name in flatten(layer) if name.endswith("bias")} == {"out.bias"}
+
+
+def test_gelu_is_the_exact_one_and_glu_gates_with_the_second_half() -> None:
+    x = numbers(1, 1, 4)
+    gelu = FeedForward(4, 4, "gelu", rngs=nnx.Rngs(0))
+    up = np.asarray(gelu.up(x), np.float64)
+    erf = np.vectorize(math.erf)
+    np.testing.assert_allclose(gelu.activation(gelu.up(x)), up * 0.5 * (1 + erf(up / np.sqrt(2))), atol=1e-6)
+    glu = FeedForward(4, 6, "glu", rngs=nnx.Rngs(0))
+    assert glu.down.kernel.shape == (3, 4)
+    up = np.asarray(glu.up(x))
+    np.testing.assert_allclose(glu.activation(glu.up(x)), up[..., :3] / (1 + np.exp(-up[..., 3:])), atol=1e-6)
+
+
+def test_layer_norm_keeps_its_digits_far_from_zero() -> None:
+    x = numbers(1, 4, 64) + 1000.0
+    wide = np.asarray(x, np.float64)
+    centred = wide - wide.mean(-1, keepdims=True)
+    wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(layer_norm(64, rngs=nnx.Rngs(0))(x), wanted, atol=1e-3)
+
+
+def test_group_norm_normalises_neighbouring_channels_together() -> None:
+    x = numbers(2, 3, 5, 8) * 3 + 1
+    groups = np.asarray(GroupNorm(8, 2)(x)).reshape(2, 15, 2, 4)
+    np.testing.assert_allclose(groups.mean((1, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(groups.std((1, 3)), 1, atol=1e-4)
+    nnxs = nnx.GroupNorm(8, 2, epsilon=1e-5, rngs=nnx.Rngs(0))(x)
+    np.testing.assert_allclose(GroupNorm(8, 2)(x), nnxs, atol=1e-5)
+
+
+def test_frozen_batch_norm_uses_what_it_was_given() -> None:
+    layer = FrozenBatchNorm(3)
+    for name, value in {"scale": 2.0, "bias": 0.5, "mean": 1.0, "variance": 4.0}.items():
+        getattr(layer, name)[...] = jnp.full(3, value)
+    x = numbers(1, 2, 2, 3)
+    np.testing.assert_allclose(layer(x), (x - 1.0) / np.sqrt(4.0 + 1e-5) * 2.0 + 0.5, atol=1e-6)
+
+
+def test_the_border_never_wins_a_max_pool() -> None:
+    pooled = max_pool(-jnp.ones((1, 5, 4, 2)))
+    assert pooled.shape == (1, 3, 2, 2)
+    assert (pooled == -1).all()
+
+
+def test_positions_are_sines_and_cosines() -> None:
+    table = sinusoidal(7, 8)
+    np.testing.assert_allclose(table[:, 0], np.sin(np.arange(7)), atol=1e-6)
+    np.testing.assert_allclose(table[:, 1], np.cos(np.arange(7)), atol=1e-6)
+    np.testing.assert_allclose(table[3, 2:4], [np.sin(3 / 10000**0.25), np.cos(3 / 10000**0.25)], atol=1e-6)
+
+
+def test_positions_of_an_image_tell_the_row_first_and_then_the_column() -> None:
+    table = sinusoidal_2d(3, 5, 8)
+    assert table.shape == (3, 5, 8)
+    assert (table[:, :1, :4] == table[:, :, :4]).all()
+    assert (table[:1, :, 4:] == table[:, :, 4:]).all()
+    np.testing.assert_allclose(table[:, 0, 0], np.sin(np.arange(1, 4) / 3 * 2 * np.pi), atol=1e-5)
+    np.testing.assert_allclose(table[0, :, 5], np.cos(np.arange(1, 6) / 5 * 2 * np.pi), atol=1e-5)
+
+
+def test_dropout_keeps_the_mean_and_zeroes_its_share() -> None:
+    x = jnp.ones((100, 100))
+    out = dropout(x, 0.25, nnx.Rngs(dropout=0))
+    assert abs(float((out == 0).mean()) - 0.25) < 0.02
+    assert abs(float(out.mean()) - 1.0) < 0.03
+    assert dropout(x, 0.25, None) is x
+    assert dropout(x, 0.0, nnx.Rngs(dropout=0)) is x
+
+
+def test_weights_go_out_of_a_module_and_back_by_name() -> None:
+    def build() -> FeedForward:
+        return FeedForward(4, 6, "relu", rngs=nnx.Rngs(0))
+
+    plan = blueprint(build)
+    module = build()
+    weights = flatten(module)
+    assert {name: shape.shape for name, shape in plan.shapes.items()} == {
+        "down.bias": (4,),
+        "down.kernel": (6, 4),
+        "up.bias": (6,),
+        "up.kernel": (4, 6),
+    }
+    x = numbers(1, 2, 4)
+    np.testing.assert_array_equal(plan.assemble(weights)(x), module(x))
+
+
+def test_a_misfit_is_silent_only_when_there_is_none() -> None:
+    check_fit({"a": (1,)}, {"a": (1,)}, where="file")
+    with pytest.raises(WeightsMismatch) as caught:
+        check_fit({"a": (1,), "b": (2,)}, {"a": (3,), "c": ()}, where="file")
+    assert str(caught.value).splitlines()[1:] == [
+        "  missing: c []",
+        "  unused: b [2]",
+        "  misshaped: a: found [1], wanted [3]",
+    ]
