@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -12,7 +10,6 @@ from contextlib import asynccontextmanager
 
 GRACE = 6.0  # seconds between asking a child to end and killing it; the server promises five
 LAST_WORDS = 4000  # characters of a child's errors
-PR_SET_PDEATHSIG = 1
 
 
 class ChildDied(Exception):
@@ -68,13 +65,14 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
+            "service.demo.leash",
+            str(os.getpid()),
             module,
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors.fileno(),
             start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
         running = Child(name, process, errors.name)
@@ -82,8 +80,3 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]
             yield running
         finally:
             await running.end()
-
-
-def _end_with_parent() -> None:
-    # Also when the parent was killed and cannot end anything: a server that nobody watches must not stay.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

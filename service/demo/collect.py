@@ -13,6 +13,7 @@ import numpy as np
 from jaxmodels.data import EpisodeWriter, resize_frames
 from service.demo.arm import RATE, Arm
 from service.demo.expert import Kinematics, plan, targets
+from service.demo.leash import end_with_parent
 from service.demo.units import JOINTS, to_radians, to_wire
 
 CAMERA = "front"
@@ -86,7 +87,7 @@ def _recordings(seed: int, episodes: int) -> Generator[tuple[int, dict[str, np.n
     # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     workers = max(1, (os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
         number = seed
         while True:  # the caller leaves when it has enough
             numbers = range(number, number + max(workers, min(episodes, 16)))

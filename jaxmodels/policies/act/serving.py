@@ -81,8 +81,8 @@ class Serving:
             tokens.append(self._linear("environment_in", observation.environment_state)[:, None])
         return jnp.concatenate((*tokens, *self._image_tokens(observation.images)), axis=1)
 
-    def _image_tokens(self, images: tuple[Float[Array, "b h w 3"], ...]) -> list[Float[Array, "b m d"]]:
-        """Tokens of each camera; cameras of one size go through the backbone together.
+    def _image_tokens(self, images: tuple[Float[Array, "b _ _ 3"], ...]) -> list[Float[Array, "b _ d"]]:
+        """Tokens of each camera, (b, m, d) with an m of its own; cameras of one size go through the backbone together.
 
         Small frames as one batch, which reads the kernels once. Large ones one after the other in a loop, whose body
         is compiled once: side by side their intermediates would not fit the cache.

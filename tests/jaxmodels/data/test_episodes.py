@@ -24,7 +24,7 @@ def episode(length: int, value: float) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with EpisodeWriter(tmp_path / "demos", rate=25, joint_names=NAMES, task="test") as writer:
+    with EpisodeWriter(tmp_path / "demos", rate=25.0, joint_names=NAMES, task="test") as writer:
         writer.add(episode(5, 10), seed=1)
         writer.add(episode(7, 20), seed=2)
     return tmp_path / "demos"
@@ -40,7 +40,7 @@ def test_what_was_written_is_read(folder: Path) -> None:
 
 
 def write_two_that_differ(folder: Path) -> None:
-    with EpisodeWriter(folder, rate=25, joint_names=NAMES) as writer:
+    with EpisodeWriter(folder, rate=25.0, joint_names=NAMES) as writer:
         writer.add(episode(5, 1), seed=1)
         writer.add(episode(5, 1) | {"action": np.zeros((5, 3), np.float32)}, seed=2)
 
@@ -53,7 +53,7 @@ def test_nothing_appears_when_writing_fails(tmp_path: Path) -> None:
 
 def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:
     with pytest.raises(FileExistsError, match="choose another folder"):
-        EpisodeWriter(folder, rate=25, joint_names=NAMES)
+        EpisodeWriter(folder, rate=25.0, joint_names=NAMES)
 
 
 def test_another_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:

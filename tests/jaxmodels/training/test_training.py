@@ -26,7 +26,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Actions that can be read off the picture: its brightness says where to go."""
     folder = tmp_path_factory.mktemp("data") / "demos"
     random = np.random.default_rng(0)
-    with EpisodeWriter(folder, rate=10, joint_names=("x", "y")) as writer:
+    with EpisodeWriter(folder, rate=10.0, joint_names=("x", "y")) as writer:
         for seed in range(8):
             goal = random.uniform(0.2, 0.8)
             steps = np.linspace(0, goal, 12, dtype=np.float32)
@@ -115,4 +115,4 @@ def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path) -> None
 
 def test_settings_that_make_no_sense_are_refused_together() -> None:
     with pytest.raises(ConfigError, match=r"steps is 0.*learning_rate is -1"):
-        TrainingConfig(steps=0, learning_rate=-1)
+        TrainingConfig(steps=0, learning_rate=-1.0)
