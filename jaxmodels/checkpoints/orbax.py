@@ -51,8 +51,8 @@ def restore(folder: Path, wanted: Tree) -> Tree:
 def _check(folder: Path, checkpointer: ocp.StandardCheckpointer, target: dict[str, jax.ShapeDtypeStruct]) -> None:
     """Orbax casts dtypes without a word, and names only the first thing that differs."""
     metadata = checkpointer.metadata(folder.resolve())
-    tree = getattr(metadata, "item_metadata", metadata)
-    found = dict(getattr(tree, "tree", tree))
+    tree: Any = getattr(metadata, "item_metadata", metadata)
+    found: dict[str, Any] = dict(getattr(tree, "tree", tree))
     check_fit(
         {name: tuple(entry.shape) for name, entry in found.items()},
         {name: shape.shape for name, shape in target.items()},
