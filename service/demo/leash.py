@@ -1,4 +1,4 @@
-"""Processes that end with their parent, also when it was killed: ``python -m service.demo.leash PARENT MODULE ARGUMENTS``."""
+"""Processes that end with their parent, also when it was killed: ``-m service.demo.leash PARENT MODULE ARGUMENTS``."""
 
 import ctypes
 import os
