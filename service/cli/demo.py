@@ -66,7 +66,7 @@ async def _watch(policy: str, episodes: int, seed: int, port: int, is_plain: boo
     console = Console()
     console.print("starting the server ...")
     async with show(policy, port=port) as running:
-        console.print(f"server: {running.request.url}   making the session (loads and compiles the policy) ...")
+        console.print(f"server: {running.request.url}   making the session: loading and compiling ...")
         await running.create_session()
         console.print("the session, by hand:")
         for line in running.request.curl():
