@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from jaxmodels.checkpoints.json_file import read_json
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import ACTION, IMAGES, STATE
 
@@ -116,16 +117,19 @@ class Episodes:
             raise CheckpointError(
                 f"{folder}: no {META} there; wanted a folder of demonstrations, as `robojax demo collect` writes it"
             )
-        values = json.loads((folder / META).read_text())
+        values = read_json(folder / META)
         if values.get("format") != FORMAT:
             raise CheckpointError(f"{folder.name}: format is {values.get('format')!r}; wanted {FORMAT!r}")
-        self.meta = Meta(
-            rate=float(values["rate"]),
-            joint_names=tuple(values["joint_names"]),
-            lengths=tuple(values["lengths"]),
-            seeds=tuple(values.get("seeds", ())),
-            task=str(values.get("task", "")),
-        )
+        try:
+            self.meta = Meta(
+                rate=float(values["rate"]),
+                joint_names=tuple(values["joint_names"]),
+                lengths=tuple(int(length) for length in values["lengths"]),
+                seeds=tuple(values.get("seeds", ())),
+                task=str(values.get("task", "")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder.name}: {META} lacks or garbles {error}; record the folder anew") from error
         # allow_pickle is False by default: an array of objects is refused.
         arrays = {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
         wrong = [f"{name} has {len(array)}" for name, array in arrays.items() if len(array) != sum(self.meta.lengths)]

@@ -61,6 +61,13 @@ def test_another_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:
         Episodes(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["{", '{"format": "robojax-episodes-1"}', "[]", '{"format": NaN}'])
+def test_a_broken_description_is_refused(folder: Path, text: str) -> None:
+    (folder / "meta.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"meta\.json|format"):
+        Episodes(folder)
+
+
 def test_arrays_that_do_not_fit_their_description_are_refused(folder: Path) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"lengths": [5, 6]}))
