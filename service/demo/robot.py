@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -41,13 +42,13 @@ class Sessions:
     def __init__(self, http: aiohttp.ClientSession, server: str, session_id: str):
         self._http, self._url = http, f"{server.rstrip('/')}/sessions/{session_id}"
 
-    async def status(self) -> dict[str, object]:
+    async def status(self) -> dict[str, Any]:
         async with self._http.get(self._url) as answer:
             answer.raise_for_status()
             return await answer.json()
 
     async def rooms(self) -> Rooms:
-        rooms: dict = (await self.status())["rooms"]  # type: ignore[assignment]
+        rooms = (await self.status())["rooms"]
         return Rooms(
             rooms["workspace_id"],
             rooms["camera_room_ids"],
