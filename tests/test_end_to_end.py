@@ -262,8 +262,9 @@ async def test_an_emergency_stop_from_a_room_latches_until_it_is_reset(rig: Rig)
         await rig.moves()
 
 
-async def test_the_server_is_its_own_transport(rig: Rig) -> None:
-    rig.transport_url, outside = rig.url, rig.transport_url
+@pytest.mark.parametrize("base_path", ["", "/api", "/api/"])
+async def test_the_server_is_its_own_transport(rig: Rig, base_path: str) -> None:
+    rig.transport_url, outside = rig.url + base_path, rig.transport_url
     try:
         rooms = await rig.create()
         async with rig.robot(rooms):
