@@ -46,7 +46,7 @@ def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
         assert error(policy.act(observation), wanted["chunk"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "act_full_size"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_folder) -> None:
     checkpoint = lerobot.read(golden_folder(name))
     config, inputs = checkpoint.config, checkpoint.normalization.inputs
