@@ -7,6 +7,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -85,11 +86,17 @@ class EpisodeWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files.values():
-            file.close()
-        if kind is not None:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            return
+        try:
+            for file in self._files.values():
+                # Closing writes what is left; when the disk is full that fails too, and must not hide the first error.
+                with suppress(OSError) if kind is not None else nullcontext():
+                    file.close()
+            if kind is None:
+                self._finish()
+        finally:
+            shutil.rmtree(self._partial, ignore_errors=True)  # whatever was not finished
+
+    def _finish(self) -> None:
         steps = sum(self._lengths)
         for name, (shape, dtype) in self._layout.items():
             raw = self._partial / f"{name}.raw"

@@ -106,7 +106,7 @@ def collect(
         with demonstrations(folder, episodes=episodes, seed=seed) as recorded:
             for _ in track(recorded, "recording", total=episodes, console=console):
                 pass
-    except (FileExistsError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         Console(stderr=True).print(f"[red]nothing recorded:[/red] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from error
     console.print(f"{episodes} demonstrations in {folder}\ntrain on them: robojax train {folder} --output runs/pick")

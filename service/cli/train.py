@@ -69,6 +69,10 @@ def train(
                 bar.update(task, completed=step.step, loss=f"{step.loss:.4f}")
 
             folder = run(episodes, policy, config, output, on_progress=show)
+    except OSError as error:
+        text = f"{error}; the same command goes on from the last checkpoint"
+        Console(stderr=True).print(f"[red]training stopped:[/red] {text}", soft_wrap=True, highlight=False)
+        raise typer.Exit(1) from error
     except (JaxModelsError, FloatingPointError) as error:
         Console(stderr=True).print(f"[red]not trained:[/red] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(3) from error

@@ -51,6 +51,21 @@ def test_nothing_appears_when_writing_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def write_many(folder: Path) -> None:
+    with EpisodeWriter(folder, rate=25.0, joint_names=NAMES) as writer:
+        for _ in range(2000):
+            writer.add(episode(5, 1), seed=1)
+
+
+def test_a_full_disk_is_said_once_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "demos"
+    # Every byte for this device fails with "no space left", and so does closing a file with bytes left in it.
+    monkeypatch.setattr(Path, "open", lambda path, mode: open("/dev/full", mode))
+    with pytest.raises(OSError, match="No space left"):
+        write_many(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:
     with pytest.raises(FileExistsError, match="choose another folder"):
         EpisodeWriter(folder, rate=25.0, joint_names=NAMES)
