@@ -20,9 +20,17 @@ Tree = TypeVar("Tree")
 
 
 def save(folder: Path, tree: Any) -> None:
-    """Writes a tree of arrays; the folder appears whole or not at all, and replaces one that is there."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.resolve(), _flatten(tree), force=True)
+    """Writes a tree of arrays; the folder appears whole or not at all, and replaces one that is there.
+
+    Raises:
+        OSError: it cannot be written, e.g. because the disk is full.
+    """
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder.resolve(), _flatten(tree), force=True)
+    except ValueError as error:  # how TensorStore reports a full disk
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise OSError(f"checkpoint {folder.name} cannot be written ({reason})") from error
 
 
 def restore(folder: Path, wanted: Tree) -> Tree:
