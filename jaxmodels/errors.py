@@ -4,6 +4,7 @@ JaxModelsError
 ├── ConfigError          a config field is missing, unknown or makes no sense
 ├── CheckpointError      files of a checkpoint are missing, malformed, or do not fit the config
 │   └── WeightsMismatch  names or shapes of tensors differ; lists all of them at once
+├── InputError           an argument of a model's call has the wrong shape, dtype or value
 ├── ObservationError     an observation lacks a feature or has the wrong shape or dtype
 └── HubError             a repo could not be fetched (unknown, not allowed, offline and not cached)
 """
@@ -23,6 +24,10 @@ class CheckpointError(JaxModelsError, ValueError):
 
 class WeightsMismatch(CheckpointError):
     """Tensor names or shapes differ from what the config asks for."""
+
+
+class InputError(JaxModelsError, ValueError):
+    """An argument of a model's call has the wrong shape, dtype or value."""
 
 
 class ObservationError(JaxModelsError, ValueError):

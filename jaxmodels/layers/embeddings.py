@@ -1,18 +1,21 @@
-"""Sinusoidal positions, as constants that the compiler may fold.
+"""Sinusoidal positions and times, from constants that the compiler may fold.
 
-Computed in NumPy in the precision LeRobot uses, since a checkpoint holds the result of the first one.
-Source: lerobot/policies/act/modeling_act.py, create_sinusoidal_pos_embedding and ACTSinusoidalPositionEmbedding2d.
+Computed in NumPy in the precision of those whose checkpoints hold, or were trained with, the results.
 """
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 TEMPERATURE = 10000
 EPSILON = 1e-6
 
 
 def sinusoidal(count: int, width: int) -> Float[np.ndarray, "n d"]:
-    """Positions 0..count-1 in `width` channels: sine in the even ones, cosine in the odd ones."""
+    """Positions 0..count-1 in `width` channels: sine in the even ones, cosine in the odd ones.
+
+    Source: lerobot/policies/act/modeling_act.py, create_sinusoidal_pos_embedding.
+    """
     frequency = np.power(TEMPERATURE, 2 * (np.arange(width) // 2) / width)
     table = np.arange(count)[:, None] / frequency
     table[:, 0::2] = np.sin(table[:, 0::2])
@@ -24,6 +27,7 @@ def sinusoidal_2d(height: int, width: int, channels: int) -> Float[np.ndarray, "
     """Positions of a feature map: the first half of the channels tells the row, the second the column.
 
     Rows and columns count from 1 and are scaled so that the last is 2 pi.
+    Source: lerobot/policies/act/modeling_act.py, ACTSinusoidalPositionEmbedding2d.
     """
 
     def axis(count: int) -> Float[np.ndarray, "n d2"]:
@@ -37,3 +41,43 @@ def sinusoidal_2d(height: int, width: int, channels: int) -> Float[np.ndarray, "
     rows = np.broadcast_to(axis(height)[:, None], (height, width, channels // 2))
     columns = np.broadcast_to(axis(width)[None], (height, width, channels // 2))
     return np.concatenate((rows, columns), axis=-1)
+
+
+def time_sinusoid(time: Float[Array, "..."], width: int, shift: int) -> Float[Array, "... d"]:
+    """Diffusion timesteps in `width` channels: cosines in the first half, sines in the second.
+
+    Args:
+        shift: frequencies fall from 1 to ``1 / 10000`` over ``width / 2 - shift`` channels; 1 for DiT, 0 for PixArt.
+
+    Source: diffusers/models/embeddings.py, get_timestep_embedding with flip_sin_to_cos.
+    """
+    half = width // 2
+    exponent = np.float32(-np.log(TEMPERATURE)) * np.arange(half, dtype=np.float32) / np.float32(half - shift)
+    # Rounded from float64: at timestep 1000 the last bit of a frequency is seen in the angle.
+    frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
+    angle = time[..., None] * frequency
+    return jnp.concatenate((jnp.cos(angle), jnp.sin(angle)), axis=-1)
+
+
+def patch_positions(rows: int, columns: int, base: int, scale: float, width: int) -> Float[Array, "n d"]:
+    """Fixed positions of a grid of patches, row by row: the first half of the channels tells the column, the second
+    the row; each half is sines, then cosines.
+
+    Args:
+        base: side of the grid that positions were trained on; another grid is stretched onto it, per axis.
+        scale: positions are divided by it.
+
+    Source: diffusers/models/embeddings.py, get_2d_sincos_pos_embed.
+    """
+
+    def axis(count: int) -> Float[np.ndarray, "n d2"]:
+        steps = np.arange(count, dtype=np.float32) / np.float32(count / base) / np.float32(scale)
+        frequency = 1.0 / TEMPERATURE ** (np.arange(width // 4, dtype=np.float64) / (width / 4))
+        angle = steps[:, None].astype(np.float64) * frequency
+        return np.concatenate((np.sin(angle), np.cos(angle)), axis=-1).astype(np.float32)
+
+    # Spread in the program: the whole table of a large image would be a large constant.
+    shape = (rows, columns, width // 2)
+    by_column = jnp.broadcast_to(jnp.asarray(axis(columns))[None], shape)
+    by_row = jnp.broadcast_to(jnp.asarray(axis(rows))[:, None], shape)
+    return jnp.concatenate((by_column, by_row), axis=-1).reshape(rows * columns, width)

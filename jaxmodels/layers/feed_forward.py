@@ -1,9 +1,13 @@
 """The two-layer perceptron of a transformer block, with the activations that checkpoints ask for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxmodels.layers.dropout import dropout
@@ -14,12 +18,51 @@ def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x, approximate=False)
 
 
-# name -> (function, how many input channels it takes per output channel)
-ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], int]] = {
-    "relu": (jax.nn.relu, 1),
-    "gelu": (exact_gelu, 1),
-    "glu": (jax.nn.glu, 2),  # first half times sigmoid of the second
-}
+def tanh_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def sigmoid_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """``x sigmoid(1.702 x)``; section 2 of https://arxiv.org/abs/1606.08415."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def _gate_by(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """The first half of the channels times `function` of the second."""
+
+    def gated(x: Float[Array, "..."]) -> Float[Array, "..."]:
+        value, gate = jnp.split(x, 2, axis=-1)
+        return value * function(gate)
+
+    return gated
+
+
+class Activation(NamedTuple):
+    """A function of channels, and how many of them it takes for one that it gives."""
+
+    function: Callable[[Array], Array]
+    inputs: int
+
+
+# torch.nn.functional's, by the names in LeRobot's configs
+LEROBOT_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "relu": Activation(jax.nn.relu, 1),
+        "gelu": Activation(exact_gelu, 1),
+        "glu": Activation(_gate_by(jax.nn.sigmoid), 2),
+    }
+)
+# diffusers/models/attention.py, FeedForward
+DIFFUSERS_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "gelu": Activation(exact_gelu, 1),
+        "gelu-approximate": Activation(tanh_gelu, 1),
+        "geglu": Activation(_gate_by(exact_gelu), 2),
+        "geglu-approximate": Activation(sigmoid_gelu, 1),  # not gated, whatever its name says
+        "swiglu": Activation(_gate_by(jax.nn.silu), 2),
+        "linear-silu": Activation(jax.nn.silu, 1),
+    }
+)
 
 
 class FeedForward(nnx.Module):
@@ -28,12 +71,38 @@ class FeedForward(nnx.Module):
     Gated activations halve what they are given, so that the way down is `hidden / 2` wide with them.
     """
 
-    def __init__(self, width: int, hidden: int, activation: str, *, rate: float = 0.0, rngs: nnx.Rngs):
-        self.activation, shrink = ACTIVATIONS[activation]
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: Activation,
+        *,
+        rate: float = 0.0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = activation.function
         self.rate = rate
         init = nnx.initializers.xavier_uniform()
-        self.up = nnx.Linear(width, hidden, kernel_init=init, rngs=rngs)
-        self.down = nnx.Linear(hidden // shrink, width, kernel_init=init, rngs=rngs)
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        self.up = nnx.Linear(
+            width, hidden, kernel_init=init, kernel_metadata=_UP, bias_metadata=_UP_BIAS, rngs=rngs, **dtypes
+        )
+        self.down = nnx.Linear(
+            hidden // activation.inputs,
+            width,
+            kernel_init=init,
+            kernel_metadata=_DOWN,
+            bias_metadata=_DOWN_BIAS,
+            rngs=rngs,
+            **dtypes,
+        )
 
     def __call__(self, x: Float[Array, "b n d"], rngs: nnx.Rngs | None = None) -> Float[Array, "b n d"]:
         return self.down(dropout(self.activation(self.up(x)), self.rate, rngs))
+
+
+# Logical axes, for those who spread a model over devices (jaxmodels/sharding.py).
+_UP, _UP_BIAS = {"axes": ("embed", "mlp")}, {"axes": ("mlp",)}
+_DOWN, _DOWN_BIAS = {"axes": ("mlp", "embed")}, {"axes": ("embed",)}

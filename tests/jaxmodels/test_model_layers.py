@@ -15,8 +15,8 @@ from jaxmodels.layers import winograd
 from jaxmodels.layers.attention import WRITTEN_OUT, Attention, attend, attend_scaled
 from jaxmodels.layers.dropout import dropout
 from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
-from jaxmodels.layers.feed_forward import FeedForward
-from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm, layer_norm
+from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS, FeedForward
+from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm, LayerNorm
 from jaxmodels.layers.resnet import max_pool
 from jaxmodels.weights import blueprint, check_fit, flatten
 
@@ -65,11 +65,11 @@ def test_attention_may_look_at_tokens_of_another_width_without_biases() -> None:
 
 def test_gelu_is_the_exact_one_and_glu_gates_with_the_second_half() -> None:
     x = numbers(1, 1, 4)
-    gelu = FeedForward(4, 4, "gelu", rngs=nnx.Rngs(0))
+    gelu = FeedForward(4, 4, LEROBOT_ACTIVATIONS["gelu"], rngs=nnx.Rngs(0))
     up = np.asarray(gelu.up(x), np.float64)
     erf = np.vectorize(math.erf)
     np.testing.assert_allclose(gelu.activation(gelu.up(x)), up * 0.5 * (1 + erf(up / np.sqrt(2))), atol=1e-6)
-    glu = FeedForward(4, 6, "glu", rngs=nnx.Rngs(0))
+    glu = FeedForward(4, 6, LEROBOT_ACTIVATIONS["glu"], rngs=nnx.Rngs(0))
     assert glu.down.kernel.shape == (3, 4)
     up = np.asarray(glu.up(x))
     np.testing.assert_allclose(glu.activation(glu.up(x)), up[..., :3] / (1 + np.exp(-up[..., 3:])), atol=1e-6)
@@ -80,7 +80,7 @@ def test_layer_norm_keeps_its_digits_far_from_zero() -> None:
     wide = np.asarray(x, np.float64)
     centred = wide - wide.mean(-1, keepdims=True)
     wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(layer_norm(64, rngs=nnx.Rngs(0))(x), wanted, atol=1e-3)
+    np.testing.assert_allclose(LayerNorm(64)(x), wanted, atol=1e-3)
 
 
 def test_group_norm_normalises_neighbouring_channels_together() -> None:
@@ -133,7 +133,7 @@ def test_dropout_keeps_the_mean_and_zeroes_its_share() -> None:
 
 def test_weights_go_out_of_a_module_and_back_by_name() -> None:
     def build() -> FeedForward:
-        return FeedForward(4, 6, "relu", rngs=nnx.Rngs(0))
+        return FeedForward(4, 6, LEROBOT_ACTIVATIONS["relu"], rngs=nnx.Rngs(0))
 
     plan = blueprint(build)
     module = build()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.features import ACTION, ENVIRONMENT_STATE, MODES, STATE, TYPES, Feature, dump_features, parse_features
-from jaxmodels.layers.feed_forward import ACTIVATIONS
+from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.resnet import RESNETS
 
 SMALL_CNN = "small_cnn"
@@ -99,9 +99,11 @@ class ActConfig:
             wrong.append(f"n_action_steps is {self.n_action_steps}; with temporal_ensemble_coeff it must be 1")
         if self.dim_model % self.n_heads:
             wrong.append(f"dim_model {self.dim_model} is not a multiple of n_heads {self.n_heads}")
-        if self.feedforward_activation not in ACTIVATIONS:
-            wrong.append(f"feedforward_activation is {self.feedforward_activation!r}; known: {', '.join(ACTIVATIONS)}")
-        elif self.dim_feedforward % ACTIVATIONS[self.feedforward_activation][1]:
+        if self.feedforward_activation not in LEROBOT_ACTIVATIONS:
+            wrong.append(
+                f"feedforward_activation is {self.feedforward_activation!r}; known: {', '.join(LEROBOT_ACTIVATIONS)}"
+            )
+        elif self.dim_feedforward % LEROBOT_ACTIVATIONS[self.feedforward_activation].inputs:
             wrong.append(f"dim_feedforward {self.dim_feedforward} cannot be halved by {self.feedforward_activation}")
         if not 0.0 <= self.dropout < 1.0:
             wrong.append(f"dropout is {self.dropout}; wanted 0 <= dropout < 1")

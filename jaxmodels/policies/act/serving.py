@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from jaxmodels.layers import winograd
 from jaxmodels.layers.attention import attend_scaled
-from jaxmodels.layers.feed_forward import ACTIVATIONS
-from jaxmodels.layers.norm import EPSILON
+from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
+from jaxmodels.layers.norm import EPSILON, standardize
 from jaxmodels.layers.resnet import RESNETS, blocks, max_pool
 from jaxmodels.layers.small_cnn import SmallCnn
 from jaxmodels.policies.act.config import ActConfig
@@ -134,7 +134,7 @@ class Serving:
         return x if pre_norm else self._norm(norm, x)
 
     def _feed_forward(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        activation, _ = ACTIVATIONS[self._config.feedforward_activation]
+        activation = LEROBOT_ACTIVATIONS[self._config.feedforward_activation].function
         seen = self._norm(norm, x) if self._config.pre_norm else x
         x = x + self._linear(f"{name}.down", activation(self._linear(f"{name}.up", seen)))
         return x if self._config.pre_norm else self._norm(norm, x)
@@ -143,10 +143,7 @@ class Serving:
         return x @ self._weights[f"{name}.kernel"] + self._weights[f"{name}.bias"]
 
     def _norm(self, name: str, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        # In float32 whatever the program computes in: a sum over the width loses too much in bfloat16.
-        wide = x.astype(jnp.float32)
-        centred = wide - wide.mean(axis=-1, keepdims=True)
-        normal = centred * lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + EPSILON)
+        normal = standardize(x, EPSILON)
         return normal.astype(x.dtype) * self._weights[f"{name}.scale"] + self._weights[f"{name}.bias"]
 
     def _backbone(self, image: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 c"]:

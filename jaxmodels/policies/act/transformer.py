@@ -5,8 +5,8 @@ from jaxtyping import Array, Float
 
 from jaxmodels.layers.attention import Attention
 from jaxmodels.layers.dropout import dropout
-from jaxmodels.layers.feed_forward import FeedForward
-from jaxmodels.layers.norm import layer_norm
+from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS, FeedForward
+from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.policies.act.config import ActConfig
 
 
@@ -19,10 +19,14 @@ class EncoderLayer(nnx.Module):
         self.rate = config.dropout
         self.attention = Attention(width, config.n_heads, rate=config.dropout, rngs=rngs)
         self.feed_forward = FeedForward(
-            width, config.dim_feedforward, config.feedforward_activation, rate=config.dropout, rngs=rngs
+            width,
+            config.dim_feedforward,
+            LEROBOT_ACTIVATIONS[config.feedforward_activation],
+            rate=config.dropout,
+            rngs=rngs,
         )
-        self.norm1 = layer_norm(width, rngs=rngs)
-        self.norm2 = layer_norm(width, rngs=rngs)
+        self.norm1 = LayerNorm(width)
+        self.norm2 = LayerNorm(width)
 
     def __call__(
         self,
@@ -50,7 +54,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, config: ActConfig, layers: int, *, rngs: nnx.Rngs):
         self.layers = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(layers)])
-        self.norm = layer_norm(config.dim_model, rngs=rngs) if config.pre_norm else None
+        self.norm = LayerNorm(config.dim_model) if config.pre_norm else None
 
     def __call__(
         self,
@@ -74,11 +78,15 @@ class DecoderLayer(nnx.Module):
         self.self_attention = Attention(width, config.n_heads, rate=config.dropout, rngs=rngs)
         self.cross_attention = Attention(width, config.n_heads, rate=config.dropout, rngs=rngs)
         self.feed_forward = FeedForward(
-            width, config.dim_feedforward, config.feedforward_activation, rate=config.dropout, rngs=rngs
+            width,
+            config.dim_feedforward,
+            LEROBOT_ACTIVATIONS[config.feedforward_activation],
+            rate=config.dropout,
+            rngs=rngs,
         )
-        self.norm1 = layer_norm(width, rngs=rngs)
-        self.norm2 = layer_norm(width, rngs=rngs)
-        self.norm3 = layer_norm(width, rngs=rngs)
+        self.norm1 = LayerNorm(width)
+        self.norm2 = LayerNorm(width)
+        self.norm3 = LayerNorm(width)
 
     def __call__(
         self,
@@ -114,7 +122,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.n_decoder_layers)])
-        self.norm = layer_norm(config.dim_model, rngs=rngs)
+        self.norm = LayerNorm(config.dim_model)
 
     def __call__(
         self,

@@ -1,0 +1,298 @@
+"""Everything that shapes a 2D transformer: the constructor arguments of diffusers' Transformer2DModel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
+
+Kind: TypeAlias = Literal["continuous", "discrete", "patches"]
+
+ADA_NORMS = ("ada_norm", "ada_norm_zero", "ada_norm_single")
+NORMS = ("layer_norm", *ADA_NORMS)
+GATED_ATTENTION = ("gated", "gated-text-image")
+ATTENTION_TYPES = ("default", *GATED_ATTENTION)
+TIME_CHANNELS = 256  # of the sinusoid a timestep becomes; fixed in diffusers
+CONDITIONED_SIZE = 128  # PixArt's 1024-pixel models: this sample size alone asks for additional conditions
+
+
+@dataclass(frozen=True)
+class Transformer2DConfig:
+    """The 25 constructor arguments of diffusers' `Transformer2DModel`, in its order and with its defaults.
+
+    What is given says which of three inputs the model takes (`kind`): ``in_channels`` alone is continuous
+    (batch, channel, height, width); ``num_vector_embeds`` is discrete (batch, latent pixels); ``in_channels`` with
+    ``patch_size`` is patches.
+
+    Attributes:
+        num_attention_heads: heads of every attention; with `attention_head_dim` they make `inner_dim`.
+        attention_head_dim: channels per head.
+        in_channels: channels of a continuous or patched input.
+        out_channels: of a patched input's output; `in_channels` when None. A continuous output is added to its input,
+            so that it has as many channels (or one, which is added to all of them).
+        num_layers: transformer blocks.
+        dropout: rate after each attention and inside each feed-forward, in training.
+        norm_num_groups: groups of the group norm over a continuous input.
+        cross_attention_dim: width of `encoder_hidden_states`; None leaves cross-attention out.
+        attention_bias: whether queries, keys and values have a bias.
+        sample_size: height and width of a discrete or patched input; positions are made for it.
+        num_vector_embeds: classes of a discrete input, the masked one (the last) included.
+        patch_size: height and width of a patch.
+        activation_fn: of the feed-forwards; ``geglu-approximate`` is not gated, whatever its name says.
+        num_embeds_ada_norm: with ada_norm the number of timesteps; with ada_norm_zero the number of classes.
+        use_linear_projection: whether files keep the projections of a continuous input as linear layers or as 1x1
+            convolutions; the mathematics is the same.
+        only_cross_attention: the first attention of a block looks at `encoder_hidden_states`, too.
+        double_self_attention: the second attention has keys as wide as the tokens themselves.
+        upcast_attention: kept for files; softmax is float32 here whatever it says.
+        norm_type: ``layer_norm`` with `num_embeds_ada_norm` means ``ada_norm``, as in older files (`block_norm`).
+        norm_elementwise_affine: whether plain layer norms have weights.
+        norm_eps: of plain layer norms.
+        attention_type: ``gated`` and ``gated-text-image`` put GLIGEN's fuser into each block.
+        caption_channels: width of the captions that a patched model projects to `inner_dim`.
+        interpolation_scale: positions of patches are divided by it; ``max(sample_size // 64, 1)`` when None.
+        use_additional_conditions: resolution and aspect ratio join the timestep (ada_norm_single); when None, exactly
+            for ada_norm_single with sample size 128.
+
+    Raises:
+        ConfigError: a combination makes no sense; the message says which kind of input was meant.
+    """
+
+    num_attention_heads: int = 16
+    attention_head_dim: int = 88
+    in_channels: int | None = None
+    out_channels: int | None = None
+    num_layers: int = 1
+    dropout: float = 0.0
+    norm_num_groups: int = 32
+    cross_attention_dim: int | None = None
+    attention_bias: bool = False
+    sample_size: int | None = None
+    num_vector_embeds: int | None = None
+    patch_size: int | None = None
+    activation_fn: str = "geglu"
+    num_embeds_ada_norm: int | None = None
+    use_linear_projection: bool = False
+    only_cross_attention: bool = False
+    double_self_attention: bool = False
+    upcast_attention: bool = False
+    norm_type: str = "layer_norm"
+    norm_elementwise_affine: bool = True
+    norm_eps: float = 1e-5
+    attention_type: str = "default"
+    caption_channels: int | None = None
+    interpolation_scale: float | None = None
+    use_additional_conditions: bool | None = None
+
+    def __post_init__(self) -> None:
+        wrong = self._wrong_types()
+        if wrong:
+            raise ConfigError("Transformer2DModel: " + "; ".join(wrong))
+        kind = self._find_kind()
+        wrong = [*self._wrong_everywhere(), *_WRONG[kind](self)]
+        if wrong:
+            raise ConfigError(f"Transformer2DModel with {kind} input: " + "; ".join(wrong))
+
+    def _wrong_types(self) -> list[str]:
+        wrong = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            wanted, kinds = _TYPES[str(field.type)]
+            is_flag_for_number = isinstance(value, bool) and bool not in kinds
+            if is_flag_for_number or not isinstance(value, kinds):
+                wrong.append(f"{field.name} is {value!r}; wanted {wanted}")
+            elif isinstance(value, int) and not isinstance(value, bool) and field.name in _COUNTS and value < 1:
+                wrong.append(f"{field.name} is {value}; wanted 1 or more")
+        return wrong
+
+    def _find_kind(self) -> Kind:
+        if self.in_channels is not None and self.num_vector_embeds is not None:
+            meant = "patches" if self.patch_size is not None else "continuous"
+            raise ConfigError(
+                f"Transformer2DModel: in_channels {self.in_channels} means {meant} input and num_vector_embeds "
+                f"{self.num_vector_embeds} means discrete input; make sure that one of them is None"
+            )
+        if self.num_vector_embeds is not None:
+            return "discrete"
+        if self.in_channels is None:
+            raise ConfigError(
+                f"Transformer2DModel: no input is defined (in_channels {self.in_channels}, num_vector_embeds "
+                f"{self.num_vector_embeds}, patch_size {self.patch_size}); give in_channels for continuous input, "
+                "num_vector_embeds for discrete input, or in_channels and patch_size for patches"
+            )
+        return "continuous" if self.patch_size is None else "patches"
+
+    def _wrong_everywhere(self) -> list[str]:
+        wrong = []
+        if not 0.0 <= self.dropout < 1.0:
+            wrong.append(f"dropout is {self.dropout}; wanted 0 <= dropout < 1")
+        if not self.norm_eps > 0.0:
+            wrong.append(f"norm_eps is {self.norm_eps}; wanted more than 0")
+        if self.activation_fn not in DIFFUSERS_ACTIVATIONS:
+            known = ", ".join(DIFFUSERS_ACTIVATIONS)
+            wrong.append(f"activation_fn is {self.activation_fn!r}; known (in lower case): {known}")
+        if self.attention_type not in ATTENTION_TYPES:
+            wrong.append(f"attention_type is {self.attention_type!r}; known: {', '.join(ATTENTION_TYPES)}")
+        elif self.has_fuser and self.cross_attention_dim is None:
+            wrong.append(f"attention_type {self.attention_type!r} needs cross_attention_dim, the width of its objects")
+        if self.norm_type not in NORMS:
+            reason = _UNUSABLE_NORMS.get(self.norm_type, f"known: {', '.join(NORMS)}")
+            wrong.append(f"norm_type is {self.norm_type!r}; {reason}")
+        elif self.norm_type in ("ada_norm", "ada_norm_zero") and self.num_embeds_ada_norm is None:
+            what = "timesteps" if self.norm_type == "ada_norm" else "classes"
+            wrong.append(f"norm_type {self.norm_type!r} needs num_embeds_ada_norm, its number of {what}")
+        return wrong
+
+    @property
+    def kind(self) -> Kind:
+        """Which input the model takes."""
+        if self.num_vector_embeds is not None:
+            return "discrete"
+        return "continuous" if self.patch_size is None else "patches"
+
+    @property
+    def inner_dim(self) -> int:
+        """d, the width of the tokens."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def block_norm(self) -> str:
+        """The norm inside the blocks: older files say ``layer_norm`` and mean ``ada_norm``."""
+        is_old = self.norm_type == "layer_norm" and self.num_embeds_ada_norm is not None
+        return "ada_norm" if is_old else self.norm_type
+
+    @property
+    def outputs(self) -> int | None:
+        """Channels of a continuous or patched output."""
+        return self.in_channels if self.out_channels is None else self.out_channels
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether blocks have a second attention."""
+        return self.cross_attention_dim is not None or self.double_self_attention
+
+    @property
+    def has_fuser(self) -> bool:
+        return self.attention_type in GATED_ATTENTION
+
+    @property
+    def first_context(self) -> int | None:
+        """Width of the tokens the first attention may look at instead of its own; None when it never does."""
+        return (self.cross_attention_dim or self.inner_dim) if self.only_cross_attention else None
+
+    @property
+    def second_context(self) -> int:
+        """Width of the tokens the second attention looks at."""
+        is_own = self.double_self_attention or self.cross_attention_dim is None
+        return self.inner_dim if is_own else self.cross_attention_dim or self.inner_dim
+
+    @property
+    def position_scale(self) -> float:
+        """What positions of patches are divided by."""
+        if self.interpolation_scale is not None:
+            return self.interpolation_scale
+        return max((self.sample_size or 0) // 64, 1)
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether resolution and aspect ratio are conditions beside the timestep."""
+        if self.kind != "patches" or self.norm_type != "ada_norm_single":
+            return False
+        if self.use_additional_conditions is None:
+            return self.sample_size == CONDITIONED_SIZE
+        return self.use_additional_conditions
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Transformer2DConfig":
+        """Reads a parsed ``config.json``; keys that are no constructor argument are ignored, as in diffusers.
+
+        Raises:
+            ConfigError: a value has the wrong type or makes no sense.
+        """
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def to_json(self) -> dict[str, Any]:
+        """The constructor arguments by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+_COUNTS = frozenset(
+    {
+        "num_attention_heads",
+        "attention_head_dim",
+        "in_channels",
+        "out_channels",
+        "num_layers",
+        "norm_num_groups",
+        "cross_attention_dim",
+        "sample_size",
+        "num_vector_embeds",
+        "patch_size",
+        "num_embeds_ada_norm",
+        "caption_channels",
+    }
+)
+_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
+    {
+        "<class 'int'>": ("an integer", (int,)),
+        "<class 'float'>": ("a number", (int, float)),
+        "<class 'bool'>": ("true or false", (bool,)),
+        "<class 'str'>": ("a string", (str,)),
+        "int | None": ("an integer or null", (int, type(None))),
+        "float | None": ("a number or null", (int, float, type(None))),
+        "bool | None": ("true, false or null", (bool, type(None))),
+    }
+)
+_UNUSABLE_NORMS = {
+    "ada_norm_continuous": "diffusers' Transformer2DModel cannot be built with it either (it gives no conditioning width)",
+    "layer_norm_i2vgen": "diffusers builds it but fails in the forward pass; wanted " + ", ".join(NORMS),
+}
+
+
+def _wrong_continuous(config: Transformer2DConfig) -> list[str]:
+    wrong = []
+    if (config.in_channels or 0) % config.norm_num_groups:
+        wrong.append(f"in_channels {config.in_channels} must be divisible by norm_num_groups {config.norm_num_groups}")
+    may_be_one = not config.use_linear_projection
+    if config.outputs != config.in_channels and not (may_be_one and config.outputs == 1):
+        wrong.append(
+            f"out_channels is {config.out_channels}; the output is added to the input, so wanted {config.in_channels}"
+        )
+    return wrong
+
+
+def _wrong_discrete(config: Transformer2DConfig) -> list[str]:
+    wrong = []
+    if config.sample_size is None:
+        wrong.append("sample_size is None; wanted the side of the square of latent pixels")
+    if (config.num_vector_embeds or 0) < 2:
+        wrong.append(f"num_vector_embeds is {config.num_vector_embeds}; wanted 2 or more, the masked class included")
+    return wrong
+
+
+def _wrong_patches(config: Transformer2DConfig) -> list[str]:
+    wrong = []
+    if config.norm_type not in ("ada_norm_zero", "ada_norm_single"):
+        wrong.append(
+            f"norm_type is {config.norm_type!r}, for which patches have no forward pass (nor in diffusers); wanted "
+            "ada_norm_zero or ada_norm_single"
+        )
+    if config.sample_size is None:
+        wrong.append("sample_size is None; wanted the side of the images that positions are made for")
+    elif config.sample_size < (config.patch_size or 1):
+        wrong.append(f"sample_size {config.sample_size} is smaller than patch_size {config.patch_size}")
+    if config.inner_dim % 4:
+        wrong.append(f"inner_dim {config.inner_dim} is not a multiple of 4, which positions of patches need")
+    if config.interpolation_scale is not None and config.interpolation_scale <= 0:
+        wrong.append(f"interpolation_scale is {config.interpolation_scale}; wanted more than 0")
+    if config.has_conditions and config.inner_dim % 3:
+        wrong.append(f"inner_dim {config.inner_dim} is not a multiple of 3, which use_additional_conditions needs")
+    if config.caption_channels is not None and not (config.has_cross_attention or config.only_cross_attention):
+        wrong.append("caption_channels is given without cross_attention_dim; nothing would look at the captions")
+    return wrong
+
+
+_WRONG = {"continuous": _wrong_continuous, "discrete": _wrong_discrete, "patches": _wrong_patches}
