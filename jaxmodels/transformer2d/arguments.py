@@ -1,0 +1,331 @@
+"""The arguments of a call, looked at before compiled code runs, where a wrong number would be clipped silently."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from jaxmodels.errors import InputError
+from jaxmodels.transformer2d.config import Transformer2DConfig
+
+ArrayLike: TypeAlias = Any  # jax, NumPy, or a Python number
+CONDITIONS = {"resolution": 2, "aspect_ratio": 1}  # name -> numbers per element
+
+
+class Arguments(NamedTuple):
+    """Arguments with the dtypes that the compiled program wants; a pytree.
+
+    Attributes:
+        objects: what GLIGEN's fusers look at.
+        conditions: resolution and aspect ratio, for models that have them.
+    """
+
+    hidden_states: Array
+    encoder_hidden_states: Array | None = None
+    timestep: Array | None = None
+    class_labels: Array | None = None
+    conditions: dict[str, Array] | None = None
+    attention_mask: Array | None = None
+    encoder_attention_mask: Array | None = None
+    objects: Array | None = None
+
+
+def read_arguments(
+    config: Transformer2DConfig,
+    dtype: DTypeLike,
+    *,
+    hidden_states: ArrayLike,
+    encoder_hidden_states: ArrayLike = None,
+    timestep: ArrayLike = None,
+    added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
+    class_labels: ArrayLike = None,
+    objects: ArrayLike = None,
+    attention_mask: ArrayLike = None,
+    encoder_attention_mask: ArrayLike = None,
+    keys: tuple[int | None, bool] = (None, True),
+) -> Arguments:
+    """Checks shapes and dtypes, and values where they are known (tracers have none).
+
+    Args:
+        keys: how many keys a prepared context has, and whether timesteps and labels are wanted at all; both are
+            given when the conditioning was prepared.
+
+    Raises:
+        InputError: which argument, what was found, what was wanted.
+    """
+    hidden = _hidden_states(config, dtype, hidden_states)
+    batch, tokens = hidden.shape[0], token_count(config, hidden.shape)
+    context = _context(config, dtype, encoder_hidden_states, batch)
+    prepared_keys, is_unprepared = keys
+    seen = prepared_keys if prepared_keys is not None else None if context is None else context.shape[-2]
+    if context is not None and context.ndim == 4:
+        seen = context.shape[1] * context.shape[2]
+    _check_self_attention(config, has_context=seen is not None)
+    heads = config.num_attention_heads
+    first_keys = seen if config.only_cross_attention and seen is not None else tokens
+    timing = read_timing(config, batch, timestep, class_labels, added_cond_kwargs) if is_unprepared else Timing()
+    return Arguments(
+        hidden,
+        context,
+        timing.timestep,
+        timing.class_labels,
+        timing.conditions,
+        _mask("attention_mask", attention_mask, batch, heads, tokens, first_keys),
+        _mask("encoder_attention_mask", encoder_attention_mask, batch, heads, tokens, tokens if seen is None else seen)
+        if config.has_cross_attention
+        else None,
+        _objects(config, dtype, objects, batch),
+    )
+
+
+class Timing(NamedTuple):
+    """What modulates the blocks: timesteps, classes, conditions."""
+
+    timestep: Array | None = None
+    class_labels: Array | None = None
+    conditions: dict[str, Array] | None = None
+
+
+def read_timing(
+    config: Transformer2DConfig,
+    batch: int | None,
+    timestep: ArrayLike,
+    class_labels: ArrayLike,
+    added_cond_kwargs: Mapping[str, ArrayLike] | None,
+) -> Timing:
+    """Checks what the norms are conditioned on; what this model's norms do not use is left out, as in diffusers.
+
+    Args:
+        batch: number of elements; None when nothing says it yet.
+    """
+    norm = config.block_norm
+    if norm == "layer_norm":
+        return Timing()
+    if timestep is None:
+        raise InputError(f"timestep is missing; {norm} wants {_TIMESTEPS[norm]}")
+    if norm == "ada_norm_single" and config.kind != "patches":
+        return Timing(_embedded_time(config, timestep, batch))
+    times = _array("timestep", timestep)
+    _check_per_element("timestep", times, batch)
+    if norm == "ada_norm":
+        _check_integers("timestep", times)
+        limit = config.num_embeds_ada_norm or 0
+        _check_range("timestep", times, limit, f"the model knows num_embeds_ada_norm = {limit} timesteps")
+        return Timing(jnp.atleast_1d(times).astype(jnp.int32))
+    times = jnp.atleast_1d(times).astype(jnp.float32)
+    if norm == "ada_norm_single":
+        return Timing(times, None, _conditions(config, added_cond_kwargs, batch))
+    if class_labels is None:
+        raise InputError("class_labels are missing; ada_norm_zero wants a class for each element, integers (batch,)")
+    labels = _array("class_labels", class_labels)
+    _check_per_element("class_labels", labels, batch)
+    _check_integers("class_labels", labels)
+    classes = config.num_embeds_ada_norm or 0
+    _check_range("class_labels", labels, classes + 1, f"{classes} classes, and {classes} for no class")
+    return Timing(times, jnp.atleast_1d(labels).astype(jnp.int32))
+
+
+def token_count(config: Transformer2DConfig, shape: tuple[int, ...]) -> int:
+    """How many tokens an input of this shape becomes."""
+    if config.kind == "discrete":
+        return shape[1]
+    patch = config.patch_size or 1
+    return (shape[2] // patch) * (shape[3] // patch)
+
+
+_TIMESTEPS = {
+    "ada_norm": "an integer for all elements, or integers (batch,)",
+    "ada_norm_zero": "a number for all elements, or numbers (batch,)",
+    "ada_norm_single": "a number for all elements, or numbers (batch,)",
+}
+
+
+def _array(name: str, value: ArrayLike) -> Array | np.ndarray:
+    if isinstance(value, jax.Array | np.ndarray):
+        return value
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} is a {type(value).__name__}; wanted an array") from error
+    if array.dtype.kind not in "biuf":
+        raise InputError(f"{name} holds {array.dtype}; wanted an array of numbers")
+    return array
+
+
+def _shape(name: str, array: Array | np.ndarray) -> str:
+    return f"{name} has shape {list(array.shape)}"
+
+
+def _is_float(array: Array | np.ndarray) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def _check_integers(name: str, array: Array | np.ndarray) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise InputError(f"{name} holds {array.dtype}; wanted integers, they are looked up in a table")
+
+
+def _check_range(name: str, array: Array | np.ndarray, limit: int, reason: str) -> None:
+    if isinstance(array, jax.core.Tracer) or array.size == 0:
+        return
+    values = np.asarray(array)
+    wrong = values[(values < 0) | (values >= limit)]
+    if wrong.size:
+        raise InputError(f"{name} {int(wrong.flat[0])} is out of range; wanted 0 to {limit - 1} ({reason})")
+
+
+def _check_per_element(name: str, array: Array | np.ndarray, batch: int | None) -> None:
+    if array.ndim > 1 or (array.ndim == 1 and batch is not None and array.shape[0] not in (1, batch)):
+        count = "batch" if batch is None else batch
+        raise InputError(f"{_shape(name, array)}; wanted one for all elements, or one per element: ({count},)")
+
+
+def _hidden_states(config: Transformer2DConfig, dtype: DTypeLike, value: ArrayLike) -> Array:
+    array = _array("hidden_states", value)
+    if config.kind == "discrete":
+        return _latent_pixels(config, array)
+    if array.ndim != 4 or array.shape[1] != config.in_channels:
+        raise InputError(
+            f"{_shape('hidden_states', array)}; {config.kind} input wants (batch, {config.in_channels}, height, width)"
+        )
+    patch = config.patch_size or 1
+    if min(array.shape[2:]) < patch or array.shape[0] == 0:
+        raise InputError(f"{_shape('hidden_states', array)}; wanted one element and {patch}x{patch} pixels at least")
+    if not _is_float(array):
+        raise InputError(f"hidden_states hold {array.dtype}; {config.kind} input wants floating-point numbers")
+    return jnp.asarray(array, dtype)
+
+
+def _latent_pixels(config: Transformer2DConfig, array: Array | np.ndarray) -> Array:
+    limit = (config.sample_size or 0) ** 2
+    if array.ndim != 2 or not 1 <= array.shape[1] <= limit or array.shape[0] == 0:
+        raise InputError(
+            f"{_shape('hidden_states', array)}; discrete input wants (batch, latent pixels), at most {limit} of them "
+            f"(sample_size {config.sample_size} squared)"
+        )
+    _check_integers("hidden_states", array)
+    classes = config.num_vector_embeds or 0
+    _check_range("hidden_states", array, classes, f"num_vector_embeds is {classes}, the last one is the masked class")
+    return jnp.asarray(array, jnp.int32)
+
+
+def _context(config: Transformer2DConfig, dtype: DTypeLike, value: ArrayLike, batch: int) -> Array | None:
+    if value is None or not (config.has_cross_attention or config.only_cross_attention):
+        return None
+    array = _array("encoder_hidden_states", value)
+    check_context(config, array, batch)
+    return jnp.asarray(array, dtype)
+
+
+def check_context(config: Transformer2DConfig, array: Array | np.ndarray, batch: int | None = None) -> None:
+    """Shape and dtype of encoder_hidden_states."""
+    is_captions = config.kind == "patches" and config.caption_channels is not None
+    widths = {config.second_context} if config.has_cross_attention else set()
+    if config.first_context is not None:
+        widths.add(config.first_context)
+    if is_captions:
+        if widths != {config.inner_dim}:
+            raise InputError(
+                f"captions become {config.inner_dim} wide, but cross_attention_dim is {config.cross_attention_dim}"
+            )
+        widths = {config.caption_channels or 0}
+    if len(widths) > 1:
+        raise InputError(
+            f"encoder_hidden_states cannot be both {config.first_context} wide, as the first attention wants, and "
+            f"{config.second_context}, as the second does (double_self_attention); leave them out"
+        )
+    (width,) = widths
+    ranks = (3, 4) if is_captions else (3,)
+    if array.ndim not in ranks or array.shape[-1] != width or array.shape[0] != (batch or array.shape[0]):
+        name = "caption_channels" if is_captions else "cross_attention_dim"
+        raise InputError(
+            f"{_shape('encoder_hidden_states', array)}; wanted ({batch or 'batch'}, tokens, {width}), where {width} is "
+            f"the model's {name if width != config.inner_dim or is_captions else 'width'}"
+        )
+    if not _is_float(array):
+        raise InputError(f"encoder_hidden_states hold {array.dtype}; wanted floating-point numbers")
+
+
+def _check_self_attention(config: Transformer2DConfig, *, has_context: bool) -> None:
+    if has_context:
+        return
+    if config.kind == "patches" and config.caption_channels is not None:
+        raise InputError(f"encoder_hidden_states are missing; wanted captions {config.caption_channels} wide")
+    wanted = {config.second_context} if config.has_cross_attention else set()
+    if config.first_context is not None:
+        wanted.add(config.first_context)
+    if wanted - {config.inner_dim}:
+        raise InputError(
+            f"encoder_hidden_states are missing; without them cross-attention looks at the tokens themselves, which "
+            f"are {config.inner_dim} wide, but cross_attention_dim is {config.cross_attention_dim}"
+        )
+
+
+def _embedded_time(config: Transformer2DConfig, timestep: ArrayLike, batch: int | None) -> Array:
+    array = _array("timestep", timestep)
+    size = 6 * config.inner_dim
+    count = array.shape[0] if array.ndim else 0
+    if array.ndim not in (2, 3) or array.size != count * size or count not in (1, batch or count):
+        raise InputError(
+            f"{_shape('timestep', array)}; ada_norm_single on {config.kind} input wants the embedded timestep, "
+            f"({batch or 'batch'}, {size}): 6 times the width of the tokens"
+        )
+    return jnp.asarray(array, jnp.float32).reshape(count, 6, config.inner_dim)
+
+
+def _conditions(
+    config: Transformer2DConfig, given: Mapping[str, ArrayLike] | None, batch: int | None
+) -> dict[str, Array] | None:
+    if not config.has_conditions:
+        return None
+    missing = [name for name in CONDITIONS if given is None or given.get(name) is None]
+    if given is None or missing:
+        raise InputError(
+            f"added_cond_kwargs lacks {' and '.join(missing)}; a model with use_additional_conditions wants "
+            "{'resolution': (batch, 2), 'aspect_ratio': (batch, 1)}"
+        )
+    read = {}
+    for name, count in CONDITIONS.items():
+        array = _array(f"added_cond_kwargs[{name!r}]", given[name])
+        if array.ndim != 2 or array.shape[1] != count or array.shape[0] not in (1, batch or array.shape[0]):
+            raise InputError(f"{_shape(f'added_cond_kwargs[{name!r}]', array)}; wanted ({batch or 'batch'}, {count})")
+        read[name] = jnp.asarray(array, jnp.float32)
+    return read
+
+
+def _objects(config: Transformer2DConfig, dtype: DTypeLike, value: ArrayLike, batch: int) -> Array | None:
+    if value is None:
+        return None
+    if not config.has_fuser:
+        raise InputError(
+            f"cross_attention_kwargs has 'gligen', but attention_type is {config.attention_type!r}; only gated models "
+            "have fusers for its objects"
+        )
+    array = _array("cross_attention_kwargs['gligen']['objs']", value)
+    width = config.cross_attention_dim
+    if array.ndim != 3 or array.shape[0] != batch or array.shape[2] != width:
+        name = "cross_attention_kwargs['gligen']['objs']"
+        raise InputError(f"{_shape(name, array)}; wanted ({batch}, objects, {width}), cross_attention_dim wide")
+    return jnp.asarray(array, dtype)
+
+
+def _mask(name: str, value: ArrayLike, batch: int, heads: int, tokens: int, keys: int) -> Array | None:
+    if value is None:
+        return None
+    array = _array(name, value)
+    shape = array.shape
+    is_right = (
+        (array.ndim == 2 and shape[0] in (1, batch))
+        or (array.ndim == 3 and shape[0] in (1, batch, batch * heads) and shape[1] in (1, tokens))
+        or (array.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2] in (1, tokens))
+    )
+    if not is_right or shape[-1] != keys:
+        raise InputError(
+            f"{_shape(name, array)}; wanted a mask ({batch}, {keys}) of 1 to keep and 0 to discard, or a bias "
+            f"({batch}, 1, {keys}) or ({batch}, {tokens}, {keys}) to add, for {keys} keys"
+        )
+    return jnp.asarray(array) if array.dtype == bool else jnp.asarray(array, jnp.float32)

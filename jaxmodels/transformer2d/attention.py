@@ -1,0 +1,152 @@
+"""The attentions of a block: queries, keys and values in as few products as they allow, and GLIGEN's fuser."""
+
+from typing import NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxmodels.layers.attention import attend
+from jaxmodels.layers.dropout import dropout
+from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, FeedForward
+from jaxmodels.layers.norm import LayerNorm
+
+Bias: TypeAlias = Float[Array, "#b #heads #n m"]
+# torch.nn.Linear's default: uniform within 1 / sqrt(inputs)
+linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+class Dtypes(NamedTuple):
+    """What a model computes in, and what its weights are kept in."""
+
+    compute: DTypeLike
+    parameters: DTypeLike
+
+
+def linear(
+    inputs: int, outputs: int, axes: tuple[str, str], dtypes: Dtypes, *, bias: bool = True, rngs: nnx.Rngs
+) -> nnx.Linear:
+    """A linear layer; `axes` are the logical names of its inputs and outputs."""
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=bias,
+        kernel_init=linear_init,
+        dtype=dtypes.compute,
+        param_dtype=dtypes.parameters,
+        kernel_metadata={"axes": axes},
+        bias_metadata={"axes": axes[1:]},
+        rngs=rngs,
+    )
+
+
+class Projections(nnx.Module):
+    """Several linear maps of one input, as one matrix: (inputs, parts, width)."""
+
+    def __init__(self, inputs: int, parts: int, width: int, dtypes: Dtypes, *, bias: bool, rngs: nnx.Rngs):
+        shape = (inputs, parts, width)
+        flat = linear_init(rngs.params(), (inputs, parts * width), dtypes.parameters)
+        self.kernel = nnx.Param(flat.reshape(shape), axes=("embed", None, "heads"))
+        self.bias = nnx.Param(jnp.zeros(shape[1:], dtypes.parameters), axes=(None, "heads")) if bias else None
+        self.dtype = dtypes.compute
+
+    def __call__(self, x: Float[Array, "b n c"]) -> tuple[Float[Array, "b n d"], ...]:
+        kernel = self.kernel[...].astype(self.dtype)
+        y = jnp.einsum("bnc,cpd->bnpd", x.astype(self.dtype), kernel)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(self.dtype)
+        return tuple(y[:, :, part] for part in range(kernel.shape[1]))
+
+
+class KeyValue(NamedTuple):
+    """Keys and values of the tokens that are looked at; worth keeping while those tokens stay the same."""
+
+    key: Float[Array, "b m d"]
+    value: Float[Array, "b m d"]
+
+
+class SelfAttention(nnx.Module):
+    """Attention over the tokens themselves."""
+
+    def __init__(self, width: int, heads: int, dtypes: Dtypes, *, bias: bool, rate: float, rngs: nnx.Rngs):
+        self.heads = heads
+        self.rate = rate
+        self.to_qkv = Projections(width, 3, width, dtypes, bias=bias, rngs=rngs)
+        self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "b n d"], bias: Bias | None = None, rngs: nnx.Rngs | None = None
+    ) -> Float[Array, "b n d"]:
+        query, key, value = self.to_qkv(x)
+        return dropout(self.to_out(_mix(query, KeyValue(key, value), self.heads, bias)), self.rate, rngs)
+
+
+class ContextAttention(nnx.Module):
+    """Attention over other tokens, or over the tokens themselves when there are no others.
+
+    Args:
+        context_width: width of the tokens that keys and values are made of.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        context_width: int,
+        dtypes: Dtypes,
+        *,
+        bias: bool,
+        rate: float,
+        rngs: nnx.Rngs,
+    ):
+        self.heads = heads
+        self.rate = rate
+        self.to_q = linear(width, width, ("embed", "heads"), dtypes, bias=bias, rngs=rngs)
+        self.to_kv = Projections(context_width, 2, width, dtypes, bias=bias, rngs=rngs)
+        self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
+
+    def look_at(self, context: Float[Array, "b m c"]) -> KeyValue:
+        """What the attention needs of the tokens it looks at."""
+        return KeyValue(*self.to_kv(context))
+
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        seen: KeyValue | None = None,
+        bias: Bias | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "b n d"]:
+        seen = self.look_at(x) if seen is None else seen
+        return dropout(self.to_out(_mix(self.to_q(x), seen, self.heads, bias)), self.rate, rngs)
+
+
+def _mix(query: Float[Array, "b n d"], seen: KeyValue, heads: int, bias: Bias | None) -> Float[Array, "b n d"]:
+    def split(x: Array) -> Array:
+        return x.reshape(*x.shape[:2], heads, -1)
+
+    mixed = attend(split(query), split(seen.key), split(seen.value), bias)
+    return mixed.reshape(query.shape)
+
+
+class Fuser(nnx.Module):
+    """GLIGEN's gated self-attention: tokens look at themselves and at objects, as far as two learned gates open.
+
+    Source: diffusers/models/attention.py, GatedSelfAttentionDense; https://arxiv.org/abs/2301.07093.
+    """
+
+    def __init__(self, width: int, heads: int, object_width: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        geglu = DIFFUSERS_ACTIVATIONS["geglu"]
+        self.linear = linear(object_width, width, ("context", "embed"), dtypes, rngs=rngs)
+        self.attn = SelfAttention(width, heads, dtypes, bias=False, rate=0.0, rngs=rngs)
+        self.ff = FeedForward(width, 8 * width, geglu, dtype=dtypes.compute, param_dtype=dtypes.parameters, rngs=rngs)
+        self.norm1 = LayerNorm(width, param_dtype=dtypes.parameters)
+        self.norm2 = LayerNorm(width, param_dtype=dtypes.parameters)
+        self.alpha_attn = nnx.Param(jnp.zeros((), dtypes.parameters), axes=())
+        self.alpha_dense = nnx.Param(jnp.zeros((), dtypes.parameters), axes=())
+
+    def __call__(self, x: Float[Array, "b n d"], objects: Float[Array, "b o c"]) -> Float[Array, "b n d"]:
+        both = jnp.concatenate((x, self.linear(objects.astype(x.dtype))), axis=1)
+        mixed = self.attn(self.norm1(both))[:, : x.shape[1]]
+        x = x + jnp.tanh(self.alpha_attn[...]).astype(x.dtype) * mixed
+        return x + jnp.tanh(self.alpha_dense[...]).astype(x.dtype) * self.ff(self.norm2(x))

@@ -1,0 +1,558 @@
+"""The 2D transformer: images, classes of latent pixels, or patches in; blocks of attention; the same kind out."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxmodels.errors import InputError
+from jaxmodels.layers.feed_forward import tanh_gelu
+from jaxmodels.layers.norm import LayerNorm
+from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, Timing, check_context, read_arguments, read_timing
+from jaxmodels.transformer2d.attention import Dtypes, linear
+from jaxmodels.transformer2d.block import Biases, Block, Seen
+from jaxmodels.transformer2d.config import Transformer2DConfig
+from jaxmodels.transformer2d.ends import (
+    LatentEmbedding,
+    PatchEmbedding,
+    from_patches,
+    input_norm,
+    log_probabilities,
+    patch_output,
+)
+from jaxmodels.transformer2d.masks import to_bias
+from jaxmodels.transformer2d.modulation import (
+    CLASS_DROPOUT,
+    Affine,
+    Mlp,
+    Modulation,
+    TimeAndClassNorm,
+    TimeNorm,
+    TimeSingle,
+    six_parts,
+)
+
+SCAN_BEYOND = 8  # layers; more of them are one program that runs over them, fewer are written out, which is faster
+Cross = Mapping[str, Any] | None
+
+
+class Transformer2DModelOutput(NamedTuple):
+    """What a model gives: attribute ``sample``, also as ``output["sample"]`` and ``output[0]``.
+
+    Attributes:
+        sample: (batch, channel, height, width), or for discrete input the log-probabilities
+            (batch, classes - 1, latent pixels) of every class but the masked one.
+    """
+
+    sample: Float[Array, "..."]
+
+    def __getitem__(self, key: Any) -> Any:
+        return tuple.__getitem__(self, self._fields.index(key) if isinstance(key, str) else key)
+
+    def to_tuple(self) -> tuple[Array]:
+        return (self.sample,)
+
+
+class Modulations(NamedTuple):
+    """What timesteps, classes and conditions do: to every layer (leading axis), and to the head of a patched model."""
+
+    blocks: Modulation
+    head: Affine | None = None
+
+
+class Conditioning(NamedTuple):
+    """All of a call that does not depend on `hidden_states`; a pytree.
+
+    Attributes:
+        context: keys and values of `encoder_hidden_states` for every layer; the same for all steps of a sampler.
+        modulations: what the timestep does; another one for each step.
+    """
+
+    context: Seen
+    modulations: Modulations
+
+
+class Transformer2DModel(nnx.Module):
+    """diffusers' `Transformer2DModel`: same arguments, same numbers, compiled.
+
+    The arguments are those of `Transformer2DConfig`, in the same order; and of our own:
+
+    Args:
+        dtype: what it computes in; norms, softmax and what modulates the blocks are float32 whatever it is.
+        param_dtype: what weights are kept in; `dtype` when None. Training in bfloat16 wants float32 here.
+        scan_layers: run one compiled block over all layers, so that compile time does not grow with their number;
+            when None, for more than eight layers.
+        remat: recompute each block in the backward pass instead of keeping what it computed.
+        rngs: random numbers for the first weights; seed 0 when None.
+
+    Weights of all layers lie in one array each (leading axis), queries, keys and values in one matrix. Every array
+    carries logical names of its axes (``nnx.Variable`` metadata ``axes``; see `jaxmodels.sharding`).
+
+    Differences from diffusers, each where diffusers crashes or gives garbage: timesteps may be one per element with
+    ada_norm; patched images may be of any shape; masks of one element spread over the batch; class labels are dropped
+    once per element in training, not independently in each block.
+
+    Raises:
+        ConfigError: the arguments make no sense together.
+
+    Source: diffusers 0.42.1, models/transformers/transformer_2d.py.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 16,
+        attention_head_dim: int = 88,
+        in_channels: int | None = None,
+        out_channels: int | None = None,
+        num_layers: int = 1,
+        dropout: float = 0.0,
+        norm_num_groups: int = 32,
+        cross_attention_dim: int | None = None,
+        attention_bias: bool = False,
+        sample_size: int | None = None,
+        num_vector_embeds: int | None = None,
+        patch_size: int | None = None,
+        activation_fn: str = "geglu",
+        num_embeds_ada_norm: int | None = None,
+        use_linear_projection: bool = False,
+        only_cross_attention: bool = False,
+        double_self_attention: bool = False,
+        upcast_attention: bool = False,
+        norm_type: str = "layer_norm",
+        norm_elementwise_affine: bool = True,
+        norm_eps: float | int = 1e-5,
+        attention_type: str = "default",
+        caption_channels: int | None = None,
+        interpolation_scale: float | int | None = None,
+        use_additional_conditions: bool | None = None,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike | None = None,
+        scan_layers: bool | None = None,
+        remat: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ):
+        config = Transformer2DConfig(
+            num_attention_heads,
+            attention_head_dim,
+            in_channels,
+            out_channels,
+            num_layers,
+            dropout,
+            norm_num_groups,
+            cross_attention_dim,
+            attention_bias,
+            sample_size,
+            num_vector_embeds,
+            patch_size,
+            activation_fn,
+            num_embeds_ada_norm,
+            use_linear_projection,
+            only_cross_attention,
+            double_self_attention,
+            upcast_attention,
+            norm_type,
+            norm_elementwise_affine,
+            norm_eps,
+            attention_type,
+            caption_channels,
+            interpolation_scale,
+            use_additional_conditions,
+        )
+        dtypes = Dtypes(jnp.dtype(dtype), jnp.dtype(dtype if param_dtype is None else param_dtype))
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.config = config
+        self.dtype = dtypes.compute
+        self.scan_layers = num_layers > SCAN_BEYOND if scan_layers is None else scan_layers
+        self.remat = remat
+        self._build_ends(dtypes, rngs)
+        self.transformer_blocks = _stack(config, dtypes, rngs)
+
+    def _build_ends(self, dtypes: Dtypes, rngs: nnx.Rngs) -> None:
+        config, width = self.config, self.config.inner_dim
+        if config.kind == "continuous":
+            self.norm = input_norm(config, dtypes)
+            self.proj_in = linear(config.in_channels or 0, width, ("channels", "embed"), dtypes, rngs=rngs)
+            self.proj_out = linear(width, config.outputs or 0, ("embed", "channels"), dtypes, rngs=rngs)
+        elif config.kind == "discrete":
+            self.latent_image_embedding = LatentEmbedding(config, dtypes, rngs=rngs)
+            self.norm_out = LayerNorm(width, param_dtype=dtypes.parameters)
+            classes = (config.num_vector_embeds or 0) - 1
+            self.out = linear(width, classes, ("embed", "vocabulary"), dtypes, rngs=rngs)
+        else:
+            self._build_patches(dtypes, rngs)
+
+    def _build_patches(self, dtypes: Dtypes, rngs: nnx.Rngs) -> None:
+        config, width = self.config, self.config.inner_dim
+        self.pos_embed = PatchEmbedding(config, dtypes, rngs=rngs)
+        if config.norm_type == "ada_norm_single":
+            self.adaln_single = TimeSingle(width, config.has_conditions, dtypes, rngs=rngs)
+            table = nnx.initializers.normal(width**-0.5)(rngs.params(), (2, width), dtypes.parameters)
+            self.scale_shift_table = nnx.Param(table, axes=(None, "embed"))
+            self.proj_out = patch_output(config, dtypes, rngs=rngs)
+        else:
+            self.proj_out_1 = linear(width, 2 * width, ("embed", "mlp"), dtypes, rngs=rngs)
+            self.proj_out_2 = patch_output(config, dtypes, rngs=rngs)
+        if config.caption_channels is not None:
+            self.caption_projection = Mlp(config.caption_channels, width, dtypes, rngs=rngs)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Transformer2DConfig | Mapping[str, Any],
+        *,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike | None = None,
+        scan_layers: bool | None = None,
+        remat: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ) -> "Transformer2DModel":
+        """A model with fresh weights for a config, or for a ``config.json`` that was parsed already."""
+        known = config if isinstance(config, Transformer2DConfig) else Transformer2DConfig.from_json(config)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers, "remat": remat, "rngs": rngs}
+        return cls(**known.to_json(), **options)
+
+    @property
+    def inner_dim(self) -> int:
+        """Width of the tokens."""
+        return self.config.inner_dim
+
+    @property
+    def in_channels(self) -> int | None:
+        return self.config.in_channels
+
+    @property
+    def out_channels(self) -> int | None:
+        return self.config.outputs
+
+    @property
+    def height(self) -> int | None:
+        """Side of the square that positions were made for, in pixels."""
+        return self.config.sample_size
+
+    @property
+    def width(self) -> int | None:
+        return self.config.sample_size
+
+    @property
+    def num_latent_pixels(self) -> int | None:
+        """Most latent pixels a discrete input may have."""
+        return (self.config.sample_size or 0) ** 2 if self.config.kind == "discrete" else None
+
+    @property
+    def patch_size(self) -> int | None:
+        return self.config.patch_size
+
+    @property
+    def num_vector_embeds(self) -> int | None:
+        """Classes of a discrete input, the masked one (the last) included."""
+        return self.config.num_vector_embeds
+
+    @property
+    def is_input_continuous(self) -> bool:
+        return self.config.kind == "continuous"
+
+    @property
+    def is_input_vectorized(self) -> bool:
+        return self.config.kind == "discrete"
+
+    @property
+    def is_input_patches(self) -> bool:
+        return self.config.kind == "patches"
+
+    def __call__(
+        self,
+        hidden_states: ArrayLike,
+        encoder_hidden_states: ArrayLike = None,
+        timestep: ArrayLike = None,
+        added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
+        class_labels: ArrayLike = None,
+        cross_attention_kwargs: Cross = None,
+        attention_mask: ArrayLike = None,
+        encoder_attention_mask: ArrayLike = None,
+        return_dict: bool = True,
+        *,
+        conditioning: Conditioning | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Transformer2DModelOutput | tuple[Array]:
+        """One forward pass. Values are checked on the host, then one program per set of shapes runs, compiled when
+        first asked for; inside somebody's own ``jit`` or ``grad`` it is simply traced, and values cannot be checked:
+        JAX clips what is out of range there.
+
+        Args:
+            hidden_states: floats (batch, channel, height, width); discrete: integers (batch, latent pixels).
+            encoder_hidden_states: (batch, tokens, cross_attention_dim), or captions; without them cross-attention is
+                self-attention. A model without cross-attention leaves them unused, like diffusers.
+            timestep: with ada_norm an integer below num_embeds_ada_norm; with ada_norm_zero and ada_norm_single any
+                number. One for all elements, or one per element (batch,). Continuous or discrete input with
+                ada_norm_single wants the embedded timestep (batch, 6 inner_dim).
+            added_cond_kwargs: {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}, where the model has them.
+            class_labels: integers (batch,), for ada_norm_zero; num_embeds_ada_norm itself means no class. (Not
+                (batch, classes), as diffusers' documentation has it.)
+            cross_attention_kwargs: {"gligen": {"objs": (batch, objects, cross_attention_dim)}} for gated models.
+            attention_mask: for the first attention of each block, whose keys are the tokens of `hidden_states`
+                themselves (those of `encoder_hidden_states` only with only_cross_attention). (batch, keys): 1 keeps,
+                0 adds -10000 to the scores. (batch, 1 or tokens, keys) and (batch, heads, tokens, keys): added as it
+                is; booleans of that many dimensions keep where true.
+            encoder_attention_mask: likewise for the second attention, whose keys are `encoder_hidden_states`.
+            return_dict: give a `Transformer2DModelOutput` rather than a tuple of one.
+            conditioning: of `prepare`, in the place of everything it was made of.
+            rngs: switches dropout on; its stream ``dropout`` is used.
+
+        Returns:
+            The sample. Discrete input gives log-probabilities, float32 whatever the model computes in.
+
+        Raises:
+            InputError: an argument has the wrong shape, dtype or value.
+        """
+        objects = read_cross_attention(cross_attention_kwargs)
+        if conditioning is not None:
+            _refuse_unprepared(encoder_hidden_states, timestep, added_cond_kwargs, class_labels)
+        arguments = read_arguments(
+            self.config,
+            self.dtype,
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            timestep=timestep,
+            added_cond_kwargs=added_cond_kwargs,
+            class_labels=class_labels,
+            objects=objects,
+            attention_mask=attention_mask,
+            encoder_attention_mask=encoder_attention_mask,
+            keys=(None, True) if conditioning is None else (context_length(conditioning.context), False),
+        )
+        key = None if rngs is None else rngs.dropout()
+        sample = self._run("forward", arguments, conditioning, key)
+        return Transformer2DModelOutput(sample) if return_dict else (sample,)
+
+    def prepare(
+        self,
+        encoder_hidden_states: ArrayLike = None,
+        timestep: ArrayLike = None,
+        added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
+        class_labels: ArrayLike = None,
+    ) -> Conditioning:
+        """What of a forward pass does not depend on `hidden_states`; arguments as there.
+
+        A sampler makes the context once and the modulations of all its steps before its loop:
+        ``context = model.prepare_context(text)`` and ``steps = jax.vmap(model.prepare_modulations)(timesteps)``.
+        """
+        return Conditioning(
+            self.prepare_context(encoder_hidden_states),
+            self.prepare_modulations(timestep, class_labels, added_cond_kwargs),
+        )
+
+    def prepare_context(self, encoder_hidden_states: ArrayLike = None) -> Seen:
+        """Keys and values of `encoder_hidden_states` in every layer, captions projected before; nothing of None."""
+        if encoder_hidden_states is None:
+            return Seen()
+        if not (self.config.has_cross_attention or self.config.only_cross_attention):
+            return Seen()
+        context = jnp.asarray(encoder_hidden_states)
+        check_context(self.config, context)
+        return self._run("look_at", context.astype(self.dtype))
+
+    def prepare_modulations(
+        self,
+        timestep: ArrayLike = None,
+        class_labels: ArrayLike = None,
+        added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
+    ) -> Modulations:
+        """What timesteps, classes and conditions do to every layer; arguments as in a call."""
+        return self._run("modulate", read_timing(self.config, None, timestep, class_labels, added_cond_kwargs))
+
+    def _run(self, method: str, *arguments: Any) -> Any:
+        graph, state = nnx.split(self)
+        leaves = jax.tree.leaves((state, arguments))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return getattr(self, f"_{method}")(*arguments)
+        return _compiled(graph, method, state, *arguments)
+
+    def _forward(
+        self,
+        arguments: Arguments,
+        conditioning: Conditioning | None = None,
+        key: Array | None = None,
+        layers: Sequence[Any] | None = None,
+    ) -> Float[Array, "..."]:
+        """The pass itself, to be traced.
+
+        Args:
+            layers: each block's weights by itself, when they do not lie in one array each.
+        """
+        hidden = arguments.hidden_states
+        timing = Timing(arguments.timestep, arguments.class_labels, arguments.conditions)
+        keys = (None, None) if key is None else jax.random.split(key)
+        if conditioning is None:
+            modulations, seen = self._modulate(timing, keys[0]), Seen()
+            context = self._read_context(arguments.encoder_hidden_states)
+        else:
+            modulations, seen, context = conditioning.modulations, conditioning.context, None
+        biases = Biases(
+            *(
+                None if mask is None else to_bias(mask, hidden.shape[0], self.config.num_attention_heads)
+                for mask in (arguments.attention_mask, arguments.encoder_attention_mask)
+            )
+        )
+        x = self._read_input(hidden)
+        x = self._run_blocks(x, modulations.blocks, context, seen, biases, arguments.objects, keys[1], layers)
+        return self._write_output(x, modulations.head, hidden)
+
+    def _run_blocks(
+        self,
+        x: Float[Array, "b n d"],
+        modulation: Modulation,
+        context: Float[Array, "b m c"] | None,
+        seen: Seen,
+        biases: Biases,
+        objects: Float[Array, "b o c"] | None,
+        key: Array | None,
+        layers: Sequence[Any] | None,
+    ) -> Float[Array, "b n d"]:
+        graph, stacked = nnx.split(self.transformer_blocks)
+        count = self.config.num_layers
+
+        def step(x: Array, layer: tuple[Any, Modulation, Seen, Array | None]) -> tuple[Array, None]:
+            weights, modulation, seen, key = layer
+            block = nnx.merge(graph, weights)
+            seen = seen if context is None else block.look_at(context)
+            rngs = None if key is None else nnx.Rngs(dropout=key)
+            return block(x, modulation, seen, biases, objects, rngs), None
+
+        step = jax.checkpoint(step) if self.remat else step
+        keys = None if key is None else jax.random.split(key, count)
+        if self.scan_layers and layers is None:
+            return lax.scan(step, x, (stacked, modulation, seen, keys))[0]
+        for i in range(count):
+            rest = jax.tree.map(lambda array, i=i: array[i], (modulation, seen, keys))
+            weights = jax.tree.map(lambda array, i=i: array[i], stacked) if layers is None else layers[i]
+            x, _ = step(x, (weights, *rest))
+        return x
+
+    def _read_input(self, x: Array) -> Float[Array, "b n d"]:
+        if self.config.kind == "continuous":
+            pixels = self.norm(x.transpose(0, 2, 3, 1))
+            return self.proj_in(pixels.reshape(x.shape[0], -1, x.shape[1]))
+        return self.latent_image_embedding(x) if self.config.kind == "discrete" else self.pos_embed(x)
+
+    def _write_output(self, x: Float[Array, "b n d"], head: Affine | None, hidden: Array) -> Float[Array, "..."]:
+        if self.config.kind == "continuous":
+            pixels = self.proj_out(x).swapaxes(1, 2)
+            return pixels.reshape(*pixels.shape[:2], *hidden.shape[2:]) + hidden
+        if self.config.kind == "discrete":
+            return log_probabilities(x, self.norm_out, self.out)
+        assert head is not None  # patches have a norm type that makes one
+        out = self.proj_out if self.config.norm_type == "ada_norm_single" else self.proj_out_2
+        patch = self.config.patch_size or 1
+        return from_patches(x, head, out, patch, hidden.shape[2] // patch)
+
+    def _read_context(self, context: Array | None) -> Float[Array, "b m c"] | None:
+        """encoder_hidden_states as the blocks want them: captions are projected, and may have an axis too many."""
+        if context is None or self.config.kind != "patches" or self.config.caption_channels is None:
+            return context
+        projected = self.caption_projection(context, tanh_gelu)
+        return projected.reshape(projected.shape[0], -1, projected.shape[-1])
+
+    def _look_at(self, context: Array) -> Seen:
+        read = self._read_context(context)
+        graph, stacked = nnx.split(self.transformer_blocks)
+        # One layer at a time: a product with a batch of matrices is slower on a CPU.
+        return lax.map(lambda weights: nnx.merge(graph, weights).look_at(read), stacked)
+
+    def _modulate(self, timing: Timing, key: Array | None = None) -> Modulations:
+        blocks, norm = self.transformer_blocks, self.config.block_norm
+        if norm == "layer_norm" or timing.timestep is None:
+            return Modulations(Modulation())
+        if norm == "ada_norm":
+            second = None if blocks.norm2 is None else _for_each_layer(blocks.norm2, timing.timestep)
+            return Modulations(Modulation(_for_each_layer(blocks.norm1, timing.timestep), None, second))
+        if norm == "ada_norm_zero":
+            return self._modulate_by_class(timing, key)
+        if self.config.kind == "patches":
+            parts, embedded = self.adaln_single(timing.timestep, timing.conditions)
+            shift, scale = jnp.split(self.scale_shift_table[...].astype(jnp.float32) + embedded[:, None], 2, axis=1)
+            head = Affine(scale, shift)
+        else:
+            parts, head = timing.timestep, None
+        tables = blocks.scale_shift_table[...].astype(jnp.float32)
+        return Modulations(jax.vmap(lambda table: six_parts(table[None] + parts))(tables), head)
+
+    def _modulate_by_class(self, timing: Timing, key: Array | None) -> Modulations:
+        labels = timing.class_labels
+        assert labels is not None
+        if key is not None:
+            drops = jax.random.bernoulli(key, CLASS_DROPOUT, labels.shape)
+            labels = jnp.where(drops, jnp.asarray(self.config.num_embeds_ada_norm, labels.dtype), labels)
+        norm = self.transformer_blocks.norm1
+        modulation = _for_each_layer(norm, timing.timestep, labels)
+        if self.config.kind != "patches":
+            return Modulations(modulation)
+        graph, stacked = nnx.split(norm)
+        first = nnx.merge(graph, jax.tree.map(lambda array: array[0], stacked))
+        parts = self.proj_out_1(jax.nn.silu(first.emb(timing.timestep, labels))).astype(jnp.float32)
+        shift, scale = jnp.split(parts[:, None], 2, axis=-1)
+        return Modulations(modulation, Affine(scale, shift))
+
+
+def read_cross_attention(given: Cross) -> ArrayLike:
+    """GLIGEN's objects of cross_attention_kwargs.
+
+    Raises:
+        InputError: it has something that no attention here knows.
+    """
+    unknown = sorted(set(given or {}) - {"gligen"})
+    if unknown:
+        raise InputError(f"cross_attention_kwargs has {', '.join(map(repr, unknown))}; known: 'gligen'")
+    gligen = (given or {}).get("gligen")
+    if gligen is None:
+        return None
+    if not isinstance(gligen, Mapping) or set(gligen) != {"objs"}:
+        raise InputError("cross_attention_kwargs['gligen'] is no {'objs': (batch, objects, cross_attention_dim)}")
+    return gligen["objs"]
+
+
+def context_length(seen: Seen) -> int | None:
+    """How many tokens a prepared context has; None when there is none."""
+    found = seen.second if seen.second is not None else seen.first
+    return None if found is None else found.key.shape[-2]
+
+
+def _refuse_unprepared(*given: Any) -> None:
+    names = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
+    both = [name for name, value in zip(names, given, strict=True) if value is not None]
+    if both:
+        raise InputError(f"{', '.join(both)} and conditioning are given; conditioning was prepared from them already")
+
+
+def _stack(config: Transformer2DConfig, dtypes: Dtypes, rngs: nnx.Rngs) -> Block:
+    """The blocks of all layers as one, every array with a leading axis."""
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs: nnx.Rngs) -> Block:
+        return Block(config, dtypes, rngs=rngs)
+
+    return build(rngs)
+
+
+def _for_each_layer(norm: TimeNorm | TimeAndClassNorm, *arguments: Any) -> Any:
+    graph, stacked = nnx.split(norm)
+    return jax.vmap(lambda weights: nnx.merge(graph, weights)(*arguments))(stacked)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compiled(graph: nnx.GraphDef["Transformer2DModel"], method: str, state: Any, *arguments: Any) -> Any:
+    model = nnx.merge(graph, state)
+    with exact_products(model.dtype):
+        return getattr(model, f"_{method}")(*arguments)
+
+
+def exact_products(dtype: DTypeLike) -> Any:
+    """Accelerators round float32 products to fewer bits unless told otherwise."""
+    return jax.default_matmul_precision("highest" if jnp.dtype(dtype) == jnp.float32 else None)
