@@ -2,18 +2,21 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmodels.layers.dropout import dropout
+from jaxmodels.layers.kernels import blocked, whole
 
 # Xavier over the joint query-key-value matrix, as torch.nn.MultiheadAttention starts: fan_out is three widths.
 _joint_init = nnx.initializers.variance_scaling(0.5, "fan_avg", "uniform")
 _xavier_init = nnx.initializers.xavier_uniform()
+
+
+# Scores that a CPU's cache holds at once: 16 MB of float32.
+AT_ONCE = 1 << 22
 
 
 def attend(
@@ -24,13 +27,21 @@ def attend(
     rate: float = 0.0,
     rngs: nnx.Rngs | None = None,
 ) -> Float[Array, "b n heads k"]:
-    """Softmax attention; `bias` is added to the scores (-inf leaves a key out), `rate` drops probabilities."""
-    scores = jnp.einsum("bnhk,bmhk->bhnm", query / math.sqrt(query.shape[-1]), key)
-    if bias is not None:
-        scores = scores + bias
-    # Softmax in float32: with bfloat16 scores the sum over hundreds of keys loses too much.
-    weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(value.dtype)
-    return jnp.einsum("bhnm,bmhk->bnhk", dropout(weights, rate, rngs), value)
+    """Softmax attention, by whatever is fastest where the program runs.
+
+    The softmax is taken in float32 whatever comes in. Which way is taken is decided when the program is lowered, so
+    a program compiled for another device than the one at hand gets that device's.
+
+    Args:
+        bias: added to the scores (-inf leaves a key out); whatever has one number for all is not repeated in memory.
+        rate: share of the probabilities dropped where there are `rngs`; then all scores are in memory at once.
+    """
+    query = query * jnp.asarray(1 / math.sqrt(query.shape[-1]), query.dtype)
+    if rngs is not None and rate > 0.0:
+        return whole.attend(query, key, value, bias, rate, rngs)
+    if query.shape[0] * query.shape[2] * query.shape[1] * key.shape[1] <= AT_ONCE:
+        return whole.attend(query, key, value, bias)
+    return lax.platform_dependent(query, key, value, bias, cpu=blocked.attend, default=whole.attend)
 
 
 # Up to so many products are written out one by one on a CPU; beyond, the program would grow too long.

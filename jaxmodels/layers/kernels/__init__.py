@@ -1,0 +1,1 @@
+"""Attention on one kind of processor each; jaxmodels/layers/attention.py picks."""
