@@ -1,5 +1,6 @@
 """The arguments of a call, looked at before compiled code runs, where a wrong number would be clipped silently."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxmodels.errors import InputError
+from jaxmodels.transformer2d.conditioning import Conditioning
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 ArrayLike: TypeAlias = Any  # jax, NumPy, or a Python number
@@ -37,37 +39,37 @@ class Arguments(NamedTuple):
 def read_arguments(
     config: Transformer2DConfig,
     dtype: DTypeLike,
-    *,
     hidden_states: ArrayLike,
     encoder_hidden_states: ArrayLike = None,
     timestep: ArrayLike = None,
     added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
     class_labels: ArrayLike = None,
-    objects: ArrayLike = None,
+    cross_attention_kwargs: Mapping[str, Any] | None = None,
     attention_mask: ArrayLike = None,
     encoder_attention_mask: ArrayLike = None,
-    keys: tuple[int | None, bool] = (None, True),
+    conditioning: Conditioning | None = None,
 ) -> Arguments:
     """Checks shapes and dtypes, and values where they are known (tracers have none).
 
     Args:
-        keys: how many keys a prepared context has, and whether timesteps and labels are wanted at all; both are
-            given when the conditioning was prepared.
+        conditioning: in the place of what it was prepared from.
 
     Raises:
         InputError: which argument, what was found, what was wanted.
     """
+    if conditioning is not None:
+        _refuse_unprepared(encoder_hidden_states, timestep, added_cond_kwargs, class_labels)
     hidden = _hidden_states(config, dtype, hidden_states)
     batch, tokens = hidden.shape[0], token_count(config, hidden.shape)
     context = _context(config, dtype, encoder_hidden_states, batch)
-    prepared_keys, is_unprepared = keys
-    seen = prepared_keys if prepared_keys is not None else None if context is None else context.shape[-2]
-    if context is not None and context.ndim == 4:
-        seen = context.shape[1] * context.shape[2]
+    if conditioning is not None:
+        seen, timing = conditioning.keys, Timing()
+    else:
+        seen = None if context is None else math.prod(context.shape[1:-1])
+        timing = read_timing(config, batch, timestep, class_labels, added_cond_kwargs)
     _check_self_attention(config, has_context=seen is not None)
     heads = config.num_attention_heads
     first_keys = seen if config.only_cross_attention and seen is not None else tokens
-    timing = read_timing(config, batch, timestep, class_labels, added_cond_kwargs) if is_unprepared else Timing()
     return Arguments(
         hidden,
         context,
@@ -78,7 +80,7 @@ def read_arguments(
         _mask("encoder_attention_mask", encoder_attention_mask, batch, heads, tokens, tokens if seen is None else seen)
         if config.has_cross_attention
         else None,
-        _objects(config, dtype, objects, batch),
+        _objects(config, dtype, cross_attention_kwargs, batch),
     )
 
 
@@ -297,20 +299,35 @@ def _conditions(
     return read
 
 
-def _objects(config: Transformer2DConfig, dtype: DTypeLike, value: ArrayLike, batch: int) -> Array | None:
-    if value is None:
+def _objects(
+    config: Transformer2DConfig, dtype: DTypeLike, given: Mapping[str, Any] | None, batch: int
+) -> Array | None:
+    """What GLIGEN's fusers look at, out of cross_attention_kwargs."""
+    unknown = sorted(set(given or {}) - {"gligen"})
+    if unknown:
+        raise InputError(f"cross_attention_kwargs has {', '.join(map(repr, unknown))}; known: 'gligen'")
+    gligen = (given or {}).get("gligen")
+    if gligen is None:
         return None
     if not config.has_fuser:
         raise InputError(
             f"cross_attention_kwargs has 'gligen', but attention_type is {config.attention_type!r}; only gated models "
             "have fusers for its objects"
         )
-    array = _array("cross_attention_kwargs['gligen']['objs']", value)
-    width = config.cross_attention_dim
+    name, width = "cross_attention_kwargs['gligen']['objs']", config.cross_attention_dim
+    if not isinstance(gligen, Mapping) or set(gligen) != {"objs"}:
+        raise InputError(f"cross_attention_kwargs['gligen'] is no {{'objs': ({batch}, objects, {width})}}")
+    array = _array(name, gligen["objs"])
     if array.ndim != 3 or array.shape[0] != batch or array.shape[2] != width:
-        name = "cross_attention_kwargs['gligen']['objs']"
         raise InputError(f"{_shape(name, array)}; wanted ({batch}, objects, {width}), cross_attention_dim wide")
     return jnp.asarray(array, dtype)
+
+
+def _refuse_unprepared(*given: Any) -> None:
+    names = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
+    both = [name for name, value in zip(names, given, strict=True) if value is not None]
+    if both:
+        raise InputError(f"{', '.join(both)} and conditioning are given; conditioning was prepared from them already")
 
 
 def _mask(name: str, value: ArrayLike, batch: int, heads: int, tokens: int, keys: int) -> Array | None:

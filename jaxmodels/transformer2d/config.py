@@ -247,7 +247,7 @@ _TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
     }
 )
 _UNUSABLE_NORMS = {
-    "ada_norm_continuous": "diffusers' Transformer2DModel cannot be built with it either (it gives no conditioning width)",
+    "ada_norm_continuous": "diffusers' Transformer2DModel cannot be built with it either; wanted " + ", ".join(NORMS),
     "layer_norm_i2vgen": "diffusers builds it but fails in the forward pass; wanted " + ", ".join(NORMS),
 }
 

@@ -11,12 +11,13 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxmodels.errors import InputError
 from jaxmodels.layers.feed_forward import tanh_gelu
 from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, Timing, check_context, read_arguments, read_timing
 from jaxmodels.transformer2d.attention import Dtypes, linear
 from jaxmodels.transformer2d.block import Biases, Block, Seen
+from jaxmodels.transformer2d.compiled import CompiledTransformer2D
+from jaxmodels.transformer2d.conditioning import Conditioning, Modulations
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.ends import (
     LatentEmbedding,
@@ -37,8 +38,8 @@ from jaxmodels.transformer2d.modulation import (
     TimeSingle,
     six_parts,
 )
+from jaxmodels.transformer2d.precision import exact_products
 
-SCAN_BEYOND = 8  # layers; more of them are one program that runs over them, fewer are written out, which is faster
 Cross = Mapping[str, Any] | None
 
 
@@ -59,25 +60,6 @@ class Transformer2DModelOutput(NamedTuple):
         return (self.sample,)
 
 
-class Modulations(NamedTuple):
-    """What timesteps, classes and conditions do: to every layer (leading axis), and to the head of a patched model."""
-
-    blocks: Modulation
-    head: Affine | None = None
-
-
-class Conditioning(NamedTuple):
-    """All of a call that does not depend on `hidden_states`; a pytree.
-
-    Attributes:
-        context: keys and values of `encoder_hidden_states` for every layer; the same for all steps of a sampler.
-        modulations: what the timestep does; another one for each step.
-    """
-
-    context: Seen
-    modulations: Modulations
-
-
 class Transformer2DModel(nnx.Module):
     """diffusers' `Transformer2DModel`: same arguments, same numbers, compiled.
 
@@ -86,8 +68,7 @@ class Transformer2DModel(nnx.Module):
     Args:
         dtype: what it computes in; norms, softmax and what modulates the blocks are float32 whatever it is.
         param_dtype: what weights are kept in; `dtype` when None. Training in bfloat16 wants float32 here.
-        scan_layers: run one compiled block over all layers, so that compile time does not grow with their number;
-            when None, for more than eight layers.
+        scan_layers: run one compiled block over all layers, so that compile time does not grow with their number.
         remat: recompute each block in the backward pass instead of keeping what it computed.
         rngs: random numbers for the first weights; seed 0 when None.
 
@@ -134,7 +115,7 @@ class Transformer2DModel(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike | None = None,
-        scan_layers: bool | None = None,
+        scan_layers: bool = True,
         remat: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
@@ -169,7 +150,7 @@ class Transformer2DModel(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.dtype = dtypes.compute
-        self.scan_layers = num_layers > SCAN_BEYOND if scan_layers is None else scan_layers
+        self.scan_layers = scan_layers
         self.remat = remat
         self._build_ends(dtypes, rngs)
         self.transformer_blocks = _stack(config, dtypes, rngs)
@@ -209,7 +190,7 @@ class Transformer2DModel(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike | None = None,
-        scan_layers: bool | None = None,
+        scan_layers: bool = True,
         remat: bool = False,
         rngs: nnx.Rngs | None = None,
     ) -> "Transformer2DModel":
@@ -311,21 +292,18 @@ class Transformer2DModel(nnx.Module):
         Raises:
             InputError: an argument has the wrong shape, dtype or value.
         """
-        objects = read_cross_attention(cross_attention_kwargs)
-        if conditioning is not None:
-            _refuse_unprepared(encoder_hidden_states, timestep, added_cond_kwargs, class_labels)
         arguments = read_arguments(
             self.config,
             self.dtype,
-            hidden_states=hidden_states,
-            encoder_hidden_states=encoder_hidden_states,
-            timestep=timestep,
-            added_cond_kwargs=added_cond_kwargs,
-            class_labels=class_labels,
-            objects=objects,
-            attention_mask=attention_mask,
-            encoder_attention_mask=encoder_attention_mask,
-            keys=(None, True) if conditioning is None else (context_length(conditioning.context), False),
+            hidden_states,
+            encoder_hidden_states,
+            timestep,
+            added_cond_kwargs,
+            class_labels,
+            cross_attention_kwargs,
+            attention_mask,
+            encoder_attention_mask,
+            conditioning,
         )
         key = None if rngs is None else rngs.dropout()
         sample = self._run("forward", arguments, conditioning, key)
@@ -366,6 +344,17 @@ class Transformer2DModel(nnx.Module):
     ) -> Modulations:
         """What timesteps, classes and conditions do to every layer; arguments as in a call."""
         return self._run("modulate", read_timing(self.config, None, timestep, class_labels, added_cond_kwargs))
+
+    def compile(self, hidden_states: ArrayLike, **others: Any) -> CompiledTransformer2D:
+        """The forward pass ahead of time, over the weights this model has now.
+
+        Args:
+            hidden_states: an array, or a `jax.ShapeDtypeStruct`; only its shape and dtype matter.
+            others: further arguments of a call, those that will come with it, or their shapes.
+        """
+        compiled = CompiledTransformer2D(self)
+        compiled.compile(hidden_states, **others)
+        return compiled
 
     def _run(self, method: str, *arguments: Any) -> Any:
         graph, state = nnx.split(self)
@@ -500,36 +489,6 @@ class Transformer2DModel(nnx.Module):
         return Modulations(modulation, Affine(scale, shift))
 
 
-def read_cross_attention(given: Cross) -> ArrayLike:
-    """GLIGEN's objects of cross_attention_kwargs.
-
-    Raises:
-        InputError: it has something that no attention here knows.
-    """
-    unknown = sorted(set(given or {}) - {"gligen"})
-    if unknown:
-        raise InputError(f"cross_attention_kwargs has {', '.join(map(repr, unknown))}; known: 'gligen'")
-    gligen = (given or {}).get("gligen")
-    if gligen is None:
-        return None
-    if not isinstance(gligen, Mapping) or set(gligen) != {"objs"}:
-        raise InputError("cross_attention_kwargs['gligen'] is no {'objs': (batch, objects, cross_attention_dim)}")
-    return gligen["objs"]
-
-
-def context_length(seen: Seen) -> int | None:
-    """How many tokens a prepared context has; None when there is none."""
-    found = seen.second if seen.second is not None else seen.first
-    return None if found is None else found.key.shape[-2]
-
-
-def _refuse_unprepared(*given: Any) -> None:
-    names = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
-    both = [name for name, value in zip(names, given, strict=True) if value is not None]
-    if both:
-        raise InputError(f"{', '.join(both)} and conditioning are given; conditioning was prepared from them already")
-
-
 def _stack(config: Transformer2DConfig, dtypes: Dtypes, rngs: nnx.Rngs) -> Block:
     """The blocks of all layers as one, every array with a leading axis."""
 
@@ -551,8 +510,3 @@ def _compiled(graph: nnx.GraphDef["Transformer2DModel"], method: str, state: Any
     model = nnx.merge(graph, state)
     with exact_products(model.dtype):
         return getattr(model, f"_{method}")(*arguments)
-
-
-def exact_products(dtype: DTypeLike) -> Any:
-    """Accelerators round float32 products to fewer bits unless told otherwise."""
-    return jax.default_matmul_precision("highest" if jnp.dtype(dtype) == jnp.float32 else None)

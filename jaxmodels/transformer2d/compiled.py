@@ -1,0 +1,156 @@
+"""A model's executables: made ahead of time for stated shapes, over a flat tuple of weights."""
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxmodels.compile_cache import use_compile_cache
+from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, read_arguments
+from jaxmodels.transformer2d.conditioning import Conditioning
+from jaxmodels.transformer2d.precision import exact_products
+
+if TYPE_CHECKING:
+    from jaxmodels.transformer2d.model import Transformer2DModel
+
+# Structure of the arguments, and shape and dtype of each array in them.
+Shapes: TypeAlias = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
+BLOCKS = "transformer_blocks"
+# What modulations are made of stays in one piece, for all layers at once.
+MODULATING = ("norm1.emb.", "norm1.linear.", "norm2.emb.", "norm2.linear.", "scale_shift_table")
+WRITTEN_OUT = 8  # layers; a program for more would take long to compile, and gain little
+
+
+class CompiledTransformer2D:
+    """The forward pass of one model as executables, one for each set of shapes it was compiled for.
+
+    Calling it costs no Python work per weight, and never compiles: shapes that were not asked for are an error.
+
+    Up to `WRITTEN_OUT` layers are written out, each with arrays of its own: a slice of a stack is copied at every
+    call, which small models feel (16 tokens, 6 layers: 46 instead of 54 ms on a CPU).
+    """
+
+    def __init__(self, model: "Transformer2DModel"):
+        self._graph, state = nnx.split(model)
+        self._config, self._dtype = model.config, model.dtype
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(state)
+        names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths]
+        is_split = [model.config.num_layers <= WRITTEN_OUT and _belongs_to_a_layer(name) for name in names]
+        self._parts = [model.config.num_layers if split else None for split in is_split]
+        self._stacked = [(array.shape, array.dtype) for _, array in paths]
+        self._weights = self._flatten([array for _, array in paths])
+        self._executables: dict[Shapes, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+
+    def with_weights(self, model: "Transformer2DModel") -> "CompiledTransformer2D":
+        """The same executables over the weights of another model of the same config.
+
+        Raises:
+            ConfigError: its config or its dtypes differ.
+        """
+        graph, state = nnx.split(model)
+        leaves = jax.tree.leaves(state)
+        found = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if model.config != self._config or model.dtype != self._dtype or found != self._stacked:
+            raise ConfigError("these weights are of another config or dtype; compile a model of its own for them")
+        other = copy.copy(self)
+        other._graph, other._weights = graph, self._flatten(leaves)
+        return other
+
+    def compile(self, hidden_states: ArrayLike, **others: Any) -> None:
+        """Makes the executable for these shapes unless it is there; arguments of a call, or `jax.ShapeDtypeStruct`."""
+        arguments = self._abstract(hidden_states=hidden_states, **others)
+        key = _shapes(arguments)
+        with self._lock:  # two threads that want the same one wait for one compilation
+            if key not in self._executables:
+                use_compile_cache()
+                self._executables[key] = jax.jit(self._forward).lower(self._weights, *arguments).compile()
+
+    def is_compiled(self, hidden_states: ArrayLike, **others: Any) -> bool:
+        return _shapes(self._abstract(hidden_states=hidden_states, **others)) in self._executables
+
+    def forget(self, hidden_states: ArrayLike, **others: Any) -> None:
+        """Drops the executable for these shapes."""
+        with self._lock:
+            self._executables.pop(_shapes(self._abstract(hidden_states=hidden_states, **others)), None)
+
+    def __call__(
+        self, hidden_states: ArrayLike, *, conditioning: Conditioning | None = None, **others: Any
+    ) -> Float[Array, "..."]:
+        """The sample; arguments as those of `Transformer2DModel`.
+
+        Raises:
+            InputError: an argument is wrong, or the shapes were not compiled for.
+        """
+        arguments = read_arguments(self._config, self._dtype, hidden_states, conditioning=conditioning, **others)
+        shapes = _shapes((arguments, conditioning))
+        executable = self._executables.get(shapes)
+        if executable is None:
+            known = "; ".join(map(_describe, self._executables)) or "nothing yet"
+            raise InputError(
+                f"not compiled for {_describe(shapes)}; call compile() with these shapes first (compiled for: {known})"
+            )
+        return executable(self._weights, arguments, conditioning)
+
+    def _abstract(self, **call: Any) -> tuple[Arguments, Conditioning | None]:
+        """Shapes of what the executable takes."""
+
+        def read(call: dict[str, Any]) -> tuple[Arguments, Conditioning | None]:
+            return read_arguments(self._config, self._dtype, **call), call.get("conditioning")
+
+        return jax.eval_shape(read, call)
+
+    def _flatten(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        flat: list[Array] = []
+        for array, parts in zip(arrays, self._parts, strict=True):
+            flat += [array] if parts is None else [array[i] for i in range(parts)]
+        return tuple(flat)
+
+    def _forward(
+        self, weights: tuple[Array, ...], arguments: Arguments, conditioning: Conditioning | None
+    ) -> Float[Array, "..."]:
+        remaining = iter(weights)
+        # Stacks that were taken apart are represented by their parts; nothing in the pass looks at the stack itself.
+        leaves = [
+            next(remaining) if parts is None else _Parts([next(remaining) for _ in range(parts)])
+            for parts in self._parts
+        ]
+        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        layers = None
+        if any(isinstance(leaf, _Parts) for leaf in leaves):
+            _, blocks = nnx.split(model.transformer_blocks)
+            layers = [
+                jax.tree.map(lambda leaf, i=i: leaf.parts[i] if isinstance(leaf, _Parts) else leaf, blocks)
+                for i in range(self._config.num_layers)
+            ]
+        with exact_products(self._dtype):
+            return model._forward(arguments, conditioning, layers=layers)
+
+
+class _Parts:
+    """A stack's arrays, in the place of the stack."""
+
+    def __init__(self, parts: list[Array]):
+        self.parts = parts
+
+
+def _belongs_to_a_layer(name: str) -> bool:
+    path = name.removeprefix(f"{BLOCKS}.")
+    return path != name and not path.startswith(MODULATING)
+
+
+def _shapes(arguments: Any) -> Shapes:
+    leaves, tree = jax.tree.flatten(arguments)
+    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _describe(shapes: Shapes) -> str:
+    tree, leaves = shapes
+    arguments, conditioning = jax.tree.unflatten(tree, [f"{dtype}{list(shape)}" for shape, dtype in leaves])
+    given = [f"{name} {value}" for name, value in arguments._asdict().items() if value is not None]
+    return ", ".join([*given, *(["conditioning"] if conditioning is not None else [])])
