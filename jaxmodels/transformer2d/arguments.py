@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -172,7 +173,7 @@ def _check_integers(name: str, array: Array | np.ndarray) -> None:
 
 
 def _check_range(name: str, array: Array | np.ndarray, limit: int, reason: str) -> None:
-    if isinstance(array, jax.core.Tracer) or array.size == 0:
+    if isinstance(array, Tracer) or array.size == 0:
         return
     values = np.asarray(array)
     wrong = values[(values < 0) | (values >= limit)]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -15,7 +15,7 @@ from jaxmodels.layers.feed_forward import tanh_gelu
 from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, Timing, check_context, read_arguments, read_timing
 from jaxmodels.transformer2d.attention import Dtypes, linear
-from jaxmodels.transformer2d.block import Biases, Block, Seen
+from jaxmodels.transformer2d.block import Biases, Seen
 from jaxmodels.transformer2d.compiled import CompiledTransformer2D
 from jaxmodels.transformer2d.conditioning import Conditioning, Modulations
 from jaxmodels.transformer2d.config import Transformer2DConfig
@@ -28,19 +28,19 @@ from jaxmodels.transformer2d.ends import (
     patch_output,
 )
 from jaxmodels.transformer2d.masks import to_bias
-from jaxmodels.transformer2d.modulation import (
-    CLASS_DROPOUT,
-    Affine,
-    Mlp,
-    Modulation,
-    TimeAndClassNorm,
-    TimeNorm,
-    TimeSingle,
-    six_parts,
-)
+from jaxmodels.transformer2d.modulation import CLASS_DROPOUT, Affine, Mlp, Modulation, TimeSingle
 from jaxmodels.transformer2d.precision import exact_products
-
-Cross = Mapping[str, Any] | None
+from jaxmodels.transformer2d.stack import (
+    Execution,
+    embed_in_first_layer,
+    head_affine,
+    look_at,
+    modulate_by_class,
+    modulate_by_table,
+    modulate_by_time,
+    run_blocks,
+    stack_blocks,
+)
 
 
 class Transformer2DModelOutput(NamedTuple):
@@ -150,10 +150,9 @@ class Transformer2DModel(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.dtype = dtypes.compute
-        self.scan_layers = scan_layers
-        self.remat = remat
+        self.execution = Execution(scan_layers, remat)
         self._build_ends(dtypes, rngs)
-        self.transformer_blocks = _stack(config, dtypes, rngs)
+        self.transformer_blocks = stack_blocks(config, dtypes, rngs)
 
     def _build_ends(self, dtypes: Dtypes, rngs: nnx.Rngs) -> None:
         config, width = self.config, self.config.inner_dim
@@ -254,7 +253,7 @@ class Transformer2DModel(nnx.Module):
         timestep: ArrayLike = None,
         added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
         class_labels: ArrayLike = None,
-        cross_attention_kwargs: Cross = None,
+        cross_attention_kwargs: Mapping[str, Any] | None = None,
         attention_mask: ArrayLike = None,
         encoder_attention_mask: ArrayLike = None,
         return_dict: bool = True,
@@ -359,7 +358,7 @@ class Transformer2DModel(nnx.Module):
     def _run(self, method: str, *arguments: Any) -> Any:
         graph, state = nnx.split(self)
         leaves = jax.tree.leaves((state, arguments))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return getattr(self, f"_{method}")(*arguments)
         return _compiled(graph, method, state, *arguments)
 
@@ -380,7 +379,8 @@ class Transformer2DModel(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         if conditioning is None:
             modulations, seen = self._modulate(timing, keys[0]), Seen()
-            context = self._read_context(arguments.encoder_hidden_states)
+            context = arguments.encoder_hidden_states
+            context = None if context is None else self._project_captions(context)
         else:
             modulations, seen, context = conditioning.modulations, conditioning.context, None
         biases = Biases(
@@ -390,39 +390,19 @@ class Transformer2DModel(nnx.Module):
             )
         )
         x = self._read_input(hidden)
-        x = self._run_blocks(x, modulations.blocks, context, seen, biases, arguments.objects, keys[1], layers)
+        x = run_blocks(
+            self.transformer_blocks,
+            x,
+            modulations.blocks,
+            seen,
+            biases,
+            self.execution,
+            context=context,
+            objects=arguments.objects,
+            key=keys[1],
+            layers=layers,
+        )
         return self._write_output(x, modulations.head, hidden)
-
-    def _run_blocks(
-        self,
-        x: Float[Array, "b n d"],
-        modulation: Modulation,
-        context: Float[Array, "b m c"] | None,
-        seen: Seen,
-        biases: Biases,
-        objects: Float[Array, "b o c"] | None,
-        key: Array | None,
-        layers: Sequence[Any] | None,
-    ) -> Float[Array, "b n d"]:
-        graph, stacked = nnx.split(self.transformer_blocks)
-        count = self.config.num_layers
-
-        def step(x: Array, layer: tuple[Any, Modulation, Seen, Array | None]) -> tuple[Array, None]:
-            weights, modulation, seen, key = layer
-            block = nnx.merge(graph, weights)
-            seen = seen if context is None else block.look_at(context)
-            rngs = None if key is None else nnx.Rngs(dropout=key)
-            return block(x, modulation, seen, biases, objects, rngs), None
-
-        step = jax.checkpoint(step) if self.remat else step
-        keys = None if key is None else jax.random.split(key, count)
-        if self.scan_layers and layers is None:
-            return lax.scan(step, x, (stacked, modulation, seen, keys))[0]
-        for i in range(count):
-            rest = jax.tree.map(lambda array, i=i: array[i], (modulation, seen, keys))
-            weights = jax.tree.map(lambda array, i=i: array[i], stacked) if layers is None else layers[i]
-            x, _ = step(x, (weights, *rest))
-        return x
 
     def _read_input(self, x: Array) -> Float[Array, "b n d"]:
         if self.config.kind == "continuous":
@@ -441,68 +421,42 @@ class Transformer2DModel(nnx.Module):
         patch = self.config.patch_size or 1
         return from_patches(x, head, out, patch, hidden.shape[2] // patch)
 
-    def _read_context(self, context: Array | None) -> Float[Array, "b m c"] | None:
+    def _project_captions(self, context: Float[Array, "..."]) -> Float[Array, "b m c"]:
         """encoder_hidden_states as the blocks want them: captions are projected, and may have an axis too many."""
-        if context is None or self.config.kind != "patches" or self.config.caption_channels is None:
+        if self.config.kind != "patches" or self.config.caption_channels is None:
             return context
         projected = self.caption_projection(context, tanh_gelu)
         return projected.reshape(projected.shape[0], -1, projected.shape[-1])
 
     def _look_at(self, context: Array) -> Seen:
-        read = self._read_context(context)
-        graph, stacked = nnx.split(self.transformer_blocks)
-        # One layer at a time: a product with a batch of matrices is slower on a CPU.
-        return lax.map(lambda weights: nnx.merge(graph, weights).look_at(read), stacked)
+        return look_at(self.transformer_blocks, self._project_captions(context))
 
     def _modulate(self, timing: Timing, key: Array | None = None) -> Modulations:
-        blocks, norm = self.transformer_blocks, self.config.block_norm
-        if norm == "layer_norm" or timing.timestep is None:
+        blocks, config = self.transformer_blocks, self.config
+        if timing.timestep is None:
             return Modulations(Modulation())
-        if norm == "ada_norm":
-            second = None if blocks.norm2 is None else _for_each_layer(blocks.norm2, timing.timestep)
-            return Modulations(Modulation(_for_each_layer(blocks.norm1, timing.timestep), None, second))
-        if norm == "ada_norm_zero":
-            return self._modulate_by_class(timing, key)
-        if self.config.kind == "patches":
-            parts, embedded = self.adaln_single(timing.timestep, timing.conditions)
-            shift, scale = jnp.split(self.scale_shift_table[...].astype(jnp.float32) + embedded[:, None], 2, axis=1)
-            head = Affine(scale, shift)
-        else:
-            parts, head = timing.timestep, None
-        tables = blocks.scale_shift_table[...].astype(jnp.float32)
-        return Modulations(jax.vmap(lambda table: six_parts(table[None] + parts))(tables), head)
+        if config.block_norm == "ada_norm":
+            return Modulations(modulate_by_time(blocks, timing))
+        if config.block_norm == "ada_norm_zero":
+            timing = timing if key is None else self._drop_labels(timing, key)
+            modulation = modulate_by_class(blocks, timing)
+            if config.kind != "patches":
+                return Modulations(modulation)
+            parts = self.proj_out_1(jax.nn.silu(embed_in_first_layer(blocks, timing)))
+            return Modulations(modulation, head_affine(parts.reshape(parts.shape[0], 2, -1)))
+        if config.kind != "patches":
+            return Modulations(modulate_by_table(blocks, timing.timestep))
+        parts, embedded = self.adaln_single(timing.timestep, timing.conditions)
+        head = self.scale_shift_table[...].astype(jnp.float32) + embedded[:, None]
+        return Modulations(modulate_by_table(blocks, parts), head_affine(head))
 
-    def _modulate_by_class(self, timing: Timing, key: Array | None) -> Modulations:
+    def _drop_labels(self, timing: Timing, key: Array) -> Timing:
+        """Some labels become the null class; once per element, where diffusers rolls the dice again in every block."""
         labels = timing.class_labels
         assert labels is not None
-        if key is not None:
-            drops = jax.random.bernoulli(key, CLASS_DROPOUT, labels.shape)
-            labels = jnp.where(drops, jnp.asarray(self.config.num_embeds_ada_norm, labels.dtype), labels)
-        norm = self.transformer_blocks.norm1
-        modulation = _for_each_layer(norm, timing.timestep, labels)
-        if self.config.kind != "patches":
-            return Modulations(modulation)
-        graph, stacked = nnx.split(norm)
-        first = nnx.merge(graph, jax.tree.map(lambda array: array[0], stacked))
-        parts = self.proj_out_1(jax.nn.silu(first.emb(timing.timestep, labels))).astype(jnp.float32)
-        shift, scale = jnp.split(parts[:, None], 2, axis=-1)
-        return Modulations(modulation, Affine(scale, shift))
-
-
-def _stack(config: Transformer2DConfig, dtypes: Dtypes, rngs: nnx.Rngs) -> Block:
-    """The blocks of all layers as one, every array with a leading axis."""
-
-    @nnx.split_rngs(splits=config.num_layers)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def build(rngs: nnx.Rngs) -> Block:
-        return Block(config, dtypes, rngs=rngs)
-
-    return build(rngs)
-
-
-def _for_each_layer(norm: TimeNorm | TimeAndClassNorm, *arguments: Any) -> Any:
-    graph, stacked = nnx.split(norm)
-    return jax.vmap(lambda weights: nnx.merge(graph, weights)(*arguments))(stacked)
+        drops = jax.random.bernoulli(key, CLASS_DROPOUT, labels.shape)
+        null = jnp.asarray(self.config.num_embeds_ada_norm, labels.dtype)
+        return timing._replace(class_labels=jnp.where(drops, null, labels))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
