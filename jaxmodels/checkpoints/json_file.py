@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from jaxmodels.errors import CheckpointError
 
-LIMIT = 1 << 20  # bytes; LeRobot's own files have a few thousand
+LIMIT = 1 << 20  # bytes; LeRobot's own files have a few thousand, an index of 1700 tensors 200,000
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -20,9 +20,9 @@ def read_json(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(LIMIT + 1)
     except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted it in the policy's folder") from error
+        raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted it in the folder") from error
     if len(raw) > LIMIT:
-        raise CheckpointError(f"{name}: longer than {LIMIT} bytes; wanted a policy's description")
+        raise CheckpointError(f"{name}: longer than {LIMIT} bytes; wanted a checkpoint's description")
     try:
         value = json.loads(
             raw, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_object
@@ -35,8 +35,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_json(path: Path, value: dict[str, Any], indent: int) -> None:
-    path.write_text(json.dumps(value, indent=indent, allow_nan=False))
+def write_json(path: Path, value: dict[str, Any], indent: int, *, end: str = "") -> None:
+    path.write_text(json.dumps(value, indent=indent, allow_nan=False) + end)
 
 
 def _refuse_constant(name: str) -> NoReturn:

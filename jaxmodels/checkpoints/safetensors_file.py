@@ -7,8 +7,10 @@ Format: https://github.com/huggingface/safetensors#format
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -16,11 +18,66 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from jaxmodels.checkpoints.layouts import Shape
 from jaxmodels.errors import CheckpointError
 
 HEADER_LIMIT = 8 << 20  # bytes
 TENSOR_LIMIT = 10_000
-FLOATS = ("F64", "F32", "F16", "BF16")
+# NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.
+FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        "F64": np.dtype("<f8"),
+        "F32": np.dtype("<f4"),
+        "F16": np.dtype("<f2"),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+    }
+)
+CODES = {dtype: code for code, dtype in FLOATS.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor where it lies in a file."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    shape: Shape
+    start: int
+
+    def read(self) -> np.ndarray:
+        """
+        Raises:
+            CheckpointError: the file can no longer be read, or is shorter than it was.
+        """
+        count = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        try:
+            raw = np.fromfile(self.path, np.uint8, count, offset=self.start)
+            return raw.view(self.dtype).reshape(self.shape)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path.name}: cannot be read to its end ({error})") from error
+
+
+def find_floats(path: Path, is_wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
+    """Where each tensor of a file lies that is wanted; none is read.
+
+    Raises:
+        CheckpointError: no such file, a header beyond the limits, not a safetensors file, or wanted tensors that are
+            not floating-point (all listed).
+    """
+    header, start = _read_header(path)
+    wanted = {name: entry for name, entry in header.items() if is_wanted(name)}
+    others = [f"{name} ({entry.get('dtype')})" for name, entry in wanted.items() if entry.get("dtype") not in FLOATS]
+    if others:
+        raise CheckpointError(f"{path.name}: tensors of other dtypes than {', '.join(FLOATS)}: {', '.join(others)}")
+    try:
+        with safe_open(path, framework="np"):  # checks shapes, offsets, lengths and overlaps
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name}: not a readable safetensors file ({error})") from error
+    return {
+        name: Stored(path, FLOATS[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
+        for name, entry in wanted.items()
+    }
 
 
 def read_floats(path: Path, *, but: str | None = None) -> dict[str, np.ndarray]:
@@ -30,24 +87,10 @@ def read_floats(path: Path, *, but: str | None = None) -> dict[str, np.ndarray]:
         but: leave out tensors whose name ends so.
 
     Raises:
-        CheckpointError: no such file, a header beyond the limits, not a safetensors file, or tensors that are not
-            floating-point (all listed).
+        CheckpointError: as `find_floats`.
     """
-    header, start = _read_header(path)
-    names = [name for name in header if but is None or not name.endswith(but)]
-    others = [f"{name} ({header[name].get('dtype')})" for name in names if header[name].get("dtype") not in FLOATS]
-    if others:
-        raise CheckpointError(f"{path.name}: tensors of other dtypes than {', '.join(FLOATS)}: {', '.join(others)}")
-    tensors: dict[str, np.ndarray] = {}
-    try:
-        with safe_open(path, framework="np") as file:  # checks offsets, lengths and overlaps
-            for name in names:
-                # NumPy has no bfloat16, so the library refuses such a tensor.
-                is_half = header[name]["dtype"] == "BF16"
-                tensors[name] = _read_bfloat16(path, header[name], start) if is_half else file.get_tensor(name)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name}: not a readable safetensors file ({error})") from error
-    return tensors
+    found = find_floats(path, lambda name: but is None or not name.endswith(but))
+    return {name: stored.read() for name, stored in found.items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -55,6 +98,26 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     # Not save_file: what it writes only its owner may read, whatever the umask says.
     path.write_bytes(save(contiguous, metadata={"format": "pt"}))
+
+
+def write_floats(path: Path, wanted: Mapping[str, tuple[np.dtype[Any], Shape]], tensor: Callable[[str], Any]) -> None:
+    """Writes tensors one after the other, so that no more than one of them need be in memory.
+
+    Args:
+        wanted: dtype and shape of every tensor, in the order they are written.
+        tensor: gives the tensor of a name.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # PyTorch's loaders look for it
+    end = 0
+    for name, (dtype, shape) in wanted.items():
+        begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)  # data begins at a multiple of eight bytes
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        for name, (dtype, _) in wanted.items():
+            file.write(np.ascontiguousarray(tensor(name), dtype=dtype).reshape(-1).view(np.uint8).data)
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -81,11 +144,3 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     if len(header) > TENSOR_LIMIT:
         raise CheckpointError(f"{path.name}: {len(header)} tensors; wanted at most {TENSOR_LIMIT}")
     return header, 8 + length
-
-
-def _read_bfloat16(path: Path, entry: Mapping[str, Any], start: int) -> np.ndarray:
-    begin, end = entry["data_offsets"]
-    with path.open("rb") as file:
-        file.seek(start + begin)
-        raw = file.read(end - begin)
-    return np.frombuffer(raw, ml_dtypes.bfloat16).reshape(entry["shape"])
