@@ -1,0 +1,53 @@
+"""Samplers: pure functions from a model's predictions and a key to samples, each one compiled program.
+
+A sampler takes ``predict(x, t)`` and a shape, and knows nothing of what is sampled. With a prepared transformer::
+
+    def predict(weights, context, x, t, modulations):
+        return assemble(weights)(x, conditioning=Conditioning(context, modulations)).sample
+
+    context = model.prepare_context(text)                                       # once
+    each_step = jax.vmap(model.prepare_modulations)(schedule.timesteps(steps))  # for all steps at once
+    ddim(Partial(predict, weights, context), shape, key, schedule, steps=steps, extras=each_step)
+
+The steps are public: a loop of one's own, or a `predict` that looks at its x and t and corrects, needs nothing else.
+"""
+
+from jaxmodels.samplers.classes import Tokens, truncate
+from jaxmodels.samplers.diffusion import ddim, ddim_step, ddpm, ddpm_step
+from jaxmodels.samplers.flow import FlowRow, FlowSchedule, euler_step, flow_euler, flow_heun
+from jaxmodels.samplers.guidance import combine, combine_log, guide
+from jaxmodels.samplers.loop import Known
+from jaxmodels.samplers.masked import MaskRow, MaskSchedule, maskgit, maskgit_step
+from jaxmodels.samplers.noise_schedule import DiffusionRow, NoiseSchedule
+from jaxmodels.samplers.vq_diffusion import posterior, vq_diffusion, vq_step
+from jaxmodels.samplers.vq_schedule import Rates, VQRow, VQSchedule
+
+__all__ = [
+    "DiffusionRow",
+    "FlowRow",
+    "FlowSchedule",
+    "Known",
+    "MaskRow",
+    "MaskSchedule",
+    "NoiseSchedule",
+    "Rates",
+    "Tokens",
+    "VQRow",
+    "VQSchedule",
+    "combine",
+    "combine_log",
+    "ddim",
+    "ddim_step",
+    "ddpm",
+    "ddpm_step",
+    "euler_step",
+    "flow_euler",
+    "flow_heun",
+    "guide",
+    "maskgit",
+    "maskgit_step",
+    "posterior",
+    "truncate",
+    "vq_diffusion",
+    "vq_step",
+]

@@ -1,0 +1,197 @@
+"""Flow matching: from noise to a sample along a velocity that a model predicts, by Euler's or Heun's method.
+
+The convention is diffusers': sigma is 1 for noise and 0 for the sample, x is ``(1 - sigma) sample + sigma noise``, the
+model predicts ``noise - sample``, and is told sigma times num_train_timesteps. A model that was trained the other way
+round (tau from 0 to 1, predicting ``sample - noise``) is ``lambda x, t: -model(x, 1000 - t)``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.samplers.loop import Known, Predict, check_prediction, first_noise, run_steps, with_operands
+
+SPACINGS = ("linspace", "uniform")
+ADVICE = "the shape of the sample"
+
+
+class FlowRow(NamedTuple):
+    """One evaluation of the model and the step after it; with a leading axis, all of them.
+
+    Attributes:
+        timestep: what the model is told.
+        sigma: where the step begins.
+        next_sigma: where it ends.
+        is_correction: Heun's second look, at the end of the step it repeats.
+    """
+
+    timestep: Float[Any, "..."]
+    sigma: Float[Any, "..."]
+    next_sigma: Float[Any, "..."]
+    is_correction: Bool[Any, "..."]
+
+
+@dataclass(frozen=True)
+class FlowSchedule:
+    """Where a flow sampler looks; defaults are those of diffusers' `FlowMatchEulerDiscreteScheduler`.
+
+    Attributes:
+        shift: more than 1 takes more of the steps close to the noise.
+        spacing: linspace as in diffusers: sigmas from 1 to 1 / num_train_timesteps, so that the last step is short.
+            uniform: steps of one size (diffusers with ``sigmas=linspace(1, 1 / steps, steps)``, as Flux does), which
+            suits few steps better.
+
+    Raises:
+        ConfigError: a field makes no sense.
+    """
+
+    num_train_timesteps: int = 1000
+    shift: float = 1.0
+    spacing: Literal["linspace", "uniform"] = "linspace"
+
+    def __post_init__(self) -> None:
+        if self.num_train_timesteps < 1 or self.shift <= 0 or self.spacing not in SPACINGS:
+            raise ConfigError(
+                f"num_train_timesteps is {self.num_train_timesteps}, shift {self.shift}, spacing {self.spacing!r}; "
+                f"wanted 1 or more, more than 0, and one of {', '.join(SPACINGS)}"
+            )
+
+    def shifted(self, sigma: Any) -> Any:
+        """Sigmas moved towards the noise; a trainer draws ``shifted(uniform)``."""
+        return self.shift * sigma / (1 + (self.shift - 1) * sigma)
+
+    def euler_rows(self, steps: int) -> FlowRow:
+        """Euler's table: one evaluation per step.
+
+        Raises:
+            InputError: steps is less than 1.
+        """
+        if steps < 1:
+            raise InputError(f"steps is {steps}; wanted 1 or more")
+        if self.spacing == "linspace":
+            # diffusers shifts the smallest sigma when it is built, and all of them when steps are set: twice
+            sigmas = np.linspace(1.0, self.shifted(1 / self.num_train_timesteps), steps)
+        else:
+            sigmas = np.linspace(1.0, 1 / steps, steps)
+        sigmas = self.shifted(sigmas).astype(np.float32)
+        timesteps = sigmas * np.float32(self.num_train_timesteps)
+        return FlowRow(timesteps, sigmas, np.append(sigmas[1:], np.float32(0)), np.zeros(steps, bool))
+
+    def heun_rows(self, steps: int) -> FlowRow:
+        """Heun's table: 2 steps - 1 evaluations, as the last step is one of Euler's (there is no velocity at 0)."""
+        rows = self.euler_rows(steps)
+        corrections = FlowRow(rows.timestep[1:], rows.sigma[:-1], rows.sigma[1:], np.ones(steps - 1, bool))
+        table = FlowRow(*(np.zeros(2 * steps - 1, column.dtype) for column in rows))
+        for column, first, second in zip(table, rows, corrections, strict=True):
+            column[::2], column[1::2] = first, second
+        return table
+
+    def add_noise(
+        self, sample: Float[Array, "b *x"], noise: Float[Array, "b *x"], sigma: Float[Array, " b"]
+    ) -> Float[Array, "b *x"]:
+        """`sample` on its way, at a sigma of its own for each element: what a model is trained on."""
+        return between(sample, noise, sigma.reshape(-1, *(1,) * (sample.ndim - 1)))
+
+    def target(self, sample: Float[Array, "*x"], noise: Float[Array, "*x"]) -> Float[Array, "*x"]:
+        """The velocity that a model should answer to ``add_noise(sample, noise, sigma)``."""
+        return noise - sample
+
+
+def between(sample: Float[Array, "*x"], noise: Float[Array, "*x"], sigma: Float[Any, "..."]) -> Float[Array, "*x"]:
+    """The point of the straight line from sample (sigma 0) to noise (sigma 1)."""
+    return sigma * noise + (1 - sigma) * sample
+
+
+def euler_step(velocity: Float[Array, "*x"], x: Float[Array, "*x"], row: FlowRow) -> Float[Array, "*x"]:
+    """One step along the velocity."""
+    return x + (row.next_sigma - row.sigma) * velocity
+
+
+def flow_euler(
+    predict: Predict,
+    shape: tuple[int, ...],
+    key: PRNGKeyArray,
+    schedule: FlowSchedule,
+    *,
+    steps: int,
+    extras: Any = None,
+    known: Known | None = None,
+    start: Any = None,
+) -> Float[Array, "..."]:
+    """Samples by Euler's method in one compiled program, which only other shapes, schedules or steps compile again.
+
+    Args:
+        predict: ``(x, t)``, or ``(x, t, extra)``, to the velocity ``noise - sample``; t is a scalar float32. Give a
+            `jax.tree_util.Partial` over weights and conditioning, so that they are arguments of the program.
+        shape: of the sample.
+        key: where all random numbers come from; only the first noise is random.
+        extras: a pytree with a leading axis of steps, one for each of ``schedule.euler_rows(steps).timestep``.
+        known: what the sample must contain. Those places move on their straight line, so that the rest fits in.
+        start: the first noise, instead of drawing it.
+
+    Returns:
+        The sample, float32.
+
+    Raises:
+        InputError: steps, start, extras or the prediction do not fit.
+    """
+    return _sample(with_operands(predict), start, key, extras, known, shape, schedule, steps, "euler")
+
+
+def flow_heun(
+    predict: Predict,
+    shape: tuple[int, ...],
+    key: PRNGKeyArray,
+    schedule: FlowSchedule,
+    *,
+    steps: int,
+    extras: Any = None,
+    known: Known | None = None,
+    start: Any = None,
+) -> Float[Array, "..."]:
+    """Samples by Heun's method: each step is repeated with the mean of the velocities at both of its ends.
+
+    Arguments, result and errors as of `flow_euler`; the model is evaluated ``2 steps - 1`` times, and `extras` are
+    for ``schedule.heun_rows(steps).timestep``.
+    """
+    return _sample(with_operands(predict), start, key, extras, known, shape, schedule, steps, "heun")
+
+
+@partial(jax.jit, static_argnames=("shape", "schedule", "steps", "method"))
+def _sample(
+    predict: Predict,
+    start: Any,
+    key: PRNGKeyArray,
+    extras: Any,
+    known: Known | None,
+    shape: tuple[int, ...],
+    schedule: FlowSchedule,
+    steps: int,
+    method: str,
+) -> Float[Array, "..."]:
+    first = first_noise(start, shape, key)
+
+    def with_known(x: Array, sigma: Any) -> Array:
+        return x if known is None else known.keep(x, between(known.value, first, sigma))
+
+    def straight(velocity: Array, state: tuple[Array], row: FlowRow) -> tuple[Array]:
+        check_prediction(velocity, shape, ADVICE)
+        return (with_known(euler_step(velocity, state[0], row), row.next_sigma),)
+
+    def corrected(velocity: Array, state: tuple[Array, ...], row: FlowRow) -> tuple[Array, ...]:
+        check_prediction(velocity, shape, ADVICE)
+        x, origin, velocity_there = state
+        origin = jnp.where(row.is_correction, origin, x)
+        mean = jnp.where(row.is_correction, 0.5 * (velocity_there + velocity), velocity)
+        return with_known(euler_step(mean, origin, row), row.next_sigma), origin, velocity
+
+    if method == "euler":
+        return run_steps(predict, straight, (with_known(first, 1.0),), schedule.euler_rows(steps), extras)[0]
+    state = (with_known(first, 1.0), first, jnp.zeros_like(first))
+    return run_steps(predict, corrected, state, schedule.heun_rows(steps), extras)[0]
