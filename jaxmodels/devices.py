@@ -1,14 +1,17 @@
-"""Which accelerator a policy runs on, and in which precision."""
+"""Which accelerator a model runs on, and in which precision."""
 
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxmodels.errors import ConfigError
 
 Device: TypeAlias = Any  # jax.Device is made at run time, so no type checker knows it
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+MODEL_DTYPES = (*DTYPES, "float16")
 PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
@@ -45,3 +48,23 @@ def find_dtype(name: str | None) -> jnp.dtype:
     if name not in (None, *DTYPES):
         raise ConfigError(f"dtype is {name!r}; wanted one of {', '.join(DTYPES)}")
     return jnp.dtype(DTYPES[name or "float32"])
+
+
+def read_dtype(dtype: DTypeLike | None) -> jnp.dtype:
+    """A model's dtype, by name or as NumPy and JAX write it; float32 when None.
+
+    Raises:
+        ConfigError: none of `MODEL_DTYPES`.
+    """
+    try:
+        found = jnp.dtype(jnp.float32 if dtype is None else dtype)
+    except TypeError as error:
+        raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(MODEL_DTYPES)}") from error
+    if found.name not in MODEL_DTYPES:
+        raise ConfigError(f"dtype is {found.name}; wanted one of {', '.join(MODEL_DTYPES)}")
+    return found
+
+
+def exact_products(dtype: DTypeLike) -> AbstractContextManager[Any]:
+    """While this is entered, float32 means float32: accelerators round products to fewer bits unless told otherwise."""
+    return jax.default_matmul_precision("highest" if jnp.dtype(dtype) == jnp.float32 else None)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxmodels.compile_cache import use_compile_cache
-from jaxmodels.devices import Device
+from jaxmodels.devices import Device, exact_products
 from jaxmodels.normalization import Affine
 from jaxmodels.types import Observation
 
@@ -144,7 +144,5 @@ class Programs:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf in (*self._weights.values(), *leaves)
         ]
-        # Accelerators round float32 products to fewer bits unless told otherwise.
-        exact = "highest" if self._dtype == jnp.float32 else None
-        with jax.default_matmul_precision(exact):
+        with exact_products(self._dtype):
             return jax.jit(run).lower(tuple(flat), inputs.shapes(sharding)).compile()

@@ -24,7 +24,7 @@ class PlainNorm(LayerNorm):
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes):
         super().__init__(
             config.inner_dim,
-            epsilon=config.norm_eps,
+            epsilon=float(config.norm_eps),
             affine=config.norm_elementwise_affine,
             keeps_float32=True,
             param_dtype=dtypes.parameters,
@@ -50,7 +50,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
         width, heads, norm = config.inner_dim, config.num_attention_heads, config.block_norm
-        options = {"bias": config.attention_bias, "rate": config.dropout, "rngs": rngs}
+        options = {"bias": config.attention_bias, "rate": float(config.dropout), "rngs": rngs}
         self.dtype = dtypes.compute
         self.norm1 = self._first_norm(config, dtypes, rngs=rngs)
         if config.first_context is None:
@@ -74,7 +74,7 @@ class Block(nnx.Module):
             width,
             4 * width * activation.inputs,
             activation,
-            rate=config.dropout,
+            rate=float(config.dropout),
             dtype=dtypes.compute,
             param_dtype=dtypes.parameters,
             rngs=rngs,

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxmodels.compile_cache import use_compile_cache
+from jaxmodels.devices import exact_products
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, read_arguments
 from jaxmodels.transformer2d.conditioning import Conditioning
-from jaxmodels.transformer2d.precision import exact_products
 
 if TYPE_CHECKING:
     from jaxmodels.transformer2d.model import Transformer2DModel
@@ -64,12 +65,19 @@ class CompiledTransformer2D:
 
     def compile(self, hidden_states: ArrayLike, **others: Any) -> None:
         """Makes the executable for these shapes unless it is there; arguments of a call, or `jax.ShapeDtypeStruct`."""
-        arguments = self._abstract(hidden_states=hidden_states, **others)
-        key = _shapes(arguments)
+        call = {"hidden_states": hidden_states, **others}
+        arguments, conditioning = self._abstract(**call)
+        key = _shapes((arguments, conditioning))
+        spread = {
+            name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=call[name].sharding)
+            for name, shape in arguments._asdict().items()
+            if isinstance(getattr(call.get(name), "sharding", None), NamedSharding)
+        }
         with self._lock:  # two threads that want the same one wait for one compilation
             if key not in self._executables:
                 use_compile_cache()
-                self._executables[key] = jax.jit(self._forward).lower(self._weights, *arguments).compile()
+                lowered = jax.jit(self._forward).lower(self._weights, arguments._replace(**spread), conditioning)
+                self._executables[key] = lowered.compile()
 
     def is_compiled(self, hidden_states: ArrayLike, **others: Any) -> bool:
         return _shapes(self._abstract(hidden_states=hidden_states, **others)) in self._executables
@@ -95,6 +103,9 @@ class CompiledTransformer2D:
             raise InputError(
                 f"not compiled for {_describe(shapes)}; call compile() with these shapes first (compiled for: {known})"
             )
+        if len(self._weights[0].sharding.device_set) > 1:
+            _, *wanted = executable.input_shardings[0]
+            arguments, conditioning = jax.device_put((arguments, conditioning), tuple(wanted))
         return executable(self._weights, arguments, conditioning)
 
     def _abstract(self, **call: Any) -> tuple[Arguments, Conditioning | None]:

@@ -65,7 +65,7 @@ class Transformer2DConfig:
     in_channels: int | None = None
     out_channels: int | None = None
     num_layers: int = 1
-    dropout: float = 0.0
+    dropout: float | int = 0.0
     norm_num_groups: int = 32
     cross_attention_dim: int | None = None
     attention_bias: bool = False
@@ -80,10 +80,10 @@ class Transformer2DConfig:
     upcast_attention: bool = False
     norm_type: str = "layer_norm"
     norm_elementwise_affine: bool = True
-    norm_eps: float = 1e-5
+    norm_eps: float | int = 1e-5
     attention_type: str = "default"
     caption_channels: int | None = None
-    interpolation_scale: float | None = None
+    interpolation_scale: float | int | None = None
     use_additional_conditions: bool | None = None
 
     def __post_init__(self) -> None:
@@ -192,8 +192,8 @@ class Transformer2DConfig:
     def position_scale(self) -> float:
         """What positions of patches are divided by."""
         if self.interpolation_scale is not None:
-            return self.interpolation_scale
-        return max((self.sample_size or 0) // 64, 1)
+            return float(self.interpolation_scale)
+        return float(max((self.sample_size or 0) // 64, 1))
 
     @property
     def has_conditions(self) -> bool:
@@ -238,11 +238,11 @@ _COUNTS = frozenset(
 _TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
     {
         "<class 'int'>": ("an integer", (int,)),
-        "<class 'float'>": ("a number", (int, float)),
+        "float | int": ("a number", (int, float)),
         "<class 'bool'>": ("true or false", (bool,)),
         "<class 'str'>": ("a string", (str,)),
         "int | None": ("an integer or null", (int, type(None))),
-        "float | None": ("a number or null", (int, float, type(None))),
+        "float | int | None": ("a number or null", (int, float, type(None))),
         "bool | None": ("true, false or null", (bool, type(None))),
     }
 )

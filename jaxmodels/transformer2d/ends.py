@@ -52,7 +52,7 @@ class PatchEmbedding(nnx.Module):
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.base = (config.sample_size or 0) // (config.patch_size or 1)
-        self.scale = float(config.position_scale)
+        self.scale = config.position_scale
         self.proj = PatchProjection(config, dtypes, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b c h w"]) -> Float[Array, "b n d"]:

@@ -1,7 +1,8 @@
 """The 2D transformer: images, classes of latent pixels, or patches in; blocks of attention; the same kind out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,11 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxmodels.checkpoints import diffusers
+from jaxmodels.devices import exact_products, read_dtype
 from jaxmodels.layers.feed_forward import tanh_gelu
 from jaxmodels.layers.norm import LayerNorm
+from jaxmodels.transformer2d import pretrained
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, Timing, check_context, read_arguments, read_timing
 from jaxmodels.transformer2d.attention import Dtypes, linear
 from jaxmodels.transformer2d.block import Biases, Seen
@@ -29,7 +33,6 @@ from jaxmodels.transformer2d.ends import (
 )
 from jaxmodels.transformer2d.masks import to_bias
 from jaxmodels.transformer2d.modulation import CLASS_DROPOUT, Affine, Mlp, Modulation, TimeSingle
-from jaxmodels.transformer2d.precision import exact_products
 from jaxmodels.transformer2d.stack import (
     Execution,
     embed_in_first_layer,
@@ -41,6 +44,7 @@ from jaxmodels.transformer2d.stack import (
     run_blocks,
     stack_blocks,
 )
+from jaxmodels.weights import blueprint, flatten
 
 
 class Transformer2DModelOutput(NamedTuple):
@@ -92,7 +96,7 @@ class Transformer2DModel(nnx.Module):
         in_channels: int | None = None,
         out_channels: int | None = None,
         num_layers: int = 1,
-        dropout: float = 0.0,
+        dropout: float | int = 0.0,
         norm_num_groups: int = 32,
         cross_attention_dim: int | None = None,
         attention_bias: bool = False,
@@ -146,7 +150,7 @@ class Transformer2DModel(nnx.Module):
             interpolation_scale,
             use_additional_conditions,
         )
-        dtypes = Dtypes(jnp.dtype(dtype), jnp.dtype(dtype if param_dtype is None else param_dtype))
+        dtypes = Dtypes(read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype))
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.dtype = dtypes.compute
@@ -197,6 +201,68 @@ class Transformer2DModel(nnx.Module):
         known = config if isinstance(config, Transformer2DConfig) else Transformer2DConfig.from_json(config)
         options = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers, "remat": remat, "rngs": rngs}
         return cls(**known.to_json(), **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo: str | Path,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        dtype: DTypeLike | None = None,
+        *,
+        variant: str | None = None,
+        prefix: str | None = None,
+        device: str | None = None,
+        scan_layers: bool = True,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> "Transformer2DModel":
+        """A checkpoint of diffusers: ``config.json`` and ``diffusion_pytorch_model.safetensors``, whole or in shards.
+
+        Folders of `DiTTransformer2DModel` and `PixArtTransformer2DModel` are read, too.
+
+        Args:
+            path_or_repo: a folder, or a repo id like ``owner/name``.
+            subfolder: of a pipeline's folder, e.g. ``transformer``.
+            revision: branch, tag or commit of a repo.
+            dtype: what weights are kept and computed in: float32 (when None), bfloat16 or float16.
+            variant: of the files, e.g. ``fp16``.
+            prefix: one transformer out of a Stable Diffusion UNet, e.g. ``down_blocks.0.attentions.1``.
+            device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
+            scan_layers: see the class.
+            on_progress: told ``downloading``, ``reading``, ``ready``.
+
+        Raises:
+            HubError: the repo cannot be fetched.
+            ConfigError: the config, dtype or device makes no sense.
+            CheckpointError: files are missing or malformed, or do not fit the config (`WeightsMismatch`, all of it).
+        """
+        read = read_dtype(dtype)
+        config, weights = pretrained.load(
+            path_or_repo,
+            subfolder,
+            revision,
+            read,
+            variant=variant,
+            prefix=prefix,
+            device=device,
+            on_progress=on_progress,
+        )
+        plan = blueprint(lambda: cls.from_config(config, dtype=read, scan_layers=scan_layers))
+        return plan.assemble(weights)
+
+    def save_pretrained(
+        self, folder: str | Path, *, variant: str | None = None, max_shard_bytes: int | None = None
+    ) -> None:
+        """Writes a folder that diffusers loads, in the dtype weights are kept in.
+
+        Args:
+            max_shard_bytes: larger models are written in shards; 10 GB, as in diffusers, when None.
+
+        Raises:
+            OSError: it cannot be written; what was there before is as it was.
+        """
+        weights = flatten(self)
+        diffusers.write(Path(folder), self.config, weights, variant=variant, max_shard_bytes=max_shard_bytes)
 
     @property
     def inner_dim(self) -> int:
