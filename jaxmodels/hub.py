@@ -1,11 +1,11 @@
-"""Policies from the Hugging Face Hub: a repo id and a revision to a local folder, pinned to one commit.
+"""Policies and models from the Hugging Face Hub: a repo id and a revision to a local folder, pinned to one commit.
 
-Only files with names that a policy has are fetched, never a pickle. The only place of this package that uses a network.
+Only files with known names are fetched, never a pickle. The only place of this package that uses a network.
 """
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from huggingface_hub.utils import tqdm
 from jaxmodels.errors import HubError
 
 REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
-FILES = [
+POLICY_FILES = (
     "config.json",
     "model.safetensors",
     "robojax.json",
@@ -30,7 +30,7 @@ FILES = [
     "policy_postprocessor.json",
     "policy_preprocessor_step_*.safetensors",
     "policy_postprocessor_step_*.safetensors",
-]
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,20 @@ def fetch(
     repo_id: str,
     revision: str | None = None,
     *,
+    files: Sequence[str] = POLICY_FILES,
     endpoint: str | None = None,
     cache: Path | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """The folder of a repo's policy files at one commit; what is in the cache is not fetched again.
+    """The folder of a repo's files at one commit; what is in the cache is not fetched again.
 
     When the Hub cannot be reached, the commit that the revision was when it last could is used, if all of its files
     are cached.
 
     Args:
         revision: branch, tag or commit; the default branch when None.
+        files: their names in the repo, ``?`` and ``*`` for any letters; those of a policy unless told otherwise
+            (`jaxmodels.checkpoints.diffusers.files` for a model).
         endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
         cache: the Hub's cache folder; its usual one when None.
 
@@ -66,7 +69,7 @@ def fetch(
     if not REPO_ID.fullmatch(repo_id):
         raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
     what = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
-    get = partial(snapshot_download, repo_id, revision=revision, cache_dir=cache, allow_patterns=FILES)
+    get = partial(snapshot_download, repo_id, revision=revision, cache_dir=cache, allow_patterns=list(files))
     try:
         # One quick question first: the download itself would ask again for ten seconds before it gives up.
         HfApi(endpoint=endpoint).model_info(repo_id, revision=revision, timeout=10)

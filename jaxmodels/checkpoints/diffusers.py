@@ -6,6 +6,7 @@ tensor that is there must be asked for. Tensors are read one after the other int
 
 import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from jaxmodels.weights import check_fit
 CONFIG = "config.json"
 PIPELINE = "model_index.json"
 CLASS, VERSION = "Transformer2DModel", "0.42.1"
+PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of a subfolder; no pattern, no way out
 NEVER_USED = ("pos_embed.pos_embed",)  # fixed positions that older files keep; they follow from the config
 ALIGNMENT = 64  # bytes; JAX takes arrays that begin so as they are, without a copy, on a CPU
 
@@ -41,6 +43,14 @@ def read_config(folder: Path, *, subfolder: str | None = None, prefix: str | Non
     folder = _inside(folder, subfolder)
     values = read_json(folder / CONFIG)
     return read_model_config(values) if prefix is None else read_block_config(values, prefix)
+
+
+def files(*, subfolder: str | None = None, variant: str | None = None) -> tuple[str, ...]:
+    """What to fetch of a repo to `read` it (jaxmodels/hub.py)."""
+    if subfolder and not all(PART.fullmatch(part) for part in subfolder.split("/")):
+        raise CheckpointError(f"subfolder {subfolder!r} is no folder of a repo; wanted e.g. 'transformer'")
+    start = f"{subfolder}/" if subfolder else ""
+    return (PIPELINE, *(f"{start}{name}" for name in (CONFIG, *shards.patterns(variant))))
 
 
 def read(
@@ -114,8 +124,7 @@ def write(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         draft = Path(temporary) / "draft"  # inside, because only its owner may read a temporary folder itself
         draft.mkdir()
-        values = {"_class_name": CLASS, "_diffusers_version": VERSION, **config.to_json()}
-        write_json(draft / CONFIG, dict(sorted(values.items())), indent=2, end="\n")
+        write_json(draft / CONFIG, _config_json(config), indent=2, end="\n")
         shards.write(
             draft,
             {place.theirs: (dtypes[place.ours], place.shape) for place in table},
@@ -124,6 +133,14 @@ def write(
             max_bytes=shards.SHARD_BYTES if max_shard_bytes is None else max_shard_bytes,
         )
         _publish(draft, folder, variant)
+
+
+def _config_json(config: Transformer2DConfig) -> dict[str, Any]:
+    values = {"_class_name": CLASS, "_diffusers_version": VERSION, **config.to_json()}
+    if config.kind == "patches" and config.norm_type == "ada_norm_single" and config.num_embeds_ada_norm is None:
+        # diffusers reads such a folder as its PixArtTransformer2DModel, which wants a number that it never uses.
+        del values["num_embeds_ada_norm"]
+    return dict(sorted(values.items()))
 
 
 def _find(folder: Path, variant: str | None, prefix: str | None) -> dict[str, Stored]:

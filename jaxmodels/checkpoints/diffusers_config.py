@@ -47,7 +47,7 @@ SPLIT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 # Whatever its sample size, the first of them never scales positions.
-FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType({"DiTTransformer2DModel": {"interpolation_scale": 1}})
+FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType({"DiTTransformer2DModel": {"interpolation_scale": 1.0}})
 UNETS = ("UNet2DConditionModel", "ControlNetModel")
 UNET_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {

@@ -12,8 +12,10 @@ import pytest
 
 import jaxmodels
 from jaxmodels import hub
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.errors import HubError
+from jaxmodels.checkpoints import diffusers, lerobot
+from jaxmodels.checkpoints.diffusers_names import places
+from jaxmodels.errors import CheckpointError, HubError
+from jaxmodels.transformer2d import Transformer2DConfig
 
 FIRST, SECOND = "1" * 40, "2" * 40
 
@@ -77,7 +79,7 @@ class StubHub:
                 for name, raw in files.items()
             ]
             return 200, {}, json.dumps(entries).encode()
-        raw = files[rest[0]]
+        raw = files["/".join(rest[:-2])]
         return 200, {"ETag": f'"{hashlib.sha1(raw).hexdigest()}"', "X-Repo-Commit": commit}, raw
 
 
@@ -191,3 +193,54 @@ def test_what_is_no_repo_id_never_reaches_the_network(fetch, stub: StubHub, repo
     with pytest.raises(HubError, match="neither a folder here nor a repo id"):
         fetch(repo)
     assert stub.requests == []
+
+
+CONFIG = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12)
+
+
+@pytest.fixture
+def model(stub: StubHub, tmp_path: Path) -> dict[str, np.ndarray]:
+    """The weights of a model that the stub has in a pipeline, in shards, and beside them as half-precision variant."""
+    rng = np.random.default_rng(0)
+    weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in places(CONFIG)}
+    halves = {name: array.astype(np.float16) for name, array in weights.items()}
+    folder = tmp_path / "source" / "transformer"
+    diffusers.write(folder, CONFIG, weights, max_shard_bytes=20_000)
+    diffusers.write(folder, CONFIG, halves, variant="fp16")
+    others = {"model_index.json": b"{}", "vae/config.json": b"{}", "transformer/diffusion_pytorch_model.bin": b"cos"}
+    written = {f"transformer/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    stub.repos["someone/painter"] = {FIRST: {**written, **others}}
+    return weights
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_model_of_a_pipeline_is_fetched_alone(fetch, stub: StubHub, model, variant: str | None) -> None:
+    folder = fetch("someone/painter", files=diffusers.files(subfolder="transformer", variant=variant))
+    assert folder.name == FIRST
+    config, weights = diffusers.read(folder, subfolder="transformer", variant=variant, dtype=np.float32)
+    assert config == CONFIG
+    wanted = {name: array.astype(np.float16) for name, array in model.items()} if variant else model
+    assert all(np.array_equal(weights[name], array) for name, array in wanted.items())
+    fetched = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert not any(name.startswith("vae") or name.endswith(".bin") for name in fetched)
+    assert any("fp16" in name for name in fetched) == (variant == "fp16")
+    assert any("-of-" in name for name in fetched) == (variant is None)
+
+
+def test_a_model_is_read_from_the_cache_without_the_hub(fetch, stub: StubHub, model) -> None:
+    files = diffusers.files(subfolder="transformer", variant="fp16")
+    first = fetch("someone/painter", files=files)
+    stub.close()
+    assert fetch("someone/painter", files=files) == first
+    assert diffusers.read(first, subfolder="transformer", variant="fp16")[0] == CONFIG
+
+
+def test_a_pipeline_fetched_without_its_subfolder_says_what_it_is(fetch, stub: StubHub, model) -> None:
+    with pytest.raises(CheckpointError, match="a pipeline, not a model; give the subfolder"):
+        diffusers.read(fetch("someone/painter", files=diffusers.files()))
+
+
+@pytest.mark.parametrize("subfolder", ["..", "a/../b", "/a", "*", "a//b", "[a]"])
+def test_a_subfolder_is_no_pattern_and_no_way_out(subfolder: str) -> None:
+    with pytest.raises(CheckpointError, match="is no folder of a repo"):
+        diffusers.files(subfolder=subfolder)
