@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmodels.ensembling import TemporalEnsembler
+    from jaxmodels.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.policy import Policy, load_policy
     from jaxmodels.types import Requirements
 
-__all__ = ["Policy", "Requirements", "TemporalEnsembler", "load_policy"]
+__all__ = ["LoadedModel", "Policy", "Requirements", "TemporalEnsembler", "is_model", "load_model", "load_policy"]
 
 _HOMES = {
+    "LoadedModel": "jaxmodels.loaded_model",
     "Policy": "jaxmodels.policy",
     "Requirements": "jaxmodels.types",
     "TemporalEnsembler": "jaxmodels.ensembling",
+    "is_model": "jaxmodels.loaded_model",
+    "load_model": "jaxmodels.loaded_model",
     "load_policy": "jaxmodels.policy",
 }
 

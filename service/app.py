@@ -15,16 +15,20 @@ from sanic import Blueprint, HTTPResponse, Sanic
 from sanic.config import Config
 
 import jaxmodels
+from service.arrays.limits import ArrayLimits
 from service.engine import Engine, LoadPolicy, Policy
+from service.forwards import ForwardLimits
 from service.logs import RecentLogs, keeping
 from service.metrics import Metrics
+from service.models import Models
 from service.openapi import full_document, specified_document
 from service.origins import Origins, preflight
 from service.punctual import PunctualProtocol
-from service.routes import control, debug, docs, health, metrics, sessions
+from service.routes import control, debug, docs, health, metrics, models, sessions
 from service.routes.answers import install_errors, request_id
 from service.routes.context import App, Context, Request
 from service.routes.route import Route
+from service.served_model import LoadModel, Model
 from service.sessions import Sessions, SessionSettings
 from service.settings import Settings
 from service.transport.base import Transport
@@ -37,6 +41,7 @@ ROUTES: tuple[Route, ...] = (
     *health.ROUTES,
     *sessions.ROUTES,
     *control.ROUTES,
+    *models.ROUTES,
     *debug.ROUTES,
     *metrics.ROUTES,
     *docs.ROUTES,
@@ -44,13 +49,18 @@ ROUTES: tuple[Route, ...] = (
 
 
 def create_app(
-    settings: Settings | None = None, *, transport: Transport | None = None, load: LoadPolicy | None = None
+    settings: Settings | None = None,
+    *,
+    transport: Transport | None = None,
+    load: LoadPolicy | None = None,
+    load_model: LoadModel | None = None,
 ) -> App:
     """A server that is ready to be served; nothing runs before that.
 
     Args:
         transport: how sessions reach their rooms; the RobotHub wire when None.
         load: how policies are loaded; from folders and the Hub with JAX when None.
+        load_model: how the models of the settings are loaded; likewise when None.
     """
     settings = settings or Settings()
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
@@ -66,7 +76,7 @@ def create_app(
         },
         page=docs.page(),
         versions=_versions(),
-        metrics=Metrics(lambda: context.sessions.list()),
+        metrics=Metrics(lambda: context.sessions.list(), lambda: context.models.list()),
         logs=RecentLogs(settings.log_lines),
         table=table,
     )
@@ -77,7 +87,12 @@ def create_app(
         app.blueprint(_api(prefix, Origins(settings.origins)))
         if table is not None:
             add_transport(app, table, rooms, prefix)
-    _keep_sessions(app, transport or RoomsTransport(ice_servers=settings.ice_servers), load or _loader(settings))
+    _keep_sessions(
+        app,
+        transport or RoomsTransport(ice_servers=settings.ice_servers),
+        load or _loader(settings),
+        load_model or _model_loader(settings),
+    )
     if load is None:
         _import_ahead(app)
     return app
@@ -115,6 +130,7 @@ def _api(prefix: str, origins: Origins) -> Blueprint:
             name=route.name,
             unquote=True,
             error_format="json",
+            stream=route.is_streamed,
             ctx_is_patient=route.is_patient,
         )
         methods.setdefault(route.sanic_path, []).extend(answered)
@@ -162,7 +178,7 @@ def _template(path: str) -> str:
     return "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", path).strip("/")
 
 
-def _keep_sessions(app: App, transport: Transport, load: LoadPolicy) -> None:
+def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model: LoadModel) -> None:
     settings = app.ctx.settings
     limits = SessionSettings(
         max_sessions=settings.max_sessions,
@@ -184,24 +200,57 @@ def _keep_sessions(app: App, transport: Transport, load: LoadPolicy) -> None:
         app.ctx.started_at = time.monotonic()
         engine = Engine(stuck_after=settings.stuck_after)
         app.ctx.sessions = Sessions(transport=transport, load=load, engine=engine, settings=limits)
+        app.ctx.models = Models(engine, _forward_limits(settings))
+        try:
+            # The server answers when they are there: one that cannot be loaded stops the start.
+            for name, (path, revision) in settings.models.items():
+                await app.ctx.models.load(name, path, revision, load_model)
+        except BaseException:
+            await close()
+            raise
 
     @app.before_server_stop
     async def close_store(app: App) -> None:
+        await close()
+
+    async def close() -> None:
         # Sanic never cancels tasks by itself: every robot gets its hold and every room is left here.
         await app.ctx.sessions.close()
+        await app.ctx.models.close()
         opened.close()
+
+
+def _forward_limits(settings: Settings) -> ForwardLimits:
+    return ForwardLimits(
+        arrays=ArrayLimits(bytes=settings.max_forward_bytes),
+        memory=settings.max_forward_memory,
+        places=settings.max_forwards,
+        seconds=settings.answer_deadline,
+    )
 
 
 def _loader(settings: Settings) -> LoadPolicy:
     def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Policy:
-        # Both libraries read these when they are first used, which is here, in a loader's thread.
-        if settings.compile_cache is not None:
-            os.environ["ROBOJAX_COMPILE_CACHE"] = settings.compile_cache
-        if settings.policy_cache is not None:
-            os.environ["HF_HUB_CACHE"] = settings.policy_cache
+        _name_caches(settings)
         return jaxmodels.load_policy(path, revision, settings.dtype, settings.device, on_progress=on_progress)
 
     return load
+
+
+def _model_loader(settings: Settings) -> LoadModel:
+    def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Model:
+        _name_caches(settings)
+        return jaxmodels.load_model(path, revision, settings.dtype, settings.device, on_progress=on_progress)
+
+    return load
+
+
+def _name_caches(settings: Settings) -> None:
+    # Both libraries read these when they are first used, which is after this, in a loader's thread.
+    if settings.compile_cache is not None:
+        os.environ["ROBOJAX_COMPILE_CACHE"] = settings.compile_cache
+    if settings.policy_cache is not None:
+        os.environ["HF_HUB_CACHE"] = settings.policy_cache
 
 
 def _import_ahead(app: App) -> None:

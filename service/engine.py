@@ -121,6 +121,7 @@ class Engine:
 
     Attributes:
         stuck_after: seconds after which a running inference is given up.
+        building: held by whatever loads or compiles, so that only one thing at a time does.
     """
 
     def __init__(self, *, stuck_after: float = 5.0, niceness: int = 5, switch_interval: float | None = 0.001):
@@ -132,7 +133,10 @@ class Engine:
         if switch_interval is not None:
             sys.setswitchinterval(switch_interval)
         # Two loads at once would take both cores of a small machine away from the control loops.
-        self._loading = asyncio.Semaphore(1)
+        self.building = asyncio.Semaphore(1)
+        self._asked = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._worker = Worker("device", niceness)
 
     @asynccontextmanager
@@ -185,7 +189,7 @@ class Engine:
             policy.compile(1)
             return policy
 
-        async with self._loading:
+        async with self.building:
             try:
                 policy = await call_in_thread(load_and_compile, "policy-loader", self._niceness)
             except JaxModelsError as error:
@@ -210,7 +214,7 @@ class Engine:
         """
         if served.is_compiled(sizes):
             return
-        async with self._loading:
+        async with self.building:
             policy = served.policy
             try:
                 await call_in_thread(lambda: policy.compile(1, sizes), "policy-compiler", self._niceness)
@@ -236,6 +240,8 @@ class Engine:
             chunk = policy.act(observation)
             return chunk, dict(policy.timings)
 
+        self._asked += 1
+        self._idle.clear()
         job = self._worker.submit(act)
         try:
             while not job.outcome.done():
@@ -258,6 +264,10 @@ class Engine:
         except Exception as error:
             logger.exception("a policy raised")
             raise PolicyFailed(f"the policy raised {type(error).__name__}; the server's log says more") from error
+        finally:
+            self._asked -= 1
+            if not self._asked:
+                self._idle.set()
         started = job.started or job.submitted
         return Inference(
             chunk=chunk,
@@ -267,6 +277,11 @@ class Engine:
             to_host=timings.get("to_host", 0.0),
             total=(job.ended or started) - job.submitted,
         )
+
+    async def until_idle(self) -> None:
+        """Wait until no session waits for an inference: what has time begins only then."""
+        while self._asked:
+            await self._idle.wait()
 
     def swap(self, served: Served, policy: Policy) -> None:
         """From the next inference on, use another policy with the same requirements.

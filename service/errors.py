@@ -8,9 +8,18 @@ ServiceError                  500 internal
 ├── TooManySessions           429 too_many_sessions
 ├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
 ├── PolicyFailed              500 policy_failed    a loaded policy raised, or gave something that is not a chunk
+├── UnknownModel              404 unknown_model
+├── ModelError                422 model            a model cannot be loaded
+├── ModelFailed               500 model_failed     a loaded model raised
+├── ModelBusy                 503 model_busy       as many forward passes are asked for as are allowed, or one took long
+├── UnknownForm               415 unknown_form     a body in a form that is not read
+├── NotAcceptable             406 not_acceptable   an answer in a form that is not written
+├── TooLarge                  413 too_large        more bytes, arrays or work than the settings allow
 └── TransportError            502 transport        the transport server refused, vanished or broke the wire
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -19,6 +28,7 @@ class ServiceError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
+    headers: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
 
 class InvalidRequest(ServiceError):
@@ -76,6 +86,56 @@ class PolicyFailed(ServiceError):
 
     status = 500
     code = "policy_failed"
+
+
+class UnknownModel(ServiceError):
+    """No model was loaded under this name."""
+
+    status = 404
+    code = "unknown_model"
+
+
+class ModelError(ServiceError):
+    """A model cannot be loaded."""
+
+    status = 422
+    code = "model"
+
+
+class ModelFailed(ServiceError):
+    """A loaded model raised, or gave something that the answer's form cannot hold."""
+
+    status = 500
+    code = "model_failed"
+
+
+class ModelBusy(ServiceError):
+    """As many forward passes are asked for as are allowed, or one was not done in time."""
+
+    status = 503
+    code = "model_busy"
+    headers = MappingProxyType({"retry-after": "1"})
+
+
+class UnknownForm(ServiceError):
+    """A body in a form that is not read; the message names those that are."""
+
+    status = 415
+    code = "unknown_form"
+
+
+class NotAcceptable(ServiceError):
+    """An answer is wanted in a form that is not written; the message names those that are."""
+
+    status = 406
+    code = "not_acceptable"
+
+
+class TooLarge(ServiceError):
+    """More bytes, arrays or work than the settings allow."""
+
+    status = 413
+    code = "too_large"
 
 
 class TransportError(ServiceError):

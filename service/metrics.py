@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.served_model import ServedModel
 from service.sessions import Session
 from service.stage import Stage
 
@@ -33,14 +34,22 @@ _LABELLED: Mapping[str, tuple[str, str, str]] = {
     "holds": ("holds", "reason", "Times the robot was held"),
     "inputs_dropped": ("inputs_dropped", "reason", "Frames and joint values that were not usable"),
 }
+_MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
+    ("forwards", "Forward passes", lambda served: served.forwards),
+    ("errors", "Requests for a forward pass that were refused or failed", lambda served: served.errors),
+    ("compiles", "Shapes compiled since the start", lambda served: served.compiles),
+    ("compile_seconds", "Time spent compiling since the start", lambda served: served.compile_seconds),
+    ("forward_seconds", "Time spent computing", lambda served: served.stages["compute"].total),
+)
 
 
 class Metrics:
     """The registry of one app."""
 
-    def __init__(self, sessions: Callable[[], Sequence[Session]]):
+    def __init__(self, sessions: Callable[[], Sequence[Session]], models: Callable[[], Sequence[ServedModel]]):
         self._registry = CollectorRegistry()
         self._registry.register(_Sessions(sessions))
+        self._registry.register(_Models(models))
         labels = ("method", "route", "status")
         self._requests = Counter("robojax_requests", "HTTP requests answered", labels, registry=self._registry)
         self._seconds = Histogram(
@@ -100,6 +109,25 @@ class _Sessions(Collector):
                 for stage, figures in _mapping((status.inference_stats or {}).get("stages_ms")).items()
             ),
         )
+
+
+class _Models(Collector):
+    def __init__(self, models: Callable[[], Sequence[ServedModel]]):
+        self._models = models
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead, as with sessions."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """All models as they are now."""
+        models = self._models()
+        yield GaugeMetricFamily("robojax_models", "Models loaded", value=len(models))
+        for metric, text, value in _MODEL_COUNTERS:
+            family = CounterMetricFamily(f"robojax_model_{metric}", text, labels=["model"])
+            for served in models:
+                family.add_metric([served.name], value(served))
+            yield family
 
 
 def _quantiles(name: str, text: str, rows: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Metric:

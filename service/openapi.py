@@ -42,7 +42,11 @@ TAGS = {
     "Control": "A session's inference is started, stopped and restarted",
     "Debug": "Diagnostics, monitoring and the emergency stop",
 }
-FULL_TAGS = {**TAGS, "Documents": "The API described"}
+FULL_TAGS = {
+    **TAGS,
+    "Models": "Models that were loaded when the server started, run forward over arrays",
+    "Documents": "The API described",
+}
 DESCRIPTION = """Frames and joints come in from rooms, a policy turns them into actions, one is sent per tick.
 
 Everything answers under `/api` too. Every answer carries `X-Request-Id`, which the server's log has as well.
@@ -54,14 +58,16 @@ _ANYWHERE = (400, 403, 408, 413, 500, 503)
 _MEANINGS = {
     400: "Not HTTP that can be read",
     403: "A web page of another origin, which the settings do not allow",
-    404: "No such session",
+    404: "No such session or model",
+    406: "No form of answer that is asked for is written; the text names those that are",
     408: "The request did not arrive in time",
     409: "Refused in the present state; the text names what is allowed",
-    413: "Head or body too large",
+    413: "Head, body, answer or work too large",
+    415: "The body's form is not read; the text names those that are",
     429: "As many sessions as the settings allow",
     500: "An error of the server's; its log says more under the request id",
     502: "The transport server refused, vanished or broke the wire",
-    503: "The answer took too long",
+    503: "The answer took too long, or as much is asked for already as is allowed",
 }
 
 
@@ -128,6 +134,9 @@ def _full(route: Route) -> Json:
         operation["requestBody"] = {"content": _content(_reference(route.body)), "required": True}
     elif route.optional_body is not None:
         operation["requestBody"] = {"content": _content(route.optional_body), "required": False}
+    elif route.forms:
+        operation["requestBody"] = {"content": _forms(route.forms), "required": True}
+        operation["responses"]["200"]["content"] |= _forms(route.answer_forms)
     operation.setdefault("parameters", []).extend(
         {"name": query.name, "in": "query", "required": False, "schema": query.schema, "description": query.description}
         for query in route.query
@@ -135,7 +144,7 @@ def _full(route: Route) -> Json:
     if not operation["parameters"]:
         del operation["parameters"]
     responses: Json = operation["responses"]
-    if route.query or route.body:
+    if route.query or route.body or route.forms:
         responses["422"] = {"description": "Validation Error", "content": _content(_reference(HTTPValidationError))}
     for status in sorted({*_ANYWHERE, *route.errors}):
         responses[str(status)] = {"$ref": f"#/components/responses/{_response_name(status)}"}
@@ -173,6 +182,10 @@ def _reference(model: type[BaseModel]) -> Json:
 
 def _content(schema: Mapping[str, Any], content_type: str = "application/json") -> Json:
     return {content_type: {"schema": dict(schema)}}
+
+
+def _forms(forms: Mapping[str, Mapping[str, Any]]) -> Json:
+    return {content_type: {"schema": dict(schema)} for content_type, schema in forms.items()}
 
 
 def _error(status: int) -> Json:

@@ -104,18 +104,27 @@ def run(app: Sanic[Any, Any], listener: socket.socket, started: Callable[[str], 
     async def until_signal() -> None:
         loop = asyncio.get_running_loop()
         asked = asyncio.Event()
+        main = asyncio.current_task()
+        is_started = False
 
         def ask() -> None:
             asked.set()
+            if main is not None and not is_started:
+                main.cancel()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_DFL)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ask)
-        async with serving(app, listener) as url:
-            started(url)
-            await asked.wait()
+        try:
+            async with serving(app, listener) as url:
+                is_started = True
+                started(url)
+                await asked.wait()
+        except asyncio.CancelledError:
+            if not asked.is_set():
+                raise
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_signal())

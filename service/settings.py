@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -43,6 +44,36 @@ def _ranges(value: Mapping[str, tuple[float, float]]) -> Mapping[str, tuple[floa
     return value
 
 
+def _sources(value: object) -> object:
+    """``name=path[@revision]`` once per model, as flags say it or with commas between; a TOML table passes."""
+    if isinstance(value, str):
+        value = _split(value)
+    if isinstance(value, list | tuple):
+        pairs = [(name, path) for name, _, path in (str(part).partition("=") for part in value)]
+        names = [name for name, _ in pairs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"each name once, not {', '.join(twice)} twice")
+        value = dict(pairs)
+    if not isinstance(value, Mapping):
+        raise ValueError("name=path or name=path@revision")
+    return {str(name): _source(str(name), source) for name, source in value.items()}
+
+
+def _source(name: str, source: object) -> object:
+    if not isinstance(source, str):
+        return source  # read already
+    if not MODEL_NAME.fullmatch(name):
+        raise ValueError("name=path with a name of 1 to 64 letters, digits, '_', '.' or '-' (not only dots)")
+    path, _, revision = source.strip().rpartition("@") if "@" in source else (source.strip(), "", "")
+    if not path or Path(source.strip()).expanduser().exists():
+        path, revision = source.strip(), ""
+    if not path:
+        raise ValueError(f"a path or a repo id after {name}=")
+    return (path, revision or None)
+
+
+MODEL_NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,64}")
+Sources = Annotated[Mapping[str, tuple[str, str | None]], NoDecode, BeforeValidator(_sources)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Ranges = Annotated[
     Mapping[str, tuple[FiniteFloat, FiniteFloat]], NoDecode, BeforeValidator(_from_json), AfterValidator(_ranges)
@@ -135,6 +166,25 @@ class PolicySettings(_Group):
     stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up.")
 
 
+class ModelSettings(_Group):
+    """Models"""
+
+    models: Sources = Field(
+        default={},
+        description="A diffusers model to load: name=path, or name=repo@revision; POST /models/{name}/forward runs it.",
+        json_schema_extra={"flag": "--model", "metavar": "NAME=PATH"},
+    )
+    max_forward_bytes: int = Field(
+        default=64 << 20, ge=1024, le=1 << 30, description="Bytes of the arrays sent to a model, and of its answer."
+    )
+    max_forward_memory: int = Field(
+        default=4 << 30, ge=1 << 20, description="Bytes that one forward pass may need beside the weights, by estimate."
+    )
+    max_forwards: int = Field(
+        default=4, ge=1, le=64, description="Forward passes asked for at a time; one runs, the others wait."
+    )
+
+
 class TransportSettings(_Group):
     """Rooms"""
 
@@ -162,12 +212,15 @@ GROUPS: tuple[type[_Group], ...] = (
     LimitSettings,
     ControlSettings,
     PolicySettings,
+    ModelSettings,
     TransportSettings,
     LogSettings,
 )
 
 
-class Settings(LogSettings, TransportSettings, PolicySettings, ControlSettings, LimitSettings, ServerSettings):
+class Settings(
+    LogSettings, TransportSettings, ModelSettings, PolicySettings, ControlSettings, LimitSettings, ServerSettings
+):
     """A setting has one name: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``, ``frame_age_limit`` in the file."""
 
 

@@ -22,6 +22,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     import logging
 
     from service.app import create_app
+    from service.errors import ModelError
     from service.logs import configure_logging
     from service.serving import CannotListen, listen, run
 
@@ -38,11 +39,14 @@ def serve(config: Path | None, **flags: Any) -> None:
     except CannotListen as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
-    run(
-        create_app(settings),
-        listener,
-        lambda url: typer.echo(f"robojax serves at {url} ({rooms}; API: {url}/docs). Ctrl-C ends it."),
-    )
+    try:
+        run(
+            create_app(settings),
+            listener,
+            lambda url: typer.echo(f"robojax serves at {url} ({rooms}; API: {url}/docs). Ctrl-C ends it."),
+        )
+    except ModelError as error:
+        fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
     _end()
 
 
@@ -93,7 +97,19 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
                 metavar=None if field.annotation is bool else _metavar(field.annotation),
                 show_default=False,
             )
-            kind = bool if field.annotation is bool else str
+            kind: Any = bool if field.annotation is bool else str
+            if field.json_schema_extra:
+                # Its values may have commas in them, so the flag is repeated instead.
+                assert isinstance(field.json_schema_extra, dict)
+                flags = (field.json_schema_extra["flag"], f"--{name.replace('_', '-')}")
+                option = typer.Option(
+                    *map(str, flags),
+                    help=f"{field.description} Repeat it for more.",
+                    rich_help_panel=group.__doc__,
+                    metavar=str(field.json_schema_extra["metavar"]),
+                    show_default=False,
+                )
+                kind = list[str]
             options.append(inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option]))
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     command.__annotations__ = {option.name: option.annotation for option in options}

@@ -49,7 +49,7 @@ async def _service_error(request: Request, error: ServiceError) -> HTTPResponse:
         # The documents promise a list for 422; the text may quote what was sent, which must not go back.
         entry = {"loc": list(getattr(error, "loc", ("body",))), "msg": str(error), "type": error.code}
         return answer({"detail": [entry]}, 422)
-    return answer({"detail": str(error), "code": error.code}, error.status)
+    return answer({"detail": str(error), "code": error.code}, error.status, error.headers)
 
 
 async def _http_error(request: Request, error: SanicException) -> HTTPResponse:

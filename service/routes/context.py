@@ -11,6 +11,7 @@ from sanic.config import Config
 
 from service.logs import RecentLogs
 from service.metrics import Metrics
+from service.models import Models
 from service.sessions import Sessions
 from service.settings import Settings
 from service.transport.rooms import RoomTable
@@ -25,7 +26,7 @@ class Context:
         page: the documentation's HTML and its Content-Security-Policy.
         versions: of this and of what matters below it.
         table: the embedded transport's rooms, or None when it is off.
-        sessions: there from the server's start to its stop.
+        sessions, models: there from the server's start to its stop.
         started_at: monotonic.
     """
 
@@ -38,6 +39,7 @@ class Context:
     table: RoomTable | None
     started_at: float = field(default_factory=time.monotonic)
     sessions: Sessions = field(init=False)
+    models: Models = field(init=False)
 
 
 App: TypeAlias = sanic.Sanic[Config, Context]

@@ -59,7 +59,8 @@ async def get_system_info(request: Request) -> HTTPResponse:
             "engine": context.sessions.engine.facts(),
             "embedded_rooms": rooms,
             # Folders are this machine's own business.
-            "settings": context.settings.model_dump(mode="json", exclude={"compile_cache", "policy_cache"}),
+            "settings": context.settings.model_dump(mode="json", exclude={"compile_cache", "policy_cache", "models"}),
+            "models": [served.name for served in context.models.list()],
         }
     )
 

@@ -19,13 +19,16 @@ async def health_check(request: Request) -> HTTPResponse:
     context = request.app.ctx
     ids = [session.id for session in context.sessions.list()]
     facts = context.sessions.engine.facts()
+    models = context.models.list()
+    device = facts["device"] or next((served.model.description["device"] for served in models), None)
     return answer(
         {
             "status": "healthy",
             "server_running": True,  # what clients of the transport server's own health look for
             "active_sessions": len(ids),
             "session_ids": ids,
-            "device": facts["device"] or ("loading" if facts["policies_loading"] else None),
+            "device": device or ("loading" if facts["policies_loading"] else None),
+            "models": [served.name for served in models],
             "versions": dict(context.versions),
             "uptime": round(time.monotonic() - context.started_at, 3),
         }

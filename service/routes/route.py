@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from sanic import HTTPResponse
 
-Handler = Callable[..., Coroutine[Any, Any, HTTPResponse]]
+Handler = Callable[..., Coroutine[Any, Any, HTTPResponse | None]]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,11 @@ class Route:
         specified_body: what the specification's document has in its place.
         errors: other statuses it answers with.
         optional_body: JSON schema of a body that may be left out.
+        forms: content type to JSON schema of bodies in several forms.
+        answer_forms: of the 200 answer, besides its usual content type.
         query: its query parameters.
         is_patient: it may take longer than other answers.
+        is_streamed: it reads its body itself, and holds it to a limit of its own.
     """
 
     method: str
@@ -51,9 +54,12 @@ class Route:
     body: type[BaseModel] | None = None
     specified_body: type[BaseModel] | None = None
     optional_body: Mapping[str, Any] | None = None
+    forms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    answer_forms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     query: tuple[Query, ...] = ()
     errors: tuple[int, ...] = ()
     is_patient: bool = False
+    is_streamed: bool = False
 
     @property
     def name(self) -> str:

@@ -1,0 +1,281 @@
+"""A 2D transformer ready to run: arrays by name in, arrays by name out, with a bounded number of executables."""
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxmodels.checkpoints import diffusers
+from jaxmodels.checkpoints.json_file import read_json
+from jaxmodels.devices import Device, device_name, find_dtype
+from jaxmodels.errors import InputError
+from jaxmodels.forward_cost import ForwardCost, forward_cost
+from jaxmodels.hub import fetch
+from jaxmodels.named_inputs import Input, inputs_of, output_shape, read_inputs, to_call
+from jaxmodels.transformer2d import CompiledTransformer2D, Transformer2DConfig, Transformer2DModel
+from jaxmodels.weights import flatten
+
+Key: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
+
+SHAPES_KEPT = 16
+UNSAID_SIZE = 32  # side of an example's latents when the config names none
+CONTEXT = 77  # tokens of an example's context: what CLIP makes of a text
+# Any machine does as many operations in a second; it keeps a first, small forward from looking like a slow machine.
+SLOWEST = 1e10
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+def load_model(
+    path_or_repo: str | Path,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    *,
+    subfolder: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> "LoadedModel":
+    """Reads a diffusers folder of a `Transformer2DModel` (or DiT, or PixArt) from the disk or from the Hub.
+
+    Args:
+        path_or_repo: a folder, a repo id like ``owner/name``, or a folder in a repo like ``owner/name/transformer``.
+        revision: branch, tag or commit of a repo.
+        dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
+        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
+        subfolder: where in the folder or repo, e.g. ``transformer``.
+        on_progress: told ``downloading``, ``reading``, ``ready``.
+
+    Raises:
+        HubError: the repo cannot be fetched.
+        ConfigError: the config, dtype or device makes no sense.
+        CheckpointError: files are missing, malformed, or do not fit the config.
+    """
+    source, folder = _split(str(path_or_repo), subfolder)
+    model = Transformer2DModel.from_pretrained(
+        source, folder, revision, find_dtype(dtype), device=device, on_progress=on_progress
+    )
+    return LoadedModel(model)
+
+
+def is_model(path_or_repo: str | Path, revision: str | None = None, subfolder: str | None = None) -> bool:
+    """Whether this is a folder of diffusers rather than a policy: its ``config.json`` names a class, no type.
+
+    Raises:
+        HubError: the repo cannot be fetched.
+        CheckpointError: ``config.json`` is missing or malformed, and nothing else says what this is.
+    """
+    source, inside = _split(str(path_or_repo), subfolder)
+    if inside is not None:
+        return True
+    folder = Path(os.path.expanduser(source))
+    if not source or not folder.is_dir():
+        folder = fetch(source, revision, files=(diffusers.CONFIG, diffusers.PIPELINE))
+    is_pipeline = (folder / diffusers.PIPELINE).exists() and not (folder / diffusers.CONFIG).exists()
+    return is_pipeline or "_class_name" in read_json(folder / diffusers.CONFIG)
+
+
+def _split(source: str, subfolder: str | None) -> tuple[str, str | None]:
+    """``owner/name/transformer`` names a folder in a repo, unless there is such a folder here."""
+    if Path(os.path.expanduser(source)).is_dir() or source.startswith(("/", "~", ".")):
+        return source, subfolder
+    owner, *rest = source.split("/")
+    inside = "/".join([*rest[1:], *([subfolder] if subfolder else [])])
+    return "/".join([owner, *rest[:1]]), inside or None
+
+
+class LoadedModel:
+    """Arrays in, arrays out. Safe to use from any one thread at a time; what it describes, from any.
+
+    Args:
+        model: give it away, or its weights are in memory twice.
+
+    Attributes:
+        shapes_kept: executables kept, one for each set of shapes; the one that was longest unused goes first.
+    """
+
+    def __init__(self, model: Transformer2DModel, *, shapes_kept: int = SHAPES_KEPT):
+        weights = flatten(model)
+        self._device: Device = next(iter(weights.values())).devices().pop()
+        self._config: Transformer2DConfig = model.config
+        self._dtype = np.dtype(model.dtype)
+        self._inputs = inputs_of(model.config)
+        self._description = MappingProxyType(self._describe(weights))
+        self._matrices = sum(array.size for name, array in weights.items() if _is_matrix(name))
+        del weights
+        self._compiled = CompiledTransformer2D(model)
+        self._kept: OrderedDict[Key, dict[str, jax.ShapeDtypeStruct]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._fastest = SLOWEST
+        self._timings: dict[str, float] = {}
+        self.shapes_kept = shapes_kept
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What it is and takes, ready for JSON: class, kind, config, parameters, bytes, dtype, device, inputs, outputs.
+
+        Inputs have a name, a shape whose free axes are named, a dtype, whether they are required, and a note.
+        """
+        return self._description
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        return self._inputs
+
+    @property
+    def device(self) -> str:
+        """Where it runs, e.g. ``cpu:0``."""
+        return device_name(self._device)
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype.name
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds that the last `forward` spent on ``to_device``, ``compute`` and ``to_host``; empty before it."""
+        return MappingProxyType(self._timings)
+
+    @property
+    def compiled_shapes(self) -> int:
+        """How many sets of shapes are kept compiled."""
+        return len(self._kept)
+
+    def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+        """Inputs of the size the model was made for: noise, and 1 wherever a number of a table is asked for."""
+        config, random = self._config, np.random.default_rng(seed)
+        side = config.sample_size or UNSAID_SIZE
+        sizes = {"batch": batch, "height": side, "width": side, "latent_pixels": side**2, "context": CONTEXT}
+        found = {}
+        for entry in self._inputs:
+            is_context = entry.name == "encoder_hidden_states"
+            if entry.is_required or is_context:
+                shape = tuple(sizes[size] if isinstance(size, str) else size for size in entry.shape)
+                if entry.dtype == "int32":
+                    found[entry.name] = np.zeros(shape, np.int32)
+                else:
+                    found[entry.name] = random.standard_normal(shape, np.float32)
+        return found
+
+    def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
+        """What a forward pass would take, estimated without compiling: seconds, bytes of memory, bytes of its sample.
+
+        Seconds follow from the fastest pass so far. Accelerators say themselves when memory is short, so that only a
+        CPU's is counted.
+
+        Raises:
+            InputError: an input is wrong.
+        """
+        arrays = read_inputs(self._inputs, inputs)
+        # Shapes must be right before anything is counted from them.
+        self._compiled.is_compiled(**to_call(_abstract(arrays)))
+        cost = self._forward_cost(arrays)
+        return cost.operations / self._fastest, cost.memory if self._device.platform == "cpu" else 0, cost.answer
+
+    def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool:
+        """Whether there is an executable for arrays of these shapes."""
+        return self._has(_abstract(read_inputs(self._inputs, inputs)))
+
+    def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
+        """Makes the executable for arrays of these shapes; the seconds it took, 0 when it was there.
+
+        Raises:
+            InputError: an input is wrong.
+        """
+        return self._compile(_abstract(read_inputs(self._inputs, inputs)))
+
+    def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """One forward pass, compiled first when the shapes are new (see `is_compiled`).
+
+        Args:
+            inputs: arrays by the names of `description`; any float and integer dtypes.
+
+        Returns:
+            ``sample``, float32.
+
+        Raises:
+            InputError: an input is missing, unknown or has the wrong shape, dtype or value; or the pass does not fit
+                into the device's memory.
+        """
+        arrays = read_inputs(self._inputs, inputs)
+        self._compile(_abstract(arrays))
+        operations = self._forward_cost(arrays).operations
+        try:
+            start = time.perf_counter()
+            placed = jax.block_until_ready(jax.device_put(arrays, self._device))
+            sent = time.perf_counter()
+            sample = jax.block_until_ready(self._compiled(**to_call(placed)))
+            computed = time.perf_counter()
+        except jax.errors.JaxRuntimeError as error:
+            raise _explained(error) from error
+        self._fastest = max(self._fastest, operations / max(computed - sent, 1e-9))
+        host = np.array(sample, np.float32)  # a copy: the buffer may be the device's own
+        self._timings = {
+            "to_device": sent - start,
+            "compute": computed - sent,
+            "to_host": time.perf_counter() - computed,
+        }
+        return {"sample": host}
+
+    def _describe(self, weights: Mapping[str, jax.Array]) -> dict[str, Any]:
+        shape = list(output_shape(self._config))
+        return {
+            "class": "Transformer2DModel",
+            "kind": self._config.kind,
+            "config": self._config.to_json(),
+            "parameters": sum(array.size for array in weights.values()),
+            "bytes": sum(array.nbytes for array in weights.values()),
+            "dtype": self.dtype,
+            "device": self.device,
+            "inputs": [entry.to_json() for entry in self._inputs],
+            "outputs": [{"name": "sample", "shape": shape, "dtype": "float32"}],
+        }
+
+    def _forward_cost(self, arrays: Mapping[str, np.ndarray]) -> ForwardCost:
+        shapes = {name: array.shape for name, array in arrays.items()}
+        return forward_cost(self._config, self._matrices, shapes, self._dtype.itemsize)
+
+    def _has(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
+        return _key(shapes) in self._kept and self._compiled.is_compiled(**to_call(shapes))
+
+    def _compile(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> float:
+        key = _key(shapes)
+        with self._lock:
+            if self._has(shapes):
+                self._kept.move_to_end(key)
+                return 0.0
+            while len(self._kept) >= self.shapes_kept:
+                self._compiled.forget(**to_call(self._kept.popitem(last=False)[1]))
+            start = time.perf_counter()
+            try:
+                self._compiled.compile(**to_call(shapes))
+            except jax.errors.JaxRuntimeError as error:
+                raise _explained(error) from error
+            self._kept[key] = shapes
+            return time.perf_counter() - start
+
+
+def _abstract(arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+
+
+def _key(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Key:
+    return tuple(sorted((name, shape.shape, str(shape.dtype)) for name, shape in shapes.items()))
+
+
+def _is_matrix(name: str) -> bool:
+    """Whether every token is multiplied with it; what modulates the blocks is made once for all tokens."""
+    is_modulating = "norm" in name or "adaln" in name or name.startswith("proj_out_1")
+    return name.endswith("kernel") and not is_modulating
+
+
+def _explained(error: Exception) -> Exception:
+    """An error of the compiler or the device as one of ours, where it is the input's doing."""
+    if OUT_OF_MEMORY in str(error):
+        return InputError("the forward pass does not fit into the device's memory; send a smaller batch or size")
+    return error

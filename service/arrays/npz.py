@@ -1,0 +1,94 @@
+"""Arrays in NumPy's npz: a zip of npy files, opened with nothing taken on trust."""
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from typing import IO
+
+import numpy as np
+from numpy.lib import format as npy
+
+from service.arrays.limits import Allowance, ArrayLimits, check_finite, check_name, read_dtype, refusal
+from service.errors import InvalidRequest, TooLarge
+
+_END = struct.Struct("<4s4H2LH")  # a zip's last record: signature, disks and counts, size and offset of the directory
+_DIRECTORY_PER_ARRAY = 512
+_HEADER = 4096
+_AT_ONCE = 1 << 20  # copying keeps other threads waiting; so much takes less than a millisecond
+
+
+def decode(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Arrays by name.
+
+    Raises:
+        InvalidRequest: it is no npz, or holds something else than arrays of finite numbers.
+        TooLarge: it holds more than is allowed; found from what it claims, before anything is unpacked.
+    """
+    _check_directory(body, limits)
+    allowance = Allowance(limits)
+    try:
+        with zipfile.ZipFile(io.BytesIO(body)) as archive:
+            members = archive.infolist()
+            if sum(member.file_size for member in members) > limits.bytes + len(members) * _HEADER:
+                raise TooLarge(f"the arrays are more than {limits.bytes} bytes (max_forward_bytes) when unpacked")
+            return dict(_read(archive, member, allowance) for member in members)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+        raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",)) from error
+
+
+def encode(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> list[memoryview]:
+    """An npz of the arrays; it has no place for timings, which are in a header of the answer."""
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **dict(outputs))
+    return [buffer.getbuffer()]
+
+
+def _check_directory(body: bytes, limits: ArrayLimits) -> None:
+    """The list of members is read whole by zipfile, so its size is looked at before."""
+    if len(body) < _END.size:
+        raise InvalidRequest("the npz is empty or cut off; write it with numpy.savez", ("body",))
+    signature, _, _, _, count, size, _, comment = _END.unpack(body[-_END.size :])
+    # The large form of zip would name other sizes than these.
+    is_large = body[-_END.size - 20 : -_END.size - 16] == b"PK\x06\x07"
+    if signature != b"PK\x05\x06" or comment or is_large:
+        raise InvalidRequest("the body is no npz (no zip, or one with extras); write it with numpy.savez", ("body",))
+    if count > limits.arrays or size > limits.arrays * _DIRECTORY_PER_ARRAY:
+        raise TooLarge(f"more than {limits.arrays} arrays in the npz; send those that the model takes")
+
+
+def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowance) -> tuple[str, np.ndarray]:
+    name = check_name(member.filename.removesuffix(".npy"))
+    if not member.filename.endswith(".npy") or member.flag_bits & 1:
+        raise refusal(name, "is no plain npy file; write the npz with numpy.savez")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise refusal(name, "is packed in a way that is not read; write the npz with numpy.savez")
+    with archive.open(member) as file:
+        try:
+            version = npy.read_magic(file)
+            read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+            shape, is_fortran, kind = read_header(file, max_header_size=_HEADER)
+        except (ValueError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
+            raise refusal(name, "is no npy file that can be read; write the npz with numpy.savez") from error
+        dtype = read_dtype(name, kind.name if kind.fields is None and not kind.hasobject else None)
+        size = allowance.take(name, shape, dtype)
+        if member.file_size - file.tell() != size:
+            raise refusal(name, f"says shape {list(shape)} of {dtype.name}, but has another number of bytes")
+        array = np.empty(size, np.uint8)
+        view = array.data
+        for start in range(0, size, _AT_ONCE):
+            _fill(file, view[start : start + _AT_ONCE])
+        if file.read(1):  # also reads on to the end, where the checksum is compared
+            raise refusal(name, "goes on after its end")
+    found = array.view(kind).reshape(shape, order="F" if is_fortran else "C")
+    return name, check_finite(name, np.ascontiguousarray(found, dtype).reshape(shape))
+
+
+def _fill(file: IO[bytes], view: memoryview) -> None:
+    while len(view):
+        piece = file.read(len(view))
+        if not piece:
+            raise EOFError
+        view[: len(piece)] = piece
+        view = view[len(piece) :]
