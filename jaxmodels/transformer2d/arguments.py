@@ -68,7 +68,8 @@ def read_arguments(
     else:
         seen = None if context is None else math.prod(context.shape[1:-1])
         timing = read_timing(config, batch, timestep, class_labels, added_cond_kwargs)
-    _check_self_attention(config, has_context=seen is not None)
+    if seen is None:
+        check_no_context(config)
     heads = config.num_attention_heads
     first_keys = seen if config.only_cross_attention and seen is not None else tokens
     return Arguments(
@@ -253,9 +254,8 @@ def check_context(config: Transformer2DConfig, array: Array | np.ndarray, batch:
         raise InputError(f"encoder_hidden_states hold {array.dtype}; wanted floating-point numbers")
 
 
-def _check_self_attention(config: Transformer2DConfig, *, has_context: bool) -> None:
-    if has_context:
-        return
+def check_no_context(config: Transformer2DConfig) -> None:
+    """Whether the model does without encoder_hidden_states."""
     if config.kind == "patches" and config.caption_channels is not None:
         raise InputError(f"encoder_hidden_states are missing; wanted captions {config.caption_channels} wide")
     wanted = {config.second_context} if config.has_cross_attention else set()

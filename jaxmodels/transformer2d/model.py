@@ -17,7 +17,15 @@ from jaxmodels.devices import exact_products, read_dtype
 from jaxmodels.layers.feed_forward import tanh_gelu
 from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.transformer2d import pretrained
-from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, Timing, check_context, read_arguments, read_timing
+from jaxmodels.transformer2d.arguments import (
+    Arguments,
+    ArrayLike,
+    Timing,
+    check_context,
+    check_no_context,
+    read_arguments,
+    read_timing,
+)
 from jaxmodels.transformer2d.attention import Dtypes, linear
 from jaxmodels.transformer2d.block import Biases, Seen
 from jaxmodels.transformer2d.compiled import CompiledTransformer2D
@@ -394,6 +402,7 @@ class Transformer2DModel(nnx.Module):
     def prepare_context(self, encoder_hidden_states: ArrayLike = None) -> Seen:
         """Keys and values of `encoder_hidden_states` in every layer, captions projected before; nothing of None."""
         if encoder_hidden_states is None:
+            check_no_context(self.config)
             return Seen()
         if not (self.config.has_cross_attention or self.config.only_cross_attention):
             return Seen()
