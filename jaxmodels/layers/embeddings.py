@@ -3,6 +3,9 @@
 Computed in NumPy in the precision of those whose checkpoints hold, or were trained with, the results.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -51,12 +54,25 @@ def time_sinusoid(time: Float[Array, "..."], width: int, shift: int) -> Float[Ar
 
     Source: diffusers/models/embeddings.py, get_timestep_embedding with flip_sin_to_cos.
     """
-    half = width // 2
-    exponent = np.float32(-np.log(TEMPERATURE)) * np.arange(half, dtype=np.float32) / np.float32(half - shift)
-    # Rounded from float64: at timestep 1000 the last bit of a frequency is seen in the angle.
-    frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
+    frequency = _time_frequencies(width, shift)
     angle = time[..., None] * frequency
     return jnp.concatenate((jnp.cos(angle), jnp.sin(angle)), axis=-1)
+
+
+# PyTorch's exponential is right to 0.52 of a last bit; here, close to the middle, it rounds the other way. At timestep
+# 1000 that bit is 6e-5 in the angle. (width, shift) -> place -> the neighbour it takes.
+_OTHER_WAY: Mapping[tuple[int, int], Mapping[int, float]] = MappingProxyType(
+    {(256, 0): {12: np.inf, 106: np.inf}, (256, 1): {4: -np.inf}}
+)
+
+
+def _time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:
+    half = width // 2
+    exponent = np.float32(-np.log(TEMPERATURE)) * np.arange(half, dtype=np.float32) / np.float32(half - shift)
+    frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
+    for place, towards in _OTHER_WAY.get((width, shift), {}).items():
+        frequency[place] = np.nextafter(frequency[place], np.float32(towards))
+    return frequency
 
 
 def patch_positions(rows: int, columns: int, base: int, scale: float, width: int) -> Float[Array, "n d"]:
