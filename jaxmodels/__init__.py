@@ -10,15 +10,28 @@ if TYPE_CHECKING:
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.policy import Policy, load_policy
+    from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
     from jaxmodels.types import Requirements
 
-__all__ = ["LoadedModel", "Policy", "Requirements", "TemporalEnsembler", "is_model", "load_model", "load_policy"]
+__all__ = [
+    "LoadedModel",
+    "Policy",
+    "Requirements",
+    "TemporalEnsembler",
+    "Transformer2DConfig",
+    "Transformer2DModel",
+    "is_model",
+    "load_model",
+    "load_policy",
+]
 
 _HOMES = {
     "LoadedModel": "jaxmodels.loaded_model",
     "Policy": "jaxmodels.policy",
     "Requirements": "jaxmodels.types",
     "TemporalEnsembler": "jaxmodels.ensembling",
+    "Transformer2DConfig": "jaxmodels.transformer2d",
+    "Transformer2DModel": "jaxmodels.transformer2d",
     "is_model": "jaxmodels.loaded_model",
     "load_model": "jaxmodels.loaded_model",
     "load_policy": "jaxmodels.policy",

@@ -2,13 +2,14 @@
 
 import ast
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import jaxmodels
-from jaxmodels import errors
 
+PUBLIC = ("jaxmodels", "jaxmodels.errors", "jaxmodels.samplers", "jaxmodels.transformer2d")
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
@@ -41,8 +42,8 @@ def test_it_uses_public_names_only(path: Path) -> None:
     tree = ast.parse("\n".join("".join(cell["source"]) for cell in code_cells(path)))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "jaxmodels":
-            assert node.module in ("jaxmodels", "jaxmodels.errors"), ast.unparse(node)
-            public = jaxmodels.__all__ if node.module == "jaxmodels" else dir(errors)
-            assert {alias.name for alias in node.names} <= set(public)
+            assert node.module in PUBLIC, ast.unparse(node)
+            module = import_module(str(node.module))
+            assert {alias.name for alias in node.names} <= set(getattr(module, "__all__", dir(module)))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jaxmodels":
             assert node.attr in jaxmodels.__all__

@@ -276,7 +276,17 @@ def test_importing_the_package_does_not_import_jax() -> None:
 
 
 def test_public_names_are_exactly_these() -> None:
-    assert jaxmodels.__all__ == ["Policy", "Requirements", "TemporalEnsembler", "load_policy"]
+    assert jaxmodels.__all__ == [
+        "LoadedModel",
+        "Policy",
+        "Requirements",
+        "TemporalEnsembler",
+        "Transformer2DConfig",
+        "Transformer2DModel",
+        "is_model",
+        "load_model",
+        "load_policy",
+    ]
     assert {name for name in dir(jaxmodels) if name in jaxmodels.__all__} == set(jaxmodels.__all__)
     for name in jaxmodels.__all__:
         assert getattr(jaxmodels, name).__name__ == name
