@@ -39,6 +39,7 @@ def load_model(
     device: str | None = None,
     *,
     subfolder: str | None = None,
+    prefix: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> "LoadedModel":
     """Reads a diffusers folder of a `Transformer2DModel` (or DiT, or PixArt) from the disk or from the Hub.
@@ -49,6 +50,7 @@ def load_model(
         dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
         subfolder: where in the folder or repo, e.g. ``transformer``.
+        prefix: one transformer out of a UNet, e.g. ``down_blocks.0.attentions.1``.
         on_progress: told ``downloading``, ``reading``, ``ready``.
 
     Raises:
@@ -58,7 +60,7 @@ def load_model(
     """
     source, folder = _split(str(path_or_repo), subfolder)
     model = Transformer2DModel.from_pretrained(
-        source, folder, revision, find_dtype(dtype), device=device, on_progress=on_progress
+        source, folder, revision, find_dtype(dtype), prefix=prefix, device=device, on_progress=on_progress
     )
     return LoadedModel(model)
 
@@ -179,7 +181,7 @@ class LoadedModel:
 
     def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether there is an executable for arrays of these shapes."""
-        return self._has(_abstract(read_inputs(self._inputs, inputs)))
+        return _key(_abstract(read_inputs(self._inputs, inputs))) in self._kept
 
     def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
         """Makes the executable for arrays of these shapes; the seconds it took, 0 when it was there.
@@ -240,13 +242,10 @@ class LoadedModel:
         shapes = {name: array.shape for name, array in arrays.items()}
         return forward_cost(self._config, self._matrices, shapes, self._dtype.itemsize)
 
-    def _has(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
-        return _key(shapes) in self._kept and self._compiled.is_compiled(**to_call(shapes))
-
     def _compile(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> float:
         key = _key(shapes)
         with self._lock:
-            if self._has(shapes):
+            if key in self._kept:
                 self._kept.move_to_end(key)
                 return 0.0
             while len(self._kept) >= self.shapes_kept:

@@ -69,7 +69,7 @@ def read_inputs(inputs: tuple[Input, ...], given: Mapping[str, np.ndarray]) -> d
         optional = [entry.name for entry in inputs if not entry.is_required]
         wanted = ", ".join(entry.name for entry in inputs if entry.is_required)
         raise InputError(f"the input {' and '.join(found)}; wanted {wanted}, and if you like {', '.join(optional)}")
-    return {name: np.atleast_1d(_narrowed(name, np.asarray(array))) for name, array in given.items()}
+    return {entry.name: _read(entry, np.asarray(given[entry.name])) for entry in inputs if entry.name in given}
 
 
 def to_call(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +82,13 @@ def to_call(arrays: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(folder, {})
         place[last] = array
     return call
+
+
+def _read(entry: Input, array: np.ndarray) -> np.ndarray:
+    """One dtype for what the model takes for the same, so that it is compiled once."""
+    narrow = np.atleast_1d(_narrowed(entry.name, array))
+    is_counting = narrow.dtype == np.int32 and entry.dtype == "float32" and not entry.name.endswith("hidden_states")
+    return narrow.astype(np.float32) if is_counting else narrow
 
 
 def _narrowed(name: str, array: np.ndarray) -> np.ndarray:

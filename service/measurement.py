@@ -1,4 +1,4 @@
-"""How fast a policy is on this machine, and whether that is fast enough for a rate."""
+"""How fast a policy or a model is on this machine, and whether that is fast enough for a rate."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,13 +9,14 @@ import numpy as np
 
 from jaxmodels import Requirements
 from service.engine import Policy
+from service.served_model import Model
 
 Fit = Literal["fits", "fits, thinking less often", "does not fit"]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one inference, from numpy in to numpy out, after warm-up.
+    """Seconds of one inference or forward pass, from numpy in to numpy out, after warm-up.
 
     Attributes:
         compile: what the first inference of its shapes took, compiled or read from the cache.
@@ -73,16 +74,42 @@ def measure(
     started = clock()
     policy.compile(1)
     compiled = clock() - started
+    return _time(lambda: policy.act(observation), lambda: policy.timings, compiled, runs, seconds, warm_up, clock)
+
+
+def measure_model(
+    model: Model,
+    *,
+    runs: int = 100,
+    seconds: float = 10.0,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Speed:
+    """Compile for one element of the size the model was made for, then time at most ``runs`` passes or ``seconds``."""
+    inputs = model.example()
+    compiled = model.compile(inputs)
+    return _time(lambda: model.forward(inputs), lambda: model.timings, compiled, runs, seconds, warm_up, clock)
+
+
+def _time(
+    call: Callable[[], object],
+    timings: Callable[[], Mapping[str, float]],
+    compiled: float,
+    runs: int,
+    seconds: float,
+    warm_up: int,
+    clock: Callable[[], float],
+) -> Speed:
     for _ in range(warm_up):
-        policy.act(observation)
+        call()
     samples: list[float] = []
     stages: dict[str, list[float]] = {}
     end = clock() + seconds
     while len(samples) < runs and (clock() < end or len(samples) < 5):
         started = clock()
-        policy.act(observation)
+        call()
         samples.append(clock() - started)
-        for stage, spent in policy.timings.items():
+        for stage, spent in timings().items():
             stages.setdefault(stage, []).append(spent)
     p50, p99 = np.percentile(samples, (50, 99))
     medians = {stage: float(np.median(spent)) for stage, spent in stages.items()}

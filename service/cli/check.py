@@ -1,4 +1,4 @@
-"""``robojax check``: a policy looked at and timed, without a robot."""
+"""``robojax check``: a policy or a model looked at and timed, without a robot."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,10 @@ def check(
         float | None, typer.Option(min=0.1, max=1000, help="Actions per second; default: the policy's own, else 20.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
+    subfolder: Annotated[str | None, typer.Option(help="Of a diffusers pipeline, e.g. transformer.")] = None,
+    prefix: Annotated[
+        str | None, typer.Option(help="One transformer of a diffusers UNet, e.g. mid_block.attentions.0.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
@@ -24,7 +28,9 @@ def check(
 ) -> None:
     """What a policy needs, how fast it is on this machine, and whether that fits a rate.
 
-    Exit code 1 when it does not fit, 3 when the policy cannot be loaded.
+    A folder of diffusers (Transformer2DModel, DiT, PixArt) is looked at, too: what it is, its inputs, its speed.
+
+    Exit code 1 when a policy does not fit, 3 when it cannot be loaded.
     """
     import json
 
@@ -32,11 +38,15 @@ def check(
 
     import jaxmodels
     from jaxmodels.errors import JaxModelsError
+    from service.cli.check_model import check_model, is_model
     from service.measurement import judge, measure
 
     console = Console(stderr=True, highlight=False)
     try:
         with console.status("importing JAX ...") as status:
+            if is_model(policy, revision, subfolder, prefix):
+                check_model(policy, revision, dtype, device, subfolder, prefix, runs, as_json, status)
+                return
             load = jaxmodels.load_policy
             loaded = load(
                 policy, revision, dtype, device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
@@ -48,7 +58,7 @@ def check(
             Code.POLICY,
             f"policy {policy!r} cannot be used",
             str(error),
-            "give a folder with LeRobot's config.json and model.safetensors, or a repo id like owner/name",
+            "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like owner/name",
         )
     requirements = loaded.requirements
     verdict = judge(requirements, speed, rate or requirements.rate or 20.0)
