@@ -9,7 +9,7 @@ DEBIAN_PACKAGES := libegl1 libgles2 libgl1-mesa-dri
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types setup setup-dev rendering clean
+.PHONY: help demo test lint types setup setup-dev peers rendering clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
@@ -19,6 +19,8 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 
 test: setup-dev rendering ## the whole test suite
 	@$(BIN)/python -m pytest $(ARGS)
+
+peers: $(VENV)/.robojax-peers ## PyTorch and diffusers, which parity tests compare with (skipped without them)
 
 lint: setup-dev ## ruff: style and formatting
 	@$(BIN)/ruff check .
@@ -44,6 +46,12 @@ $(VENV)/.robojax-dev: $(BIN)/python pyproject.toml
 	@echo "robojax: installing packages and developers' tools (about a minute the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sim,dev]'
 	@touch $(VENV)/.robojax-demo $@
+
+# One version of PyTorch: goldens were made with it, and any build of it will do.
+$(VENV)/.robojax-peers: $(VENV)/.robojax-dev
+	@echo "robojax: installing PyTorch and diffusers"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' --editable '.[sim,dev,parity]'
+	@touch $@
 
 # Rendering works already (a GPU driver, or Mesa is there): nothing to do. Otherwise install when we may.
 rendering: setup
