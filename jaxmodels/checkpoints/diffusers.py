@@ -15,19 +15,16 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmodels.checkpoints import shards
-from jaxmodels.checkpoints.diffusers_config import read_block_config, read_model_config
-from jaxmodels.checkpoints.diffusers_names import BLOCKS, Place, places
+from jaxmodels.checkpoints import diffusers_config, diffusers_names, orbax, shards, transformer2d_orbax
 from jaxmodels.checkpoints.json_file import read_json, write_json
-from jaxmodels.checkpoints.layouts import Shape
+from jaxmodels.checkpoints.layouts import Place, Shape
 from jaxmodels.checkpoints.safetensors_file import FLOATS, Stored
 from jaxmodels.errors import CheckpointError
 from jaxmodels.transformer2d.config import Transformer2DConfig
-from jaxmodels.weights import check_fit
+from jaxmodels.weights import check_fit, not_finite
 
 CONFIG = "config.json"
 PIPELINE = "model_index.json"
-CLASS, VERSION = "Transformer2DModel", "0.42.1"
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of a subfolder; no pattern, no way out
 NEVER_USED = ("pos_embed.pos_embed",)  # fixed positions that older files keep; they follow from the config
 ALIGNMENT = 64  # bytes; JAX takes arrays that begin so as they are, without a copy, on a CPU
@@ -42,7 +39,11 @@ def read_config(folder: Path, *, subfolder: str | None = None, prefix: str | Non
     """
     folder = _inside(folder, subfolder)
     values = read_json(folder / CONFIG)
-    return read_model_config(values) if prefix is None else read_block_config(values, prefix)
+    return (
+        diffusers_config.read_model_config(values)
+        if prefix is None
+        else diffusers_config.read_block_config(values, prefix)
+    )
 
 
 def files(*, subfolder: str | None = None, variant: str | None = None) -> tuple[str, ...]:
@@ -64,6 +65,8 @@ def read(
 ) -> tuple[Transformer2DConfig, dict[str, np.ndarray]]:
     """A model's config, and its weights by our names (jaxmodels/weights.py).
 
+    A folder without safetensors files may hold Orbax's arrays instead (jaxmodels/checkpoints/transformer2d_orbax.py).
+
     Args:
         subfolder: where in a pipeline's folder, e.g. ``transformer``.
         variant: e.g. ``fp16`` for ``diffusion_pytorch_model.fp16.safetensors``.
@@ -80,8 +83,10 @@ def read(
     if config is None:
         config = read_config(folder, subfolder=subfolder, prefix=prefix)
     folder = _inside(folder, subfolder)
+    if prefix is None and not shards.is_there(folder, variant) and (folder / orbax.FOLDER).is_dir():
+        return config, _read_orbax(folder, config, None if dtype is None else np.dtype(dtype))
     stored = _find(folder, variant, prefix)
-    table = places(config)
+    table = diffusers_names.places(config)
     where = f"{folder.name}" + (f" under {prefix}" if prefix else "")
     check_fit(
         {name: tensor.shape for name, tensor in stored.items()},
@@ -110,7 +115,7 @@ def write(
         WeightsMismatch: the weights are not those of the config.
         OSError: it cannot be written, e.g. because the disk is full; what was there before is as it was.
     """
-    table = places(config)
+    table = diffusers_names.places(config)
     check_fit(
         {name: tuple(np.shape(array)) for name, array in weights.items()},
         {place.ours: place.whole for place in table},
@@ -124,7 +129,7 @@ def write(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         draft = Path(temporary) / "draft"  # inside, because only its owner may read a temporary folder itself
         draft.mkdir()
-        write_json(draft / CONFIG, _config_json(config), indent=2, end="\n")
+        write_json(draft / CONFIG, diffusers_config.dump_model_config(config), indent=2, end="\n")
         shards.write(
             draft,
             {place.theirs: (dtypes[place.ours], place.shape) for place in table},
@@ -135,14 +140,6 @@ def write(
         _publish(draft, folder, variant)
 
 
-def _config_json(config: Transformer2DConfig) -> dict[str, Any]:
-    values = {"_class_name": CLASS, "_diffusers_version": VERSION, **config.to_json()}
-    if config.kind == "patches" and config.norm_type == "ada_norm_single" and config.num_embeds_ada_norm is None:
-        # diffusers reads such a folder as its PixArtTransformer2DModel, which wants a number that it never uses.
-        del values["num_embeds_ada_norm"]
-    return dict(sorted(values.items()))
-
-
 def _find(folder: Path, variant: str | None, prefix: str | None) -> dict[str, Stored]:
     """The tensors of the model, by diffusers' names for it."""
     if prefix is None:
@@ -150,7 +147,7 @@ def _find(folder: Path, variant: str | None, prefix: str | None) -> dict[str, St
     start = f"{prefix}."
     found = shards.find(folder, variant, lambda name: name.startswith(start))
     if not found:
-        end = f".{BLOCKS}.0.attn1.to_out.0.bias"
+        end = f".{diffusers_names.BLOCKS}.0.attn1.to_out.0.bias"
         there = [name.removesuffix(end) for name in shards.find(folder, variant, lambda name: name.endswith(end))]
         raise CheckpointError(
             f"{folder.name}: no tensor under {prefix!r}; transformers there: {', '.join(sorted(there)) or 'none'}"
@@ -176,9 +173,23 @@ def _read_arrays(
             broken.append(place.theirs)
         place.put(tensor, arrays)
     if broken:
-        as_what = "" if dtype is None else f" (as {dtype})"
-        raise CheckpointError(f"{where}: weights hold a NaN or an infinity{as_what}: {', '.join(sorted(broken))}")
+        raise CheckpointError(_not_finite_message(where, broken, dtype))
     return arrays
+
+
+def _read_orbax(folder: Path, config: Transformer2DConfig, dtype: np.dtype[Any] | None) -> dict[str, np.ndarray]:
+    weights: dict[str, np.ndarray] = {}
+    for name, array in transformer2d_orbax.restore_arrays(folder, config).items():
+        with np.errstate(over="ignore"):
+            weights[name] = np.asarray(array).astype(array.dtype if dtype is None else dtype, copy=False)
+    if broken := not_finite(weights):
+        raise CheckpointError(_not_finite_message(folder.name, broken, dtype))
+    return weights
+
+
+def _not_finite_message(where: str, names: Sequence[str], dtype: np.dtype[Any] | None) -> str:
+    as_what = "" if dtype is None else f" (as {dtype})"
+    return f"{where}: weights hold a NaN or an infinity{as_what}: {', '.join(sorted(names))}"
 
 
 def _common(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:

@@ -12,6 +12,7 @@ from jaxmodels.errors import ConfigError
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 GENERAL = "Transformer2DModel"
+VERSION = "0.42.1"  # of diffusers, whose fields these are
 PATCHED = {
     "num_attention_heads": 16,
     "attention_head_dim": 72,
@@ -94,6 +95,15 @@ def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
         known = ", ".join((GENERAL, *SPLIT, *UNETS))
         raise ConfigError(f"config.json: _class_name is {name!r}; known: {known}")
     return Transformer2DConfig.from_json(values)
+
+
+def dump_model_config(config: Transformer2DConfig) -> dict[str, Any]:
+    """What diffusers' ``save_config`` writes: the class, a version, and every constructor argument, sorted."""
+    values = {"_class_name": GENERAL, "_diffusers_version": VERSION, **config.to_json()}
+    if config.kind == "patches" and config.norm_type == "ada_norm_single" and config.num_embeds_ada_norm is None:
+        # diffusers reads such a folder as its PixArtTransformer2DModel, which wants a number that it never uses.
+        del values["num_embeds_ada_norm"]
+    return dict(sorted(values.items()))
 
 
 def read_block_config(values: Mapping[str, Any], prefix: str) -> Transformer2DConfig:

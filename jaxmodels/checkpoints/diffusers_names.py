@@ -6,53 +6,15 @@ Source: diffusers 0.42.1, models/transformers/transformer_2d.py, models/attentio
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
 
-import numpy as np
-
-from jaxmodels.checkpoints.layouts import CONVOLUTION, LINEAR, POINTWISE, SAME, Layout, Shape
+from jaxmodels.checkpoints.layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, Place
 from jaxmodels.checkpoints.safetensors_file import TENSOR_LIMIT
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
 from jaxmodels.transformer2d.config import TIME_CHANNELS, Transformer2DConfig
 
-Index: TypeAlias = tuple[int | slice, ...]
 BLOCKS = "transformer_blocks"
-EVERY = slice(None)
-
-
-@dataclass(frozen=True)
-class Place:
-    """One tensor of theirs, and the slice of one of our arrays that holds it.
-
-    Attributes:
-        theirs: the tensor's name in a file.
-        ours: the array's name (jaxmodels/weights.py).
-        whole: the array's shape.
-        index: where in the array the tensor lies.
-        layout: how it lies there.
-    """
-
-    theirs: str
-    ours: str
-    whole: Shape
-    index: Index = ()
-    layout: Layout = SAME
-
-    @property
-    def shape(self) -> Shape:
-        """The tensor's shape in a file."""
-        index = (*self.index, *(EVERY,) * (len(self.whole) - len(self.index)))
-        left = tuple(size for size, at in zip(self.whole, index, strict=True) if not isinstance(at, int))
-        return tuple(self.layout.shape([left]))
-
-    def put(self, tensor: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        arrays[self.ours][self.index] = self.layout.read(tensor)[0]
-
-    def take(self, array: np.ndarray) -> np.ndarray:
-        """The tensor, a view of the array where that is possible."""
-        return self.layout.write([np.asarray(array[self.index])])
 
 
 def places(config: Transformer2DConfig) -> tuple[Place, ...]:

@@ -7,6 +7,8 @@ from typing import TypeAlias
 import numpy as np
 
 Shape: TypeAlias = tuple[int, ...]
+Index: TypeAlias = tuple[int | slice, ...]
+EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,39 @@ JOINT_LINEAR = Layout(
     lambda s: (sum(part[1] for part in s), s[0][0]),
 )
 JOINT_VECTOR = Layout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lambda s: (sum(part[0] for part in s),))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor of theirs, and the slice of one of our arrays that holds it.
+
+    Attributes:
+        theirs: the tensor's name in a file.
+        ours: the array's name (jaxmodels/weights.py).
+        whole: the array's shape.
+        index: where in the array the tensor lies.
+        layout: how it lies there.
+    """
+
+    theirs: str
+    ours: str
+    whole: Shape
+    index: Index = ()
+    layout: Layout = SAME
+
+    @property
+    def shape(self) -> Shape:
+        """The tensor's shape in a file."""
+        index = (*self.index, *(EVERY,) * (len(self.whole) - len(self.index)))
+        left = tuple(size for size, at in zip(self.whole, index, strict=True) if not isinstance(at, int))
+        return tuple(self.layout.shape([left]))
+
+    def put(self, tensor: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        arrays[self.ours][self.index] = self.layout.read(tensor)[0]
+
+    def take(self, array: np.ndarray) -> np.ndarray:
+        """The tensor, a view of the array where that is possible."""
+        return self.layout.write([np.asarray(array[self.index])])
 
 
 def read_tensors(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -15,6 +16,7 @@ from jaxmodels.errors import CheckpointError
 from jaxmodels.weights import check_fit
 
 FOLDER = "orbax"
+UNREADABLE = (ValueError, KeyError, TypeError, OSError, AttributeError)  # what Orbax raises for edited files
 
 Tree = TypeVar("Tree")
 
@@ -34,7 +36,9 @@ def save(folder: Path, tree: Any) -> None:
 
 
 def restore(folder: Path, wanted: Tree) -> Tree:
-    """Reads the arrays of `wanted`, a tree of `jax.ShapeDtypeStruct` (or arrays), onto the default device.
+    """Reads the arrays of `wanted`, a tree of `jax.ShapeDtypeStruct` (or arrays).
+
+    An array goes where its structure's ``sharding`` says, or onto the default device.
 
     Raises:
         CheckpointError: no such checkpoint, unreadable files, or (`WeightsMismatch`, all listed) other names, shapes
@@ -44,23 +48,51 @@ def restore(folder: Path, wanted: Tree) -> Tree:
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
     flat = _flatten(wanted)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for name, x in flat.items()}
+    target = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_stated_sharding(x) or device) for name, x in flat.items()
+    }
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             _check(folder, checkpointer, target)
             restored = checkpointer.restore(folder.resolve(), target)
-    except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except UNREADABLE as error:
         raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
     return jax.tree.unflatten(jax.tree.structure(wanted), [restored[name] for name in flat])
 
 
-def _check(folder: Path, checkpointer: ocp.StandardCheckpointer, target: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Orbax casts dtypes without a word, and names only the first thing that differs."""
+def float_dtypes(folder: Path) -> dict[str, np.dtype[Any]]:
+    """The dtypes of a checkpoint's arrays by name, as its files say.
+
+    Raises:
+        CheckpointError: no such checkpoint, unreadable files, or arrays that are no floats (all listed).
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = {name: np.dtype(entry.dtype) for name, entry in _metadata(folder, checkpointer).items()}
+    except UNREADABLE as error:
+        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
+    if others := [f"{name} ({dtype})" for name, dtype in found.items() if not jnp.issubdtype(dtype, jnp.floating)]:
+        raise CheckpointError(f"{folder.name}: arrays that are no floats: {', '.join(others)}")
+    return found
+
+
+def _stated_sharding(leaf: Any) -> Any:
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def _metadata(folder: Path, checkpointer: ocp.StandardCheckpointer) -> dict[str, Any]:
     metadata = checkpointer.metadata(folder.resolve())
     tree: Any = getattr(metadata, "item_metadata", metadata)
-    found: dict[str, Any] = dict(getattr(tree, "tree", tree))
+    return dict(getattr(tree, "tree", tree))
+
+
+def _check(folder: Path, checkpointer: ocp.StandardCheckpointer, target: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Orbax casts dtypes without a word, and names only the first thing that differs."""
+    found = _metadata(folder, checkpointer)
     check_fit(
         {name: tuple(entry.shape) for name, entry in found.items()},
         {name: shape.shape for name, shape in target.items()},

@@ -50,6 +50,11 @@ def is_part(name: str, variant: str | None) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns(variant))
 
 
+def is_there(folder: Path, variant: str | None) -> bool:
+    """Whether a folder has a model's weights."""
+    return any((folder / name).is_file() for name in (whole_name(variant), *index_names(variant)))
+
+
 def find(
     folder: Path, variant: str | None = None, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Stored]:

@@ -1,0 +1,110 @@
+"""A 2D transformer in Orbax's format, there and back, over several devices too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmodels.checkpoints import diffusers, orbax, transformer2d_orbax
+from jaxmodels.errors import CheckpointError, WeightsMismatch
+from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
+from jaxmodels.weights import flatten
+
+CONFIG = Transformer2DConfig(4, 8, 32, num_layers=2, cross_attention_dim=12)
+PROGRAM = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from jax.sharding import Mesh
+from jaxmodels.checkpoints import transformer2d_orbax
+from jaxmodels.sharding import shardings
+from jaxmodels.transformer2d import Transformer2DModel
+from jaxmodels.weights import flatten
+
+folder = Path(sys.argv[1])
+config, _ = transformer2d_orbax.restore(folder)
+model = Transformer2DModel.from_config(config)
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+named = dict(zip(flatten(model), jax.tree.leaves(shardings(model, mesh)), strict=True))
+_, weights = transformer2d_orbax.restore(folder, shardings=named)
+kernel = weights["transformer_blocks.attn1.to_qkv.kernel"]
+assert all(array.sharding == named[name] for name, array in weights.items())
+assert kernel.addressable_shards[0].data.shape == (2, 32, 3, 8), kernel.addressable_shards[0].data.shape
+transformer2d_orbax.save(folder.parent / "spread", config, weights)
+"""
+
+
+@pytest.fixture
+def weights() -> dict[str, jax.Array]:
+    return flatten(Transformer2DModel.from_config(CONFIG))
+
+
+def bits(weights) -> dict[str, tuple]:
+    return {name: (str(array.dtype), np.asarray(array).tobytes()) for name, array in weights.items()}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_model_comes_back_with_the_same_bits(tmp_path: Path, weights, dtype) -> None:
+    weights = {name: array.astype(dtype) for name, array in weights.items()}
+    transformer2d_orbax.save(tmp_path / "model", CONFIG, weights)
+    for options in ({}, {"dtype": dtype}):
+        config, back = transformer2d_orbax.restore(tmp_path / "model", **options)
+        assert config == CONFIG
+        assert bits(back) == bits(weights)
+
+
+def test_a_model_is_loaded_from_orbax_where_there_is_nothing_else(tmp_path: Path, weights) -> None:
+    transformer2d_orbax.save(tmp_path / "model", CONFIG, weights)
+    model = Transformer2DModel.from_pretrained(tmp_path / "model")
+    assert bits(flatten(model)) == bits(weights)
+    half = diffusers.read(tmp_path / "model", dtype=np.float16)[1]
+    assert {array.dtype for array in half.values()} == {np.dtype(np.float16)}
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / orbax.FOLDER).rename(tmp_path / "elsewhere")
+    assert bits(diffusers.read(tmp_path / "model")[1]) == bits(weights)
+
+
+def test_what_does_not_fit_is_refused_with_all_of_it(tmp_path: Path, weights) -> None:
+    folder = tmp_path / "model"
+    with pytest.raises(WeightsMismatch, match=r"unused: extra \[3\]"):
+        transformer2d_orbax.save(folder, CONFIG, {**weights, "extra": jnp.zeros(3)})
+    assert not folder.exists()
+    transformer2d_orbax.save(folder, CONFIG, weights)
+    with pytest.raises(CheckpointError, match=r"norm\.bias \(found float32, wanted bfloat16\)"):
+        transformer2d_orbax.restore(folder, dtype=jnp.bfloat16)
+    orbax.save(folder / orbax.FOLDER, {**weights, "norm.bias": jnp.zeros(31), "extra": jnp.zeros(3)})
+    with pytest.raises(WeightsMismatch, match="1 unused, 1 misshaped"):
+        transformer2d_orbax.restore(folder)
+    orbax.save(folder / orbax.FOLDER, {**weights, "norm.bias": jnp.full(32, jnp.nan)})
+    with pytest.raises(CheckpointError, match=r"NaN or an infinity: norm\.bias"):
+        diffusers.read(folder)
+    orbax.save(folder / orbax.FOLDER, {**weights, "norm.bias": jnp.zeros(32, jnp.int32)})
+    with pytest.raises(CheckpointError, match=r"no floats: norm\.bias \(int32\)"):
+        transformer2d_orbax.restore(folder)
+    with pytest.raises(CheckpointError, match="no Orbax checkpoint there"):
+        orbax.float_dtypes(folder / "nothing")
+
+
+def test_arrays_spread_over_devices_are_restored_and_saved_where_they_lie(tmp_path: Path, weights) -> None:
+    transformer2d_orbax.save(tmp_path / "model", CONFIG, weights)
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "ROBOJAX_COMPILE_CACHE": "off",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "model")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert bits(transformer2d_orbax.restore(tmp_path / "spread")[1]) == bits(weights)
