@@ -118,7 +118,6 @@ CONFIGS: Mapping[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {
     ),
     "no heads": ({"in_channels": 32, "num_attention_heads": 0}, ("num_attention_heads", "0"), False),
     "no layers": ({"in_channels": 32, "num_layers": 0}, ("num_layers", "0"), False),
-    "text for a number": ({"in_channels": "32"}, ("in_channels", "'32'"), True),
     "dropout above one": ({"in_channels": 32, "dropout": 1.5}, ("dropout", "1.5"), True),
     "one class": ({"num_vector_embeds": 1, "sample_size": 4}, ("discrete", "num_vector_embeds"), False),
     "image smaller than a patch": (
