@@ -128,10 +128,11 @@ def _sample(
 ) -> Float[Array, "..."]:
     first_key, step_key = jax.random.split(key)
     first = first_noise(start, shape, first_key)
+    fixed = None if known is None else known.spread(shape)
     rows = schedule.ddpm_rows(steps) if method == "ddpm" else schedule.ddim_rows(steps)
 
     def with_known(x: Array, alpha: Any) -> Array:
-        return x if known is None else known.keep(x, diffuse(known.value, first, alpha))
+        return x if fixed is None else fixed.put(x, diffuse(fixed.value, first, alpha))
 
     def step(prediction: Array, state: tuple[Array], row: DiffusionRow) -> tuple[Array]:
         (x,) = state
@@ -147,4 +148,4 @@ def _sample(
         return (with_known(x, row.next_alpha),)
 
     (x,) = run_steps(predict, step, (with_known(first, rows.alpha[0]),), rows, extras)
-    return x if known is None else known.keep(x, known.value)
+    return x if fixed is None else fixed.put(x, fixed.value)

@@ -176,9 +176,10 @@ def _sample(
     method: str,
 ) -> Float[Array, "..."]:
     first = first_noise(start, shape, key)
+    fixed = None if known is None else known.spread(shape)
 
     def with_known(x: Array, sigma: Any) -> Array:
-        return x if known is None else known.keep(x, between(known.value, first, sigma))
+        return x if fixed is None else fixed.put(x, between(fixed.value, first, sigma))
 
     def straight(velocity: Array, state: tuple[Array], row: FlowRow) -> tuple[Array]:
         check_prediction(velocity, shape, ADVICE)
@@ -192,6 +193,8 @@ def _sample(
         return with_known(euler_step(mean, origin, row), row.next_sigma), origin, velocity
 
     if method == "euler":
-        return run_steps(predict, straight, (with_known(first, 1.0),), schedule.euler_rows(steps), extras)[0]
-    state = (with_known(first, 1.0), first, jnp.zeros_like(first))
-    return run_steps(predict, corrected, state, schedule.heun_rows(steps), extras)[0]
+        rows = schedule.euler_rows(steps)
+        return run_steps(predict, straight, (with_known(first, rows.sigma[0]),), rows, extras)[0]
+    rows = schedule.heun_rows(steps)
+    state = (with_known(first, rows.sigma[0]), first, jnp.zeros_like(first))
+    return run_steps(predict, corrected, state, rows, extras)[0]

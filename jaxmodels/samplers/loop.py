@@ -19,6 +19,10 @@ Rows = TypeVar("Rows")
 class Known(NamedTuple):
     """What a continuous sample must contain; a pytree.
 
+    It is put in at every step with the noise of that step, so that a model sees it and fits the rest in: cheap, but
+    the rest leans towards it only in part. For more, give a `predict` that pulls its prediction by the gradient of
+    the clean sample it expects (https://arxiv.org/abs/2303.08500); it knows x and t, and needs nothing of a sampler.
+
     Attributes:
         value: (..., like the sample), or something that broadcasts to it. Only what `mask` marks is read.
         mask: true where the sample must equal `value`; broadcasts likewise.
@@ -27,7 +31,20 @@ class Known(NamedTuple):
     value: Float[Array, "..."]
     mask: Bool[Array, "..."]
 
-    def keep(self, x: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Array, "..."]:
+    def spread(self, shape: tuple[int, ...]) -> "Known":
+        """Both as large as the sample.
+
+        Raises:
+            InputError: they do not broadcast to it.
+        """
+        try:
+            value, mask = (jnp.broadcast_to(jnp.asarray(array), shape) for array in self)
+        except ValueError as error:
+            found = [list(jnp.shape(array)) for array in self]
+            raise InputError(f"known has shapes {found}; wanted {list(shape)}, or what broadcasts to it") from error
+        return Known(value.astype(jnp.float32), mask.astype(bool))
+
+    def put(self, x: Float[Array, "*x"], value: Float[Array, "*x"]) -> Float[Array, "*x"]:
         """`x` with `value` where the sample is known."""
         return jnp.where(self.mask, value, x)
 

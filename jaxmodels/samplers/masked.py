@@ -90,7 +90,7 @@ class MaskSchedule:
         Args:
             uniform: random numbers; the lowest ones say which tokens.
         """
-        count = jnp.maximum(jnp.ceil(share * tokens.shape[1]), 1)
+        count = jnp.maximum(jnp.ceil(share * tokens.shape[1]), 1).astype(jnp.int32)
         return jnp.where(ranks(uniform) < count[:, None], self.mask, tokens)
 
 

@@ -115,7 +115,8 @@ class NoiseSchedule:
             times = np.round(np.arange(total, 0, -total / steps))[:steps] - 1
         if times[0] >= total:
             raise InputError(
-                f"{steps} steps with steps_offset {self.steps_offset} start at {times[0]}; the last is {total - 1}"
+                f"{steps} steps with steps_offset {self.steps_offset} begin at timestep {int(times[0])}; the last is "
+                f"{total - 1}; take fewer steps"
             )
         return times.astype(np.int32)
 

@@ -1,0 +1,238 @@
+"""With an exact predictor, samplers draw from the distribution that it describes."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmodels.samplers import (
+    FlowSchedule,
+    Known,
+    MaskSchedule,
+    NoiseSchedule,
+    VQSchedule,
+    ddim,
+    ddpm,
+    flow_euler,
+    flow_heun,
+    maskgit,
+    vq_diffusion,
+)
+
+MEAN, STD = 0.4, 0.3
+SHAPE = (4000, 3)
+
+
+def best_split(x: jax.Array, signal: Any, noise: Any) -> tuple[jax.Array, jax.Array]:
+    """Clean sample and noise to be expected of `x = signal sample + noise noise` when samples are normal."""
+    off = (x - signal * MEAN) / (signal**2 * STD**2 + noise**2)
+    return MEAN + signal * STD**2 * off, noise * off
+
+
+def diffusion_predictor(schedule: NoiseSchedule) -> Callable[..., jax.Array]:
+    def predict(x: jax.Array, t: jax.Array) -> jax.Array:
+        alpha = jnp.asarray(schedule.alphas)[t]
+        sample, noise = best_split(x, jnp.sqrt(alpha), jnp.sqrt(1 - alpha))
+        velocity = jnp.sqrt(alpha) * noise - jnp.sqrt(1 - alpha) * sample
+        return {"epsilon": noise, "sample": sample, "v_prediction": velocity}[schedule.prediction_type]
+
+    return predict
+
+
+def velocity(x: jax.Array, t: jax.Array) -> jax.Array:
+    sample, noise = best_split(x, 1 - t / 1000, t / 1000)
+    return noise - sample
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("method", ["ddim", "ddim with noise", "ddpm"])
+def test_diffusion_reproduces_a_normal_distribution(prediction_type: Any, method: str) -> None:
+    schedule = NoiseSchedule(prediction_type=prediction_type, clip_sample=False, beta_schedule="squaredcos_cap_v2")
+    predict, key = diffusion_predictor(schedule), jax.random.key(0)
+    if method == "ddpm":
+        x = ddpm(predict, SHAPE, key, schedule, steps=250)
+    else:
+        x = ddim(predict, SHAPE, key, schedule, steps=250, eta=1.0 if "noise" in method else 0.0)
+    assert abs(float(x.mean()) - MEAN) < 0.01
+    assert abs(float(x.std()) / STD - 1) < 0.03
+
+
+@pytest.mark.parametrize(("sample", "steps"), [(flow_euler, 250), (flow_heun, 50)])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_flow_matching_reproduces_a_normal_distribution(sample: Any, steps: int, shift: float) -> None:
+    x = sample(velocity, SHAPE, jax.random.key(1), FlowSchedule(shift=shift, spacing="uniform"), steps=steps)
+    assert abs(float(x.mean()) - MEAN) < 0.01
+    assert abs(float(x.std()) / STD - 1) < 0.03
+
+
+def test_heun_converges_with_the_square_of_the_steps_and_euler_with_the_steps() -> None:
+    start = np.linspace(-2, 2, 9, dtype=np.float32)[None]
+    exact = MEAN + STD * start  # where this flow carries noise
+
+    def error(sample: Any, steps: int) -> float:
+        schedule = FlowSchedule(spacing="uniform")
+        x = sample(velocity, start.shape, jax.random.key(0), schedule, steps=steps, start=start)
+        return float(np.abs(np.asarray(x) - exact).max())
+
+    assert 1.7 < error(flow_euler, 40) / error(flow_euler, 80) < 2.3
+    assert error(flow_heun, 40) / error(flow_heun, 80) > 3
+    assert error(flow_heun, 20) < error(flow_euler, 40) / 3  # as many looks at the model
+
+
+CORRELATION = 0.9
+COVARIANCE = np.array([[1, CORRELATION], [CORRELATION, 1]], np.float32)
+
+
+def correlated_velocity(x: jax.Array, t: jax.Array) -> jax.Array:
+    sigma = t / 1000
+    spread = (1 - sigma) ** 2 * COVARIANCE + sigma**2 * jnp.eye(2)
+    off = jnp.linalg.solve(spread, x.T).T
+    return sigma * off - (1 - sigma) * off @ COVARIANCE
+
+
+def correlated_noise(x: jax.Array, t: jax.Array) -> jax.Array:
+    alpha = jnp.asarray(NoiseSchedule().alphas)[t]
+    spread = alpha * COVARIANCE + (1 - alpha) * jnp.eye(2)
+    return jnp.sqrt(1 - alpha) * jnp.linalg.solve(spread, x.T).T
+
+
+WHOLE = 1.5 * CORRELATION  # mean of the second number when the first is 1.5
+KNOWN = Known(jnp.asarray([1.5, 0.0]), jnp.asarray([True, False]))
+
+
+@pytest.mark.parametrize("method", ["flow", "heun", "ddim", "ddpm"])
+def test_what_is_known_stays_and_the_rest_leans_towards_it(method: str) -> None:
+    shape, key = (2000, 2), jax.random.key(2)
+    schedule, flow = NoiseSchedule(clip_sample=False), FlowSchedule(spacing="uniform")
+    if method == "flow":
+        x = flow_euler(correlated_velocity, shape, key, flow, steps=100, known=KNOWN)
+    elif method == "heun":
+        x = flow_heun(correlated_velocity, shape, key, flow, steps=30, known=KNOWN)
+    elif method == "ddim":
+        x = ddim(correlated_noise, shape, key, schedule, steps=100, known=KNOWN)
+    else:
+        x = ddpm(correlated_noise, shape, key, schedule, steps=100, known=KNOWN)
+    assert (np.asarray(x[:, 0]) == 1.5).all()
+    # Putting it in at each step is half of conditioning; the other half is the test after this one.
+    assert 0.45 < float(x[:, 1].mean()) / WHOLE < 0.75
+
+
+def test_a_predictor_that_corrects_itself_conditions_on_what_is_known() -> None:
+    """Guidance by what the sample will be (https://arxiv.org/abs/2303.08500 and real-time chunking) needs no hook."""
+
+    def corrected(x: jax.Array, t: jax.Array) -> jax.Array:
+        sigma = t / 1000
+        velocity, pull = jax.vjp(lambda x: correlated_velocity(x, t), x)
+        off = jnp.where(KNOWN.mask, KNOWN.value - (x - sigma * velocity), 0)
+        # how far the sample may still be from what is expected of it; the first number's variance is 1
+        spread = sigma**2 / ((1 - sigma) ** 2 + sigma**2)
+        return velocity - sigma / (1 - sigma + 1e-3) / spread * (off - sigma * pull(off)[0])
+
+    schedule = FlowSchedule(spacing="uniform")
+    x = flow_euler(corrected, (2000, 2), jax.random.key(8), schedule, steps=200)
+    assert float(jnp.abs(x[:, 0] - 1.5).max()) < 1e-3
+    assert abs(float(x[:, 1].mean()) / WHOLE - 1) < 0.1
+    assert abs(float(x[:, 1].std()) / (1 - CORRELATION**2) ** 0.5 - 1) < 0.15
+
+
+TOKENS, CLASSES = 4, 3  # two classes and the masked one
+SEQUENCES = np.array(list(itertools.product(range(CLASSES - 1), repeat=TOKENS)), np.int32)
+
+
+def joint() -> np.ndarray:
+    """Probabilities of all sequences, strongly dependent: far from the product of their marginals."""
+    likes = np.random.default_rng(0).normal(size=len(SEQUENCES)) - 2.0 * np.abs(np.diff(SEQUENCES, axis=1)).sum(1)
+    weights = np.exp(likes)
+    return weights / weights.sum()
+
+
+def conditional(likelihood: jax.Array) -> jax.Array:
+    """Log-probabilities (b v n) of each token's class, given the likelihood (b sequence) of what is seen."""
+    weights = likelihood * jnp.asarray(joint(), jnp.float32)
+    is_class = jnp.asarray(SEQUENCES[:, None] == np.arange(CLASSES - 1)[:, None], jnp.float32)
+    probabilities = jnp.einsum("bs,svn->bvn", weights, is_class)
+    return jnp.log(probabilities / probabilities.sum(1, keepdims=True))
+
+
+def from_masked(tokens: jax.Array, t: jax.Array) -> jax.Array:
+    agrees = (tokens[:, None] == SEQUENCES) | (tokens[:, None] == CLASSES - 1)
+    return conditional(jnp.prod(agrees.astype(jnp.float32), axis=2))
+
+
+def frequencies(ids: Any) -> np.ndarray:
+    numbers = np.asarray(ids) @ (2 ** np.arange(TOKENS)[::-1])
+    return np.bincount(numbers, minlength=len(SEQUENCES)) / len(numbers)
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Total variation."""
+    return float(np.abs(one - other).sum() / 2)
+
+
+def independent() -> np.ndarray:
+    ones = joint() @ SEQUENCES
+    return np.prod(np.where(SEQUENCES, ones, 1 - ones), axis=1)
+
+
+RANDOM_ORDER = (1e6, 1e6)
+ONE_AT_A_TIME = MaskSchedule(CLASSES, masking="linear", temperature=RANDOM_ORDER)
+
+
+def test_maskgit_one_token_at_a_time_in_random_order_is_exact() -> None:
+    count = 20000
+    ids = maskgit(from_masked, (count, TOKENS), jax.random.key(3), ONE_AT_A_TIME, steps=TOKENS).ids
+    chi_square = count * float(((frequencies(ids) - joint()) ** 2 / joint()).sum())
+    assert chi_square < 37.7  # 1 in 1000 of exact samples with 15 degrees of freedom
+    assert distance(independent(), joint()) > 0.2  # what drawing all tokens at once would give
+
+
+def test_maskgit_all_at_once_draws_tokens_independently() -> None:
+    ids = maskgit(from_masked, (20000, TOKENS), jax.random.key(4), ONE_AT_A_TIME, steps=1).ids
+    assert distance(frequencies(ids), independent()) < 0.02
+
+
+def test_maskgit_around_known_tokens_is_the_exact_conditional() -> None:
+    known = np.full((20000, TOKENS), CLASSES - 1)
+    known[:, 1] = 1
+    ids = maskgit(from_masked, known.shape, jax.random.key(5), ONE_AT_A_TIME, steps=TOKENS, known=known).ids
+    given = joint() * (SEQUENCES[:, 1] == 1)
+    assert (np.asarray(ids)[:, 1] == 1).all()
+    assert distance(frequencies(ids), given / given.sum()) < 0.02
+
+
+def from_noisy(schedule: VQSchedule, tokens: jax.Array, t: jax.Array) -> jax.Array:
+    rates = schedule.row(t).whole
+    keep, change, mask = jnp.exp(rates.keep), jnp.exp(rates.change), jnp.exp(rates.mask)
+    becomes = jnp.where(tokens[:, None] == SEQUENCES, keep + change, change)
+    becomes = jnp.where(tokens[:, None] == CLASSES - 1, mask, becomes)
+    return conditional(jnp.prod(becomes, axis=2))
+
+
+VQ_SCHEDULES = {"mostly masks": VQSchedule(CLASSES), "half masks": VQSchedule(CLASSES, 100, 0.999, 0.001, 1e-4, 0.5)}
+
+
+@pytest.mark.parametrize("name", list(VQ_SCHEDULES))
+@pytest.mark.parametrize("steps", [100, 60])
+def test_vq_diffusion_reproduces_a_joint_distribution(name: str, steps: int) -> None:
+    schedule = VQ_SCHEDULES[name]
+    predict = partial(from_noisy, schedule)
+    ids = vq_diffusion(predict, (20000, TOKENS), jax.random.key(6), schedule, steps=steps).ids
+    # Tokens that change in the same step do so independently, so it is exact for ever more steps only.
+    assert distance(frequencies(ids), joint()) < 0.02
+    assert distance(independent(), joint()) > 0.2
+
+
+def test_vq_diffusion_around_known_tokens_is_near_the_conditional() -> None:
+    schedule = VQ_SCHEDULES["mostly masks"]
+    known = np.full((20000, TOKENS), CLASSES - 1)
+    known[:, 0] = 1
+    predict = partial(from_noisy, schedule)
+    ids = vq_diffusion(predict, known.shape, jax.random.key(7), schedule, steps=100, known=known).ids
+    given = joint() * (SEQUENCES[:, 0] == 1)
+    assert (np.asarray(ids)[:, 0] == 1).all()
+    assert distance(frequencies(ids), given / given.sum()) < 0.02
