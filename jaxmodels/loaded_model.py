@@ -20,6 +20,7 @@ from jaxmodels.forward_cost import ForwardCost, forward_cost
 from jaxmodels.hub import fetch
 from jaxmodels.named_inputs import Input, inputs_of, output_shape, read_inputs, to_call
 from jaxmodels.transformer2d import CompiledTransformer2D, Transformer2DConfig, Transformer2DModel
+from jaxmodels.transformer2d.arguments import read_arguments
 from jaxmodels.weights import flatten
 
 Key: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
@@ -114,6 +115,7 @@ class LoadedModel:
         self._kept: OrderedDict[Key, dict[str, jax.ShapeDtypeStruct]] = OrderedDict()
         self._lock = threading.Lock()
         self._fastest = SLOWEST
+        self._seconds: dict[Key, float] = {}
         self._timings: dict[str, float] = {}
         self.shapes_kept = shapes_kept
 
@@ -165,19 +167,19 @@ class LoadedModel:
         return found
 
     def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
-        """What a forward pass would take, estimated without compiling: seconds, bytes of memory, bytes of its sample.
+        """What a forward pass would take, found without compiling: seconds, bytes of memory, bytes of its sample.
 
-        Seconds follow from the fastest pass so far. Accelerators say themselves when memory is short, so that only a
-        CPU's is counted.
+        Seconds are those of the fastest pass over such shapes; of new ones they follow from the fastest pass of all.
+        Accelerators say themselves when memory is short, so that only a CPU's is counted.
 
         Raises:
             InputError: an input is wrong.
         """
         arrays = read_inputs(self._inputs, inputs)
-        # Shapes must be right before anything is counted from them.
-        self._compiled.is_compiled(**to_call(_abstract(arrays)))
+        self._check(arrays)
         cost = self._forward_cost(arrays)
-        return cost.operations / self._fastest, cost.memory if self._device.platform == "cpu" else 0, cost.answer
+        seconds = self._seconds.get(_key(_abstract(arrays)), cost.operations / self._fastest)
+        return seconds, cost.memory if self._device.platform == "cpu" else 0, cost.answer
 
     def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether there is an executable for arrays of these shapes."""
@@ -189,7 +191,7 @@ class LoadedModel:
         Raises:
             InputError: an input is wrong.
         """
-        return self._compile(_abstract(read_inputs(self._inputs, inputs)))
+        return self._compile(read_inputs(self._inputs, inputs))
 
     def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """One forward pass, compiled first when the shapes are new (see `is_compiled`).
@@ -205,7 +207,7 @@ class LoadedModel:
                 into the device's memory.
         """
         arrays = read_inputs(self._inputs, inputs)
-        self._compile(_abstract(arrays))
+        self._compile(arrays)
         operations = self._forward_cost(arrays).operations
         try:
             start = time.perf_counter()
@@ -215,7 +217,9 @@ class LoadedModel:
             computed = time.perf_counter()
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
-        self._fastest = max(self._fastest, operations / max(computed - sent, 1e-9))
+        seconds, key = computed - sent, _key(_abstract(arrays))
+        self._fastest = max(self._fastest, operations / max(seconds, 1e-9))
+        self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
         host = np.array(sample, np.float32)  # a copy: the buffer may be the device's own
         self._timings = {
             "to_device": sent - start,
@@ -242,14 +246,22 @@ class LoadedModel:
         shapes = {name: array.shape for name, array in arrays.items()}
         return forward_cost(self._config, self._matrices, shapes, self._dtype.itemsize)
 
-    def _compile(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> float:
+    def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Everything about them, values too: nothing is counted from wrong shapes, or compiled for wrong numbers."""
+        read_arguments(self._config, self._dtype, **to_call(arrays))
+
+    def _compile(self, arrays: Mapping[str, np.ndarray]) -> float:
+        shapes = _abstract(arrays)
         key = _key(shapes)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return 0.0
+            self._check(arrays)
             while len(self._kept) >= self.shapes_kept:
-                self._compiled.forget(**to_call(self._kept.popitem(last=False)[1]))
+                oldest, shapes_of_it = self._kept.popitem(last=False)
+                self._compiled.forget(**to_call(shapes_of_it))
+                self._seconds.pop(oldest, None)
             start = time.perf_counter()
             try:
                 self._compiled.compile(**to_call(shapes))

@@ -200,7 +200,7 @@ def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model:
         app.ctx.started_at = time.monotonic()
         engine = Engine(stuck_after=settings.stuck_after)
         app.ctx.sessions = Sessions(transport=transport, load=load, engine=engine, settings=limits)
-        app.ctx.models = Models(engine, _forward_limits(settings))
+        app.ctx.models = Models(engine, _forward_limits(settings), app.ctx.sessions.has_running_robot)
         try:
             # The server answers when they are there: one that cannot be loaded stops the start.
             for name, (path, revision) in settings.models.items():
@@ -226,6 +226,7 @@ def _forward_limits(settings: Settings) -> ForwardLimits:
         memory=settings.max_forward_memory,
         places=settings.max_forwards,
         seconds=settings.answer_deadline,
+        beside_robots=settings.forward_beside_robots,
     )
 
 

@@ -1,7 +1,8 @@
 """Forward passes that requests ask for: one at a time, behind all robots.
 
 A pass begins only when no session waits for an inference, on a thread of its own with less priority than theirs: an
-inference that is asked for meanwhile does not queue behind it. Reading bodies, compiling and writing answers go the
+inference that is asked for meanwhile does not queue behind it, but shares the device with it. A pass cannot be
+interrupted, so that a long one is refused while a robot runs. Reading bodies, compiling and writing answers go the
 same way, one request after the other, and never on the event loop.
 """
 
@@ -36,12 +37,14 @@ class ForwardLimits:
         memory: bytes, by estimate.
         places: requests at a time, those included that still send their body.
         seconds: from the whole body to the answer; a pass that is estimated to take longer is refused at once.
+        beside_robots: seconds, by estimate, that one may take while a robot runs.
     """
 
     arrays: ArrayLimits = field(default_factory=ArrayLimits)
     memory: int = 4 << 30
     places: int = 4
     seconds: float = 30.0
+    beside_robots: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,12 @@ class Ask:
 class Forwards:
     """The queue of one process."""
 
-    def __init__(self, engine: Engine, limits: ForwardLimits | None = None):
+    def __init__(
+        self, engine: Engine, limits: ForwardLimits | None = None, has_running_robot: Callable[[], bool] = lambda: False
+    ):
         self.limits = limits or ForwardLimits()
         self._engine = engine
+        self._has_running_robot = has_running_robot
         self._places = 0
         self._turn = asyncio.Lock()
         self._passes: set[asyncio.Task[Forwarded]] = set()
@@ -138,12 +144,15 @@ class Forwards:
         model = served.model
         begun = time.monotonic()
         inputs = await self._call(lambda: ask.form.decode(b"".join(ask.body), self.limits.arrays, served.dtypes))
-        await self._call(lambda: self._check_cost(model.cost(inputs), ask.answer))
+        cost = await self._call(lambda: model.cost(inputs))
+        self._check_cost(cost, ask.answer)
+        self._give_way(cost[0])
         read = time.monotonic()
         compile_seconds = await self._compile(served, inputs)
         compiled = time.monotonic()
         if not await _first(self._engine.until_idle(), ask.given_up.wait()):
             raise ModelBusy("given up")
+        self._give_way(cost[0])
         started = time.monotonic()
         outputs = await self._call(lambda: model.forward(inputs))
         seconds = {
@@ -192,6 +201,13 @@ class Forwards:
             raise TooLarge(
                 f"the answer would have {answer // 4} numbers, and {form.most_numbers} are allowed in JSON; ask for "
                 "another form: Accept: application/x-npz"
+            )
+
+    def _give_way(self, seconds: float) -> None:
+        if seconds > self.limits.beside_robots and self._has_running_robot():
+            raise ModelBusy(
+                f"a robot is running, and the forward pass would take about {seconds:.2g} s; beside robots it may take "
+                f"{self.limits.beside_robots:g} s (forward_beside_robots); stop the sessions or send less"
             )
 
     async def _call(self, call: Callable[[], Result]) -> Result:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxmodels.errors import JaxModelsError
@@ -21,8 +22,10 @@ class Models:
         forwards: the queue of what is asked of them.
     """
 
-    def __init__(self, engine: Engine, limits: ForwardLimits | None = None):
-        self.forwards = Forwards(engine, limits)
+    def __init__(
+        self, engine: Engine, limits: ForwardLimits | None = None, has_running_robot: Callable[[], bool] = lambda: False
+    ):
+        self.forwards = Forwards(engine, limits, has_running_robot)
         self._engine = engine
         self._models: dict[str, ServedModel] = {}
 

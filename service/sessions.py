@@ -76,6 +76,10 @@ class Sessions:
         """All sessions, oldest first; failed ones too."""
         return [session for session in self._sessions.values() if session.stage is not Stage.DELETED]
 
+    def has_running_robot(self) -> bool:
+        """Whether any session moves its robot, or would if its link came back."""
+        return any(session.stage in (Stage.RUNNING, Stage.RECONNECTING) for session in self._sessions.values())
+
     async def start(self, session_id: str) -> Session:
         """Let a session move its robot."""
         session = self.get(session_id)

@@ -1,6 +1,8 @@
 """Arrays in NumPy's npz: a zip of npy files, opened with nothing taken on trust."""
 
+import ast
 import io
+import re
 import struct
 import zipfile
 import zlib
@@ -8,13 +10,15 @@ from collections.abc import Mapping
 from typing import IO
 
 import numpy as np
-from numpy.lib import format as npy
 
-from service.arrays.limits import Allowance, ArrayLimits, check_finite, check_name, read_dtype, refusal
+from service.arrays.limits import DTYPES, Allowance, ArrayLimits, check_finite, check_name, read_dtype, refusal
 from service.errors import InvalidRequest, TooLarge
 
 _END = struct.Struct("<4s4H2LH")  # a zip's last record: signature, disks and counts, size and offset of the directory
 _DIRECTORY_PER_ARRAY = 512
+# What an npy file begins with, by version, and how it then writes its header's length.
+_LENGTHS = {b"\x93NUMPY\x01\x00": struct.Struct("<H"), b"\x93NUMPY\x02\x00": struct.Struct("<I")}
+_KIND = re.compile(r"\|[bui]1|[<>=][ui][248]|[<>=]f[248]")
 _HEADER = 4096
 _AT_ONCE = 1 << 20  # copying keeps other threads waiting; so much takes less than a millisecond
 
@@ -34,7 +38,15 @@ def decode(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[
             if sum(member.file_size for member in members) > limits.bytes + len(members) * _HEADER:
                 raise TooLarge(f"the arrays are more than {limits.bytes} bytes (max_forward_bytes) when unpacked")
             return dict(_read(archive, member, allowance) for member in members)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        OSError,
+    ) as error:
         raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",)) from error
 
 
@@ -65,13 +77,8 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowanc
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise refusal(name, "is packed in a way that is not read; write the npz with numpy.savez")
     with archive.open(member) as file:
-        try:
-            version = npy.read_magic(file)
-            read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
-            shape, is_fortran, kind = read_header(file, max_header_size=_HEADER)
-        except (ValueError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
-            raise refusal(name, "is no npy file that can be read; write the npz with numpy.savez") from error
-        dtype = read_dtype(name, kind.name if kind.fields is None and not kind.hasobject else None)
+        shape, is_fortran, kind = _read_header(name, file)
+        dtype = read_dtype(name, kind.name)
         size = allowance.take(name, shape, dtype)
         if member.file_size - file.tell() != size:
             raise refusal(name, f"says shape {list(shape)} of {dtype.name}, but has another number of bytes")
@@ -83,6 +90,24 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowanc
             raise refusal(name, "goes on after its end")
     found = array.view(kind).reshape(shape, order="F" if is_fortran else "C")
     return name, check_finite(name, np.ascontiguousarray(found, dtype).reshape(shape))
+
+
+def _read_header(name: str, file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, order of axes and dtype; NumPy's own reader knows more dtypes, and older ways to write them."""
+    length = _LENGTHS.get(file.read(8))
+    size = length.unpack(file.read(length.size))[0] if length else 0
+    if not 0 < size <= _HEADER:
+        raise refusal(name, "is no npy file that can be read; write the npz with numpy.savez")
+    try:
+        header = ast.literal_eval(file.read(size).decode("latin1").strip())
+        kind, is_fortran, shape = header["descr"], header["fortran_order"], header["shape"]
+    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        raise refusal(name, "is no npy file that can be read; write the npz with numpy.savez") from error
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise refusal(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
+    if type(is_fortran) is not bool or type(shape) is not tuple or any(type(size) is not int for size in shape):
+        raise refusal(name, "is no npy file that can be read; write the npz with numpy.savez")
+    return shape, is_fortran, np.dtype(kind)
 
 
 def _fill(file: IO[bytes], view: memoryview) -> None:
