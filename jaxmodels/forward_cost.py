@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxmodels.layers.attention import AT_ONCE
 from jaxmodels.transformer2d import Transformer2DConfig
 from jaxmodels.transformer2d.arguments import token_count
 
@@ -25,6 +24,7 @@ class ForwardCost(NamedTuple):
 
 # Numbers per token and channel at the widest point of a block: a gated feed-forward's 8, and what is kept beside it.
 _WIDTHS = 18
+_SCORES = 1 << 22  # of an attention, at a time; longer ones go block by block
 _FLOAT = 4
 
 
@@ -45,8 +45,8 @@ def forward_cost(
     keys = tokens + (context if config.has_cross_attention else 0)
     scores = 4.0 * config.num_layers * batch * tokens * keys * width
     answer = batch * _numbers_out(config, shape)
-    seen_at_once = min(batch * config.num_attention_heads * tokens * max(tokens, context), AT_ONCE)
-    memory = item * batch * _WIDTHS * max(tokens, context) * width + _FLOAT * (seen_at_once + answer)
+    at_once = min(batch * config.num_attention_heads * tokens * max(tokens, context), _SCORES)
+    memory = item * batch * _WIDTHS * max(tokens, context) * width + _FLOAT * (at_once + answer)
     return ForwardCost(products + scores, memory, _FLOAT * answer)
 
 
