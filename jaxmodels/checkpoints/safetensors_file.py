@@ -23,6 +23,7 @@ from jaxmodels.errors import CheckpointError
 
 HEADER_LIMIT = 8 << 20  # bytes
 TENSOR_LIMIT = 10_000
+METADATA = "__metadata__"
 # NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.
 FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
@@ -65,6 +66,7 @@ def find_floats(path: Path, is_wanted: Callable[[str], bool] = lambda name: True
             not floating-point (all listed).
     """
     header, start = _read_header(path)
+    header.pop(METADATA, None)
     wanted = {name: entry for name, entry in header.items() if is_wanted(name)}
     others = [f"{name} ({entry.get('dtype')})" for name, entry in wanted.items() if entry.get("dtype") not in FLOATS]
     if others:
@@ -78,6 +80,16 @@ def find_floats(path: Path, is_wanted: Callable[[str], bool] = lambda name: True
         name: Stored(path, FLOATS[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
         for name, entry in wanted.items()
     }
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says beside its tensors.
+
+    Raises:
+        CheckpointError: no such file, or not a safetensors file.
+    """
+    header, _ = _read_header(path)
+    return {name: text for name, text in header.get(METADATA, {}).items() if isinstance(text, str)}
 
 
 def read_floats(path: Path, *, but: str | None = None) -> dict[str, np.ndarray]:
@@ -107,7 +119,7 @@ def write_floats(path: Path, wanted: Mapping[str, tuple[np.dtype[Any], Shape]], 
         wanted: dtype and shape of every tensor, in the order they are written.
         tensor: gives the tensor of a name.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # PyTorch's loaders look for it
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}  # PyTorch's loaders look for it
     end = 0
     for name, (dtype, shape) in wanted.items():
         begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -140,7 +152,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise CheckpointError(f"{path.name}: its header is malformed; wanted a safetensors file") from error
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise CheckpointError(f"{path.name}: its header is no object of tensors; wanted a safetensors file")
-    header.pop("__metadata__", None)
-    if len(header) > TENSOR_LIMIT:
-        raise CheckpointError(f"{path.name}: {len(header)} tensors; wanted at most {TENSOR_LIMIT}")
+    count = len(header) - (METADATA in header)
+    if count > TENSOR_LIMIT:
+        raise CheckpointError(f"{path.name}: {count} tensors; wanted at most {TENSOR_LIMIT}")
     return header, 8 + length

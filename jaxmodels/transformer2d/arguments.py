@@ -25,6 +25,7 @@ class Arguments(NamedTuple):
     Attributes:
         objects: what GLIGEN's fusers look at.
         conditions: resolution and aspect ratio, for models that have them.
+        scale: of low-rank adapters, for models that have them.
     """
 
     hidden_states: Array
@@ -35,6 +36,7 @@ class Arguments(NamedTuple):
     attention_mask: Array | None = None
     encoder_attention_mask: Array | None = None
     objects: Array | None = None
+    scale: Array | None = None
 
 
 def read_arguments(
@@ -83,6 +85,7 @@ def read_arguments(
         if config.has_cross_attention
         else None,
         _objects(config, dtype, cross_attention_kwargs, batch),
+        read_scale(cross_attention_kwargs),
     )
 
 
@@ -304,9 +307,6 @@ def _objects(
     config: Transformer2DConfig, dtype: DTypeLike, given: Mapping[str, Any] | None, batch: int
 ) -> Array | None:
     """What GLIGEN's fusers look at, out of cross_attention_kwargs."""
-    unknown = sorted(set(given or {}) - {"gligen"})
-    if unknown:
-        raise InputError(f"cross_attention_kwargs has {', '.join(map(repr, unknown))}; known: 'gligen'")
     gligen = (given or {}).get("gligen")
     if gligen is None:
         return None
@@ -322,6 +322,24 @@ def _objects(
     if array.ndim != 3 or array.shape[0] != batch or array.shape[2] != width:
         raise InputError(f"{_shape(name, array)}; wanted ({batch}, objects, {width}), cross_attention_dim wide")
     return jnp.asarray(array, dtype)
+
+
+def read_scale(cross_attention_kwargs: Mapping[str, Any] | None) -> Array | None:
+    """What low-rank adapters are scaled by (jaxmodels/transformer2d/lora.py), out of cross_attention_kwargs.
+
+    Raises:
+        InputError: it is no number, or there is a key that nothing here knows.
+    """
+    given = cross_attention_kwargs or {}
+    unknown = sorted(set(given) - {"gligen", "scale"})
+    if unknown:
+        raise InputError(f"cross_attention_kwargs has {', '.join(map(repr, unknown))}; known: 'gligen', 'scale'")
+    if given.get("scale") is None:
+        return None
+    scale = _array("cross_attention_kwargs['scale']", given["scale"])
+    if scale.ndim != 0 or scale.dtype == bool:
+        raise InputError(f"{_shape('scale in cross_attention_kwargs', scale)}; wanted one number, e.g. 0.5")
+    return jnp.asarray(scale, jnp.float32)
 
 
 def _refuse_unprepared(*given: Any) -> None:

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float
 
 from jaxmodels.checkpoints import diffusers
 from jaxmodels.devices import exact_products, read_dtype
+from jaxmodels.errors import ConfigError
 from jaxmodels.layers.feed_forward import tanh_gelu
 from jaxmodels.layers.norm import LayerNorm
-from jaxmodels.transformer2d import pretrained
+from jaxmodels.transformer2d import lora, pretrained
 from jaxmodels.transformer2d.arguments import (
     Arguments,
     ArrayLike,
@@ -24,6 +25,7 @@ from jaxmodels.transformer2d.arguments import (
     check_context,
     check_no_context,
     read_arguments,
+    read_scale,
     read_timing,
 )
 from jaxmodels.transformer2d.attention import Dtypes, linear
@@ -267,8 +269,11 @@ class Transformer2DModel(nnx.Module):
             max_shard_bytes: larger models are written in shards; 10 GB, as in diffusers, when None.
 
         Raises:
+            ConfigError: the model has low-rank adapters.
             OSError: it cannot be written; what was there before is as it was.
         """
+        if lora.is_adapted(self):
+            raise ConfigError("the model has adapters, which diffusers keeps apart; lora.fuse or lora.detach them")
         weights = flatten(self)
         diffusers.write(Path(folder), self.config, weights, variant=variant, max_shard_bytes=max_shard_bytes)
 
@@ -349,7 +354,8 @@ class Transformer2DModel(nnx.Module):
             added_cond_kwargs: {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}, where the model has them.
             class_labels: integers (batch,), for ada_norm_zero; num_embeds_ada_norm itself means no class. (Not
                 (batch, classes), as diffusers' documentation has it.)
-            cross_attention_kwargs: {"gligen": {"objs": (batch, objects, cross_attention_dim)}} for gated models.
+            cross_attention_kwargs: {"gligen": {"objs": (batch, objects, cross_attention_dim)}} for gated models;
+                {"scale": number} for models with low-rank adapters (jaxmodels/transformer2d/lora.py), 1 without.
             attention_mask: for the first attention of each block, whose keys are the tokens of `hidden_states`
                 themselves (those of `encoder_hidden_states` only with only_cross_attention). (batch, keys): 1 keeps,
                 0 adds -10000 to the scores. (batch, 1 or tokens, keys) and (batch, heads, tokens, keys): added as it
@@ -388,6 +394,7 @@ class Transformer2DModel(nnx.Module):
         timestep: ArrayLike = None,
         added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
         class_labels: ArrayLike = None,
+        cross_attention_kwargs: Mapping[str, Any] | None = None,
     ) -> Conditioning:
         """What of a forward pass does not depend on `hidden_states`; arguments as there.
 
@@ -395,11 +402,13 @@ class Transformer2DModel(nnx.Module):
         ``context = model.prepare_context(text)`` and ``steps = jax.vmap(model.prepare_modulations)(timesteps)``.
         """
         return Conditioning(
-            self.prepare_context(encoder_hidden_states),
-            self.prepare_modulations(timestep, class_labels, added_cond_kwargs),
+            self.prepare_context(encoder_hidden_states, cross_attention_kwargs),
+            self.prepare_modulations(timestep, class_labels, added_cond_kwargs, cross_attention_kwargs),
         )
 
-    def prepare_context(self, encoder_hidden_states: ArrayLike = None) -> Seen:
+    def prepare_context(
+        self, encoder_hidden_states: ArrayLike = None, cross_attention_kwargs: Mapping[str, Any] | None = None
+    ) -> Seen:
         """Keys and values of `encoder_hidden_states` in every layer, captions projected before; nothing of None."""
         if encoder_hidden_states is None:
             check_no_context(self.config)
@@ -408,16 +417,18 @@ class Transformer2DModel(nnx.Module):
             return Seen()
         context = jnp.asarray(encoder_hidden_states)
         check_context(self.config, context)
-        return self._run("look_at", context.astype(self.dtype))
+        return self._run("look_at", context.astype(self.dtype), read_scale(cross_attention_kwargs))
 
     def prepare_modulations(
         self,
         timestep: ArrayLike = None,
         class_labels: ArrayLike = None,
         added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
+        cross_attention_kwargs: Mapping[str, Any] | None = None,
     ) -> Modulations:
         """What timesteps, classes and conditions do to every layer; arguments as in a call."""
-        return self._run("modulate", read_timing(self.config, None, timestep, class_labels, added_cond_kwargs))
+        timing = read_timing(self.config, None, timestep, class_labels, added_cond_kwargs)
+        return self._run("modulate", timing, None, read_scale(cross_attention_kwargs))
 
     def compile(self, hidden_states: ArrayLike, **others: Any) -> CompiledTransformer2D:
         """The forward pass ahead of time, over the weights this model has now.
@@ -449,6 +460,9 @@ class Transformer2DModel(nnx.Module):
         Args:
             layers: each block's weights by itself, when they do not lie in one array each.
         """
+        if arguments.scale is not None:
+            layers = None if layers is None else [lora.scaled(layer, arguments.scale) for layer in layers]
+            return self._scaled(arguments.scale)._forward(arguments._replace(scale=None), conditioning, key, layers)
         hidden = arguments.hidden_states
         timing = Timing(arguments.timestep, arguments.class_labels, arguments.conditions)
         keys = (None, None) if key is None else jax.random.split(key)
@@ -503,10 +517,19 @@ class Transformer2DModel(nnx.Module):
         projected = self.caption_projection(context, tanh_gelu)
         return projected.reshape(projected.shape[0], -1, projected.shape[-1])
 
-    def _look_at(self, context: Array) -> Seen:
+    def _scaled(self, scale: Array) -> "Transformer2DModel":
+        """This model with adapters that count `scale` times as much."""
+        graph, state = nnx.split(self)
+        return nnx.merge(graph, lora.scaled(state, scale))
+
+    def _look_at(self, context: Array, scale: Array | None = None) -> Seen:
+        if scale is not None:
+            return self._scaled(scale)._look_at(context)
         return look_at(self.transformer_blocks, self._project_captions(context))
 
-    def _modulate(self, timing: Timing, key: Array | None = None) -> Modulations:
+    def _modulate(self, timing: Timing, key: Array | None = None, scale: Array | None = None) -> Modulations:
+        if scale is not None:
+            return self._scaled(scale)._modulate(timing, key)
         blocks, config = self.transformer_blocks, self.config
         if timing.timestep is None:
             return Modulations(Modulation())
