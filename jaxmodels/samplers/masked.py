@@ -175,10 +175,11 @@ def _sample(
     def step(prediction: Array, state: tuple[Array, Array], row: MaskRow) -> tuple[Array, Array]:
         check_prediction(prediction, wanted, "log-probabilities of every class but the masked one")
         tokens, surety = state
-        class_key, order_key = jax.random.split(jax.random.fold_in(key, row.timestep))
-        gumbel = partial(jax.random.gumbel, dtype=jnp.float32)
+        # One draw, as random numbers are much of what there is to compile: the masked class's row is for the order.
+        noise_shape = (shape[0], schedule.num_classes, shape[1])
+        gumbel = jax.random.gumbel(jax.random.fold_in(key, row.timestep), noise_shape, jnp.float32)
         tokens, is_new, sure = maskgit_step(
-            schedule, prediction, tokens, row, masked_at_first, gumbel(class_key, wanted), gumbel(order_key, shape)
+            schedule, prediction, tokens, row, masked_at_first, gumbel[:, :-1], gumbel[:, -1]
         )
         return tokens, jnp.where(is_new, sure, surety)
 

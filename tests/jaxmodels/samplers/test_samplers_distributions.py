@@ -26,6 +26,8 @@ from jaxmodels.samplers import (
 
 MEAN, STD = 0.4, 0.3
 SHAPE = (4000, 3)
+# Another generator than the default one, which takes longer than all else here.
+key_of = partial(jax.random.key, impl="unsafe_rbg")
 
 
 def best_split(x: jax.Array, signal: Any, noise: Any) -> tuple[jax.Array, jax.Array]:
@@ -53,11 +55,11 @@ def velocity(x: jax.Array, t: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("method", ["ddim", "ddim with noise", "ddpm"])
 def test_diffusion_reproduces_a_normal_distribution(prediction_type: Any, method: str) -> None:
     schedule = NoiseSchedule(prediction_type=prediction_type, clip_sample=False, beta_schedule="squaredcos_cap_v2")
-    predict, key = diffusion_predictor(schedule), jax.random.key(0)
+    predict, key = diffusion_predictor(schedule), key_of(0)
     if method == "ddpm":
-        x = ddpm(predict, SHAPE, key, schedule, steps=250)
+        x = ddpm(predict, SHAPE, key, schedule, steps=200)
     else:
-        x = ddim(predict, SHAPE, key, schedule, steps=250, eta=1.0 if "noise" in method else 0.0)
+        x = ddim(predict, SHAPE, key, schedule, steps=200, eta=1.0 if "noise" in method else 0.0)
     assert abs(float(x.mean()) - MEAN) < 0.01
     assert abs(float(x.std()) / STD - 1) < 0.03
 
@@ -85,20 +87,23 @@ def test_heun_converges_with_the_square_of_the_steps_and_euler_with_the_steps() 
 
 
 CORRELATION = 0.9
-COVARIANCE = np.array([[1, CORRELATION], [CORRELATION, 1]], np.float32)
+
+
+def whitened(x: jax.Array, signal: Any, noise: Any) -> jax.Array:
+    """`x` times the inverse of its covariance, when it is a correlated pair times `signal` plus `noise`."""
+    spread, common = signal + noise, signal * CORRELATION
+    return (spread * x - common * x[:, ::-1]) / (spread**2 - common**2)
 
 
 def correlated_velocity(x: jax.Array, t: jax.Array) -> jax.Array:
     sigma = t / 1000
-    spread = (1 - sigma) ** 2 * COVARIANCE + sigma**2 * jnp.eye(2)
-    off = jnp.linalg.solve(spread, x.T).T
-    return sigma * off - (1 - sigma) * off @ COVARIANCE
+    off = whitened(x, (1 - sigma) ** 2, sigma**2)
+    return sigma * off - (1 - sigma) * (off + CORRELATION * off[:, ::-1])
 
 
 def correlated_noise(x: jax.Array, t: jax.Array) -> jax.Array:
     alpha = jnp.asarray(NoiseSchedule().alphas)[t]
-    spread = alpha * COVARIANCE + (1 - alpha) * jnp.eye(2)
-    return jnp.sqrt(1 - alpha) * jnp.linalg.solve(spread, x.T).T
+    return jnp.sqrt(1 - alpha) * whitened(x, alpha, 1 - alpha)
 
 
 WHOLE = 1.5 * CORRELATION  # mean of the second number when the first is 1.5
@@ -107,7 +112,7 @@ KNOWN = Known(jnp.asarray([1.5, 0.0]), jnp.asarray([True, False]))
 
 @pytest.mark.parametrize("method", ["flow", "heun", "ddim", "ddpm"])
 def test_what_is_known_stays_and_the_rest_leans_towards_it(method: str) -> None:
-    shape, key = (2000, 2), jax.random.key(2)
+    shape, key = (2000, 2), key_of(2)
     schedule, flow = NoiseSchedule(clip_sample=False), FlowSchedule(spacing="uniform")
     if method == "flow":
         x = flow_euler(correlated_velocity, shape, key, flow, steps=100, known=KNOWN)
@@ -221,9 +226,9 @@ VQ_SCHEDULES = {"mostly masks": VQSchedule(CLASSES), "half masks": VQSchedule(CL
 def test_vq_diffusion_reproduces_a_joint_distribution(name: str, steps: int) -> None:
     schedule = VQ_SCHEDULES[name]
     predict = partial(from_noisy, schedule)
-    ids = vq_diffusion(predict, (20000, TOKENS), jax.random.key(6), schedule, steps=steps).ids
+    ids = vq_diffusion(predict, (8000, TOKENS), key_of(6), schedule, steps=steps).ids
     # Tokens that change in the same step do so independently, so it is exact for ever more steps only.
-    assert distance(frequencies(ids), joint()) < 0.02
+    assert distance(frequencies(ids), joint()) < 0.03
     assert distance(independent(), joint()) > 0.2
 
 
@@ -232,7 +237,7 @@ def test_vq_diffusion_around_known_tokens_is_near_the_conditional() -> None:
     known = np.full((20000, TOKENS), CLASSES - 1)
     known[:, 0] = 1
     predict = partial(from_noisy, schedule)
-    ids = vq_diffusion(predict, known.shape, jax.random.key(7), schedule, steps=100, known=known).ids
+    ids = vq_diffusion(predict, known.shape, key_of(7), schedule, steps=100, known=known).ids
     given = joint() * (SEQUENCES[:, 0] == 1)
     assert (np.asarray(ids)[:, 0] == 1).all()
     assert distance(frequencies(ids), given / given.sum()) < 0.02
