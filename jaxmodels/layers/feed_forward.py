@@ -100,7 +100,10 @@ class FeedForward(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b n d"], rngs: nnx.Rngs | None = None) -> Float[Array, "b n d"]:
-        return self.down(dropout(self.activation(self.up(x)), self.rate, rngs))
+        hidden = self.up(x)
+        # In float32: an activation of several operations would round after each of them.
+        active = self.activation(hidden.astype(jnp.float32)).astype(hidden.dtype)
+        return self.down(dropout(active, self.rate, rngs))
 
 
 # Logical axes, for those who spread a model over devices (jaxmodels/sharding.py).
