@@ -175,6 +175,31 @@ def to_torch() -> Callable[[Any], Any]:
     return as_torch
 
 
+def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
+    """Ours without files, with random weights that are the same whatever the options; nothing is compiled for them."""
+    from flax import nnx
+
+    from jaxmodels.transformer2d import Transformer2DModel
+    from jaxmodels.weights import blueprint
+
+    plan = blueprint(lambda: Transformer2DModel(**config, **options, rngs=nnx.Rngs(0)))
+    weights = {}
+    for name, wanted in plan.shapes.items():
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        x = rng.standard_normal(wanted.shape)
+        if name.endswith("kernel"):
+            x /= np.sqrt(config["num_attention_heads"] * config["attention_head_dim"])
+        else:
+            x = 0.3 * x + float(name.endswith("scale"))
+        weights[name] = np.asarray(x, wanted.dtype)
+    return plan.assemble(weights)
+
+
+@pytest.fixture(name="model_of")
+def model_of_fixture() -> Callable[..., Any]:
+    return model_of
+
+
 def seeded_weights(seed: int, shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
     """The rule of tests/golden/transformer2d/README.md."""
     weights = {}

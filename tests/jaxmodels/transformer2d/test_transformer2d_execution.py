@@ -46,43 +46,30 @@ def arguments(name: str, config: dict[str, Any], inputs_for, batch: int = 2) -> 
     return inputs
 
 
-def lively(config: dict[str, Any], **options: Any) -> Transformer2DModel:
-    """A model whose biases, norms and tables are not the zeros and ones that they start as."""
-    model = Transformer2DModel(**config, **options, rngs=nnx.Rngs(4))
-    graph, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(state)
-    rng = np.random.default_rng(0)
-    moved = [leaf + np.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
-    return nnx.merge(graph, jax.tree.unflatten(tree, moved))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_compiled_traced_and_eager_agree(name: str, small, inputs_for) -> None:
+@pytest.mark.parametrize("name", ["continuous ada", "discrete", "zero", "single"])
+def test_compiled_traced_and_eager_agree(name: str, small, inputs_for, model_of) -> None:
     kind, fields = KINDS[name]
     config = small(kind, **fields)
-    model, inputs = lively(config), arguments(name, config, inputs_for)
+    model, inputs = model_of(config), arguments(name, config, inputs_for)
     wanted = np.asarray(model(**inputs).sample)
-    with jax.disable_jit():
-        eager = np.asarray(model(**inputs).sample)
-    assert np.abs(eager - wanted).max() <= TOLERANCE
+    if name == "continuous ada":  # operation by operation is slow to start
+        with jax.disable_jit():
+            eager = np.asarray(model(**inputs).sample)
+        assert np.abs(eager - wanted).max() <= TOLERANCE
     graph, state = nnx.split(model)
     on_device = jax.tree.map(jnp.asarray, inputs)
     traced = jax.jit(lambda state, inputs: nnx.merge(graph, state)(**inputs).sample)(state, on_device)
     assert np.abs(np.asarray(traced) - wanted).max() <= TOLERANCE
-    shapes = {key: value if isinstance(value, dict) else jax.typeof(value) for key, value in on_device.items()}
-    shapes = {
-        key: jax.ShapeDtypeStruct(value.shape, value.dtype) if hasattr(value, "shape") else value
-        for key, value in shapes.items()
-    }
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), on_device)
     ahead = model.compile(**shapes)
     assert np.abs(np.asarray(ahead(**inputs)) - wanted).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for) -> None:
+def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for, model_of) -> None:
     kind, fields = KINDS[name]
     config = small(kind, **fields)
-    model, inputs = lively(config), arguments(name, config, inputs_for)
+    model, inputs = model_of(config), arguments(name, config, inputs_for)
     wanted = np.asarray(model(**inputs).sample)
     conditioning = model.prepare(**{key: inputs.pop(key) for key in STEADY if key in inputs})
     found = np.asarray(model(**inputs, conditioning=conditioning).sample)
@@ -99,33 +86,23 @@ def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_element_does_not_depend_on_its_batch(name: str, small, inputs_for) -> None:
+def test_an_element_does_not_depend_on_its_batch(name: str, small, inputs_for, model_of) -> None:
     kind, fields = KINDS[name]
     config = small(kind, **fields)
-    model, inputs = lively(config), arguments(name, config, inputs_for, batch=3)
+    model, inputs = model_of(config), arguments(name, config, inputs_for, batch=3)
     together = np.asarray(model(**inputs).sample)
     alone = np.asarray(model(**jax.tree.map(lambda value: value[1:2], inputs)).sample)
     assert np.abs(together[1:2] - alone).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("is_scanned", [False, True])
-def test_layers_written_out_and_scanned_agree(is_scanned: bool, small, inputs_for) -> None:
-    for name, (kind, fields) in KINDS.items():
-        config = small(kind, **fields, num_layers=3)
-        inputs = arguments(name, config, inputs_for)
-        found = lively(config, scan_layers=is_scanned)(**inputs).sample
-        assert np.abs(np.asarray(found) - np.asarray(lively(config)(**inputs).sample)).max() <= TOLERANCE
-
-
-@pytest.mark.parametrize("length", [5, 16])
-def test_log_probabilities_sum_to_one_over_all_but_the_masked_class(length: int, small, inputs_for) -> None:
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_log_probabilities_sum_to_one_over_all_but_the_masked_class(dtype: Any, small, inputs_for, model_of) -> None:
     config = small("discrete", cross_attention_dim=20)
-    ids = np.full((2, length), 10)  # all of the masked class
-    for dtype in (jnp.float32, jnp.bfloat16):
-        found = np.asarray(lively(config, dtype=dtype)(**inputs_for(config, hidden_states=ids)).sample)
-        assert found.dtype == np.float32
-        assert found.shape == (2, 10, length)
-        np.testing.assert_allclose(np.exp(found.astype(np.float64)).sum(axis=1), 1.0, atol=1e-6)
+    ids = np.full((2, 5), 10)  # all of the masked class
+    found = np.asarray(model_of(config, dtype=dtype)(**inputs_for(config, hidden_states=ids)).sample)
+    assert found.dtype == np.float32
+    assert found.shape == (2, 10, 5)
+    np.testing.assert_allclose(np.exp(found.astype(np.float64)).sum(axis=1), 1.0, atol=1e-6)
 
 
 def rms(x: np.ndarray) -> float:
@@ -157,9 +134,9 @@ def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, small, inputs_fo
     assert rms(found - peer) <= 0.05 * max(1.0, rms(exact))
 
 
-def test_programs_are_compiled_once_per_set_of_shapes(small, inputs_for) -> None:
+def test_programs_are_compiled_once_per_set_of_shapes(small, inputs_for, model_of) -> None:
     config = small("continuous", cross_attention_dim=20, norm_type="ada_norm", num_embeds_ada_norm=9)
-    model = lively(config)
+    model = model_of(config)
     counts = []
     with jax.log_compiles(False):
         for seed in range(4):

@@ -1,7 +1,7 @@
 """What makes no sense is refused before anything is compiled, with what was found and what was wanted."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -279,21 +279,21 @@ WRONG: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, Transformer2DModel]:
-    return {name: Transformer2DModel(**HEADS, **config, rngs=nnx.Rngs(0)) for name, config in MODELS.items()}
+@pytest.fixture
+def models(model_of) -> Callable[[str], Transformer2DModel]:
+    return lambda name: model_of(HEADS | MODELS[name])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_right_arguments_are_taken(name: str, models) -> None:
-    assert np.isfinite(np.asarray(models[name](**CALLS[name]).sample)).all()
+    assert np.isfinite(np.asarray(models(name)(**CALLS[name]).sample)).all()
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_argument_is_refused_by_name(name: str, models) -> None:
     which, wrong, said = WRONG[name]
     with pytest.raises(ValueError, match=r".") as refusal:
-        models[which](**CALLS[which] | wrong)
+        models(which)(**CALLS[which] | wrong)
     assert isinstance(refusal.value, JaxModelsError)  # not one that NumPy or XLA happened to raise
     for part in said:
         assert re.search(rf"(?<![0-9]){re.escape(part)}", str(refusal.value)), str(refusal.value)
@@ -316,12 +316,12 @@ def test_a_wrong_argument_is_refused_when_preparing(name: str, models) -> None:
     if name == "no encoder where widths differ":
         pytest.skip("prepared without encoder, a call says which widths differ")
     with pytest.raises(ValueError, match=said[0]) as refusal:
-        models[which].prepare(**arguments)
+        models(which).prepare(**arguments)
     assert isinstance(refusal.value, JaxModelsError)
 
 
 def test_what_is_prepared_is_not_given_again(models) -> None:
     call = CALLS["continuous"]
-    conditioning = models["continuous"].prepare(encoder_hidden_states=call["encoder_hidden_states"])
+    conditioning = models("continuous").prepare(encoder_hidden_states=call["encoder_hidden_states"])
     with pytest.raises(JaxModelsError, match="encoder_hidden_states"):
-        models["continuous"](**call, conditioning=conditioning)
+        models("continuous")(**call, conditioning=conditioning)

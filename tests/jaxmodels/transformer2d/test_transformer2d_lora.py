@@ -1,0 +1,410 @@
+"""Low-rank adapters: files of every kind, calls with a scale, and the numbers of merged weights and of peft."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxmodels.checkpoints import lora as files
+from jaxmodels.errors import CheckpointError, ConfigError, InputError, WeightsMismatch
+from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, lora
+from jaxmodels.weights import flatten
+
+CONFIG = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12, attention_bias=True)
+RANK, ALPHA = 3, 6.0
+# Every kind of layer that is adapted: fused and single projections, feed-forwards, and a 1x1 convolution.
+SIZES = {
+    "transformer_blocks.0.attn1.to_q": (16, 16),
+    "transformer_blocks.0.attn1.to_v": (16, 16),
+    "transformer_blocks.1.attn1.to_k": (16, 16),
+    "transformer_blocks.1.attn1.to_out.0": (16, 16),
+    "transformer_blocks.0.attn2.to_q": (16, 16),
+    "transformer_blocks.1.attn2.to_v": (16, 12),
+    "transformer_blocks.0.ff.net.0.proj": (128, 16),
+    "transformer_blocks.1.ff.net.2": (16, 64),
+    "proj_in": (16, 32),
+    "proj_out": (32, 16),
+}
+ATTENTIONS = {name: size for name, size in SIZES.items() if ".attn" in name}
+
+
+def factors_of(sizes: dict[str, tuple[int, int]], rank: int = RANK) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Down and up of each weight, as files have them."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (
+            (rng.standard_normal((rank, columns)) / columns**0.5).astype(np.float32),
+            (rng.standard_normal((rows, rank)) / rank**0.5).astype(np.float32),
+        )
+        for name, (rows, columns) in sizes.items()
+    }
+
+
+def peft_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
+    return {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+
+
+def pipeline_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
+    if name.startswith("proj"):  # files keep 1x1 convolutions as such
+        down, up = down[:, :, None, None], up[:, :, None, None]
+    return {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
+
+
+def adapter_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
+    return {f"{name}.lora_A.default.weight": down, f"{name}.lora_B.default.weight": up}
+
+
+def down_up_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
+    return {f"unet.{name}.lora.down.weight": down, f"unet.{name}.lora.up.weight": up}
+
+
+def processor_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
+    attention, layer = name.removesuffix(".0").rsplit(".", 1)
+    start = f"{attention}.processor.{layer}_lora"
+    return {f"{start}.down.weight": down, f"{start}.up.weight": up}
+
+
+def kohya_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
+    start = f"lora_unet_{name.replace('.', '_')}"
+    return {f"{start}.lora_down.weight": down, f"{start}.lora_up.weight": up}
+
+
+Naming = Callable[[str, np.ndarray, np.ndarray], dict[str, np.ndarray]]
+
+
+def write(path: Path, naming: Naming, factors: dict[str, tuple[np.ndarray, np.ndarray]], **more: np.ndarray) -> Path:
+    tensors = {key: array for name, pair in factors.items() for key, array in naming(name, *pair).items()}
+    save_file({key: np.ascontiguousarray(array) for key, array in (tensors | more).items()}, path)
+    return path
+
+
+@pytest.fixture
+def model() -> Transformer2DModel:
+    return Transformer2DModel.from_config(CONFIG)
+
+
+@pytest.fixture
+def call() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {
+        "hidden_states": rng.standard_normal((2, 32, 3, 5), np.float32),
+        "encoder_hidden_states": rng.standard_normal((2, 7, 12), np.float32),
+    }
+
+
+def merged(model: Transformer2DModel, factors: dict[str, tuple[np.ndarray, np.ndarray]], scale: float) -> Any:
+    """The model with ``W + scale up down`` by hand, in our arrays."""
+    weights = {name: np.array(array) for name, array in flatten(model).items()}
+    for name, (down, up) in factors.items():
+        delta = (scale * up @ down).T
+        block, _, rest = name.removeprefix("transformer_blocks.").partition(".")
+        match rest.split("."):
+            case [attention, letter] if attention == "attn1":
+                weights["transformer_blocks.attn1.to_qkv.kernel"][int(block), :, "qkv".index(letter[-1])] += delta
+            case ["attn2", "to_v"]:
+                weights["transformer_blocks.attn2.to_kv.kernel"][int(block), :, 1] += delta
+            case ["attn2", "to_q"]:
+                weights["transformer_blocks.attn2.to_q.kernel"][int(block)] += delta
+            case [attention, "to_out", "0"]:
+                weights[f"transformer_blocks.{attention}.to_out.kernel"][int(block)] += delta
+            case ["ff", "net", *place]:
+                side = "up" if place[0] == "0" else "down"
+                weights[f"transformer_blocks.ff.{side}.kernel"][int(block)] += delta
+            case _:
+                weights[f"{name}.kernel"] += delta
+    graph, state = nnx.split(model)
+    leaves = [jnp.asarray(array) for array in weights.values()]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
+def sample(model: Any, call: dict[str, np.ndarray], scale: float | None = None, **more: Any) -> np.ndarray:
+    options = {} if scale is None else {"cross_attention_kwargs": {"scale": scale}}
+    return np.asarray(model(**call, **options, **more).sample)
+
+
+@pytest.mark.parametrize(
+    ("naming", "sizes"),
+    [
+        (peft_names, SIZES),
+        (pipeline_names, SIZES),
+        (adapter_names, SIZES),
+        (down_up_names, SIZES),
+        (kohya_names, SIZES),
+        (processor_names, ATTENTIONS),
+    ],
+)
+def test_every_kind_of_file_gives_the_output_of_merged_weights(naming, sizes, model, call, tmp_path: Path) -> None:
+    factors = factors_of(sizes)
+    wanted = {scale: sample(merged(model, factors, scale), call) for scale in (1.0, 0.25)}
+    before = sample(model, call)
+    lora.load(model, write(tmp_path / "adapter.safetensors", naming, factors))
+    assert np.abs(wanted[1.0] - before).max() > 0.1
+    np.testing.assert_allclose(sample(model, call), wanted[1.0], atol=2e-5)
+    for scale, output in wanted.items():
+        np.testing.assert_allclose(sample(model, call, scale), output, atol=2e-5)
+    np.testing.assert_array_equal(sample(model, call, 0.0), before)
+
+
+def test_prepared_and_compiled_calls_are_scaled_alike(model, call, tmp_path: Path) -> None:
+    lora.load(model, write(tmp_path / "adapter.safetensors", peft_names, factors_of(SIZES)))
+    options = {"cross_attention_kwargs": {"scale": 0.5}}
+    wanted = sample(model, call, 0.5)
+    conditioning = model.prepare(call["encoder_hidden_states"], **options)
+    prepared = model(call["hidden_states"], conditioning=conditioning, **options).sample
+    np.testing.assert_allclose(np.asarray(prepared), wanted, atol=1e-6)
+    compiled = model.compile(**call, **options)
+    np.testing.assert_allclose(np.asarray(compiled(**call, **options)), wanted, atol=1e-6)
+    other = compiled(**call, cross_attention_kwargs={"scale": 0.25})
+    np.testing.assert_allclose(np.asarray(other), sample(model, call, 0.25), atol=1e-6)
+    written_out = Transformer2DModel.from_config(CONFIG, scan_layers=False)
+    lora.load(written_out, tmp_path / "adapter.safetensors")
+    np.testing.assert_allclose(sample(written_out, call, 0.5), wanted, atol=1e-6)
+
+
+def test_two_adapters_add_up_each_with_its_scale(model, call, tmp_path: Path) -> None:
+    first, second = factors_of(SIZES, rank=2), factors_of(ATTENTIONS, rank=4)
+    wanted = sample(merged(merged(model, first, 0.5), second, 2.0), call)
+    lora.load(model, write(tmp_path / "first.safetensors", peft_names, first), scale=0.5)
+    lora.load(model, write(tmp_path / "second.safetensors", kohya_names, second), scale=2.0)
+    np.testing.assert_allclose(sample(model, call), wanted, atol=5e-5)
+
+
+def test_an_adapter_can_be_fused_or_taken_away(model, call, tmp_path: Path) -> None:
+    factors = factors_of(SIZES)
+    before, wanted = sample(model, call), sample(merged(model, factors, 0.5), call)
+    path = write(tmp_path / "adapter.safetensors", peft_names, factors)
+    names = set(flatten(model))
+    lora.load(model, path)
+    with pytest.raises(ConfigError, match=r"has adapters.*lora\.fuse or lora\.detach"):
+        model.save_pretrained(tmp_path / "model")
+    fused = nnx.clone(model)
+    lora.fuse(fused, scale=0.5)
+    np.testing.assert_allclose(sample(fused, call), wanted, atol=2e-5)
+    fused.save_pretrained(tmp_path / "model")
+    np.testing.assert_array_equal(
+        sample(Transformer2DModel.from_pretrained(tmp_path / "model"), call), sample(fused, call)
+    )
+    lora.detach(model)
+    np.testing.assert_array_equal(sample(model, call), before)
+    assert set(flatten(model)) == set(flatten(fused)) == names
+    assert not lora.is_adapted(model)
+
+
+def test_an_adapter_alone_can_be_trained(model, call, tmp_path: Path) -> None:
+    lora.load(model, write(tmp_path / "adapter.safetensors", peft_names, factors_of(SIZES)))
+    graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
+
+    def loss(adapters: Any) -> jax.Array:
+        return jnp.mean(nnx.merge(graph, adapters, rest)(**call).sample ** 2)
+
+    gradients = {".".join(map(str, path)): x for path, x in nnx.to_flat_state(jax.grad(loss)(adapters))}
+    assert len(gradients) == 2 * 8  # q, v and k of the first attention lie in one array, the second's in two
+    assert all(name.endswith(("lora_down", "lora_up")) for name in gradients)
+    assert all(float(jnp.abs(x.get_value()).max()) > 0 for x in gradients.values())
+
+
+@pytest.mark.parametrize("naming", [peft_names, kohya_names, down_up_names])
+def test_alpha_in_the_file_scales_by_alpha_over_rank(naming: Naming, model, call, tmp_path: Path) -> None:
+    factors = factors_of(SIZES)
+    start = "base_model.model." if naming is peft_names else "unet." if naming is down_up_names else None
+    alphas = {
+        f"{start}{name}.alpha" if start else f"lora_unet_{name.replace('.', '_')}.alpha": np.float32(ALPHA)
+        for name in SIZES
+    }
+    path = write(tmp_path / "adapter.safetensors", naming, factors, **{k: np.array(v) for k, v in alphas.items()})
+    wanted = sample(merged(model, factors, ALPHA / RANK), call)
+    lora.load(model, path)
+    np.testing.assert_allclose(sample(model, call), wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ({}, 1.0),
+        ({"lora_alpha": ALPHA, "r": RANK}, 2.0),
+        ({"lora_alpha": ALPHA, "use_rslora": True}, ALPHA / RANK**0.5),
+        ({"lora_alpha": 1.5, "alpha_pattern": dict.fromkeys(ATTENTIONS, 1.5)}, 0.5),
+    ],
+)
+def test_pefts_settings_beside_the_file_or_in_it_are_heeded(
+    settings, scale: float, model, call, tmp_path: Path
+) -> None:
+    factors = factors_of(ATTENTIONS)
+    wanted = sample(merged(model, factors, scale), call)
+    write(tmp_path / "adapter_model.safetensors", peft_names, factors)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    inside = tmp_path / "inside.safetensors"
+    tensors = {key: x for name, pair in factors.items() for key, x in pipeline_names(name, *pair).items()}
+    metadata = {f"transformer.{key}": value for key, value in settings.items()}
+    beside = nnx.clone(model)
+    lora.load(beside, tmp_path)
+    np.testing.assert_allclose(sample(beside, call), wanted, atol=1e-4)
+    (tmp_path / "adapter_config.json").unlink()
+    save_file(tensors, inside, metadata={"lora_adapter_metadata": json.dumps(metadata)})
+    lora.load(model, inside)
+    np.testing.assert_allclose(sample(model, call), wanted, atol=1e-4)
+
+
+def test_an_adapter_of_a_whole_unet_is_read_for_one_of_its_transformers(model, tmp_path: Path) -> None:
+    factors = factors_of(SIZES)
+    for naming in (down_up_names, kohya_names, processor_names):
+        sizes = ATTENTIONS if naming is processor_names else SIZES
+        here = {f"mid_block.attentions.0.{name}": pair for name, pair in factors.items() if name in sizes}
+        there = {f"up_blocks.1.attentions.0.{name}": pair for name, pair in factors.items() if name in sizes}
+        others = {"text_encoder.layers.0.q.lora_A.weight": np.zeros((2, 2), np.float32)}
+        path = write(tmp_path / "adapter.safetensors", naming, here | there, **others)
+        found = files.read(path, CONFIG, prefix="mid_block.attentions.0")
+        wanted = files.read(
+            write(tmp_path / "alone.safetensors", naming, {name: factors[name] for name in sizes}), CONFIG
+        )
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            np.testing.assert_array_equal(found[name][0], wanted[name][0])
+            np.testing.assert_array_equal(found[name][1], wanted[name][1])
+        with pytest.raises(CheckpointError, match=r"no low-rank factors under 'down_blocks\.0\.attentions\.0'"):
+            files.read(path, CONFIG, prefix="down_blocks.0.attentions.0")
+
+
+def test_ranks_may_differ_between_weights(model, call, tmp_path: Path) -> None:
+    factors = factors_of({"transformer_blocks.0.attn1.to_q": (16, 16)}, rank=1)
+    factors |= factors_of({"transformer_blocks.1.attn1.to_q": (16, 16)}, rank=5)
+    wanted = sample(merged(model, factors, 1.0), call)
+    path = write(tmp_path / "adapter.safetensors", peft_names, factors)
+    down, up = files.read(path, CONFIG)["transformer_blocks.attn1.to_qkv"]
+    assert (down.shape, up.shape) == ((2, 16, 3, 5), (2, 5, 3, 16))
+    lora.load(model, path)
+    np.testing.assert_allclose(sample(model, call), wanted, atol=2e-5)
+
+
+def test_what_does_not_fit_is_refused_with_all_of_it(model, tmp_path: Path) -> None:
+    factors = factors_of(SIZES)
+    tensors = {key: array for name, pair in factors.items() for key, array in peft_names(name, *pair).items()}
+    start = "base_model.model.transformer_blocks"
+    del tensors[f"{start}.0.attn1.to_q.lora_B.weight"]
+    tensors[f"{start}.1.attn2.to_v.lora_A.weight"] = np.zeros((3, 13), np.float32)
+    tensors[f"{start}.7.attn2.to_v.lora_A.weight"] = np.zeros((3, 12), np.float32)
+    tensors[f"{start}.0.attn1.to_q.lora_magnitude_vector"] = np.zeros(16, np.float32)
+    save_file(tensors, tmp_path / "adapter.safetensors")
+    with pytest.raises(WeightsMismatch) as caught:
+        lora.load(model, tmp_path / "adapter.safetensors")
+    text = str(caught.value)
+    assert "transformer_blocks.0.attn1.to_q: has no up (lora_B) factor" in text
+    assert "transformer_blocks.1.attn2.to_v: factors [3, 13] and [16, 3]; wanted [rank, 12] and [16, rank]" in text
+    assert "transformer_blocks.7.attn2.to_v.lora_A.weight [3, 12]: the model has no such weight" in text
+    assert "lora_magnitude_vector [16]: the model has no such weight" in text
+    assert not lora.is_adapted(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_alpha": "8"}, "holds no number"),
+        ({"alpha_pattern": [1]}, "holds no number"),
+        ({"alpha_pattern": {"blocks.*": 2}}, r"alpha_pattern has blocks\.\*"),
+    ],
+)
+def test_settings_that_are_not_understood_are_refused(settings, words: str, tmp_path: Path) -> None:
+    write(tmp_path / "adapter_model.safetensors", peft_names, factors_of(ATTENTIONS))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=words):
+        files.read(tmp_path, CONFIG)
+
+
+def test_files_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no adapter; wanted a safetensors file, or a folder with"):
+        files.read(tmp_path, CONFIG)
+    factors = factors_of(ATTENTIONS)
+    factors["transformer_blocks.0.attn1.to_q"][0][1, 1] = np.nan
+    with pytest.raises(CheckpointError, match=r"NaN or an infinity: transformer_blocks\.0\.attn1\.to_q"):
+        files.read(write(tmp_path / "x.safetensors", peft_names, factors), CONFIG)
+    tensors = peft_names("proj_in", *factors_of(SIZES)["proj_in"])
+    for text in ("{", "[]", "[" * 100_000):
+        save_file(tensors, tmp_path / "x.safetensors", metadata={"lora_adapter_metadata": text})
+        with pytest.raises(CheckpointError, match="lora_adapter_metadata is"):
+            files.read(tmp_path / "x.safetensors", CONFIG)
+
+
+def test_factors_that_do_not_fit_change_nothing(model) -> None:
+    down, up = np.zeros((2, 16, 3, 4), np.float32), np.zeros((2, 4, 3, 16), np.float32)
+    good = {"transformer_blocks.attn1.to_qkv": (down, up)}
+    wrong = {
+        "transformer_blocks.attn1.to_q": (down, up),
+        "norm": (down, up),
+        "proj_in": (np.zeros((32, 4), np.float32), np.zeros((5, 16), np.float32)),
+    }
+    with pytest.raises(ConfigError) as caught:
+        lora.attach(model, good | wrong)
+    assert "transformer_blocks.attn1.to_q: no linear layer of that name; norm: no linear layer" in str(caught.value)
+    assert "proj_in: factors [32, 4] and [5, 16]; wanted [32, 4] and [4, 16] with any rank" in str(caught.value)
+    assert not lora.is_adapted(model)
+
+
+def test_a_scale_that_nothing_has_use_for_is_refused(model, call) -> None:
+    with pytest.raises(InputError, match=r"'scale', but the model has no adapter; lora\.load puts one in"):
+        sample(model, call, 0.5)
+    with pytest.raises(InputError, match="'ip_adapter_masks'; known: 'gligen', 'scale'"):
+        model(**call, cross_attention_kwargs={"ip_adapter_masks": 1})
+    for wrong in (np.ones(2), True):
+        with pytest.raises(InputError, match="wanted one number"):
+            model(**call, cross_attention_kwargs={"scale": wrong})
+    with pytest.raises(InputError, match="wanted an array of numbers"):
+        model(**call, cross_attention_kwargs={"scale": "half"})
+
+
+def test_adapters_of_timesteps_captions_and_narrow_models(tmp_path: Path) -> None:
+    config = Transformer2DConfig(
+        2,
+        8,
+        4,
+        4,
+        2,
+        patch_size=2,
+        sample_size=8,
+        norm_type="ada_norm_single",
+        cross_attention_dim=16,
+        caption_channels=9,
+    )
+    model = Transformer2DModel.from_config(config, dtype=jnp.bfloat16)
+    sizes = {"adaln_single.linear": (96, 16), "caption_projection.linear_1": (16, 9), "proj_out": (16, 16)}
+    lora.load(
+        model,
+        write(
+            tmp_path / "adapter.safetensors",
+            pipeline_names,
+            {name: pair for name, pair in factors_of(sizes).items() if name != "proj_out"},
+        ),
+    )
+    assert {x.dtype for name, x in flatten(model).items() if ".lora_" in name} == {jnp.dtype(jnp.bfloat16)}
+    rng = np.random.default_rng(0)
+    call = {"hidden_states": rng.standard_normal((1, 4, 8, 8), np.float32), "timestep": np.array([3])}
+    call["encoder_hidden_states"] = rng.standard_normal((1, 5, 9), np.float32)
+    outputs = [sample(model, call, scale) for scale in (0.0, 1.0)]
+    assert all(output.dtype == jnp.bfloat16 for output in outputs)
+    assert np.abs(outputs[0].astype(np.float32) - outputs[1].astype(np.float32)).max() > 0.01
+
+
+def test_the_numbers_are_those_of_peft(model, call, tmp_path: Path) -> None:
+    reason = "needs torch, diffusers and peft; install robojax[parity] and peft"
+    torch = pytest.importorskip("torch", reason=reason)
+    diffusers = pytest.importorskip("diffusers", reason=reason)
+    peft = pytest.importorskip("peft", reason=reason)
+    model.save_pretrained(tmp_path / "model")
+    theirs = diffusers.Transformer2DModel.from_pretrained(tmp_path / "model", low_cpu_mem_usage=False).eval()
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"]
+    settings = peft.LoraConfig(r=4, lora_alpha=10, target_modules=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(theirs, settings)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        wanted = adapted(**{name: torch.from_numpy(array) for name, array in call.items()}).sample.numpy()
+    before = sample(model, call)
+    lora.load(model, tmp_path / "adapter")
+    assert np.abs(sample(model, call) - before).max() > 0.01
+    np.testing.assert_allclose(sample(model, call), wanted, atol=1e-5)
