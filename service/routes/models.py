@@ -39,13 +39,14 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             form = form_of_body(request.headers.get("content-type"))
             wanted = form_of_answer(request.headers.get("accept"), form)
             held.enter_context(models.forwards.place())
+            if form.is_small:
+                body = await read_pieces(request, settings.max_body, "max_body; npz and msgpack may have more")
+            else:
+                body = await read_pieces(request, settings.max_forward_bytes, "max_forward_bytes")
         except ServiceError:
-            await discard(request, settings.max_forward_bytes)
+            held.close()
+            await discard(request, 2 * settings.max_forward_bytes)
             raise
-        if form.is_small:
-            body = await read_pieces(request, settings.max_body, "max_body; npz and msgpack may have more")
-        else:
-            body = await read_pieces(request, settings.max_forward_bytes, "max_forward_bytes")
         forwarded = await models.forwards.forward(served, Ask(body, form, wanted), held.pop_all())
     timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
     return await send_pieces(request, forwarded.pieces, wanted.content_type, {"server-timing": timing})

@@ -1,6 +1,7 @@
 """Long bodies, read and written in pieces that keep nothing waiting."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import cast
 
 from sanic import HTTPResponse
@@ -24,11 +25,12 @@ async def read_pieces(request: Request, most: int, setting: str) -> Sequence[byt
 
 
 async def discard(request: Request, most: int) -> None:
-    """Read a body that is not looked at, so that a client that sends before it listens comes to hear the answer."""
+    """Read on a body that is not looked at: a client that sends before it listens would not hear the answer."""
     # Who asks before sending will not send.
     if request.headers.get("expect") is None:
-        async for _ in _pieces(request, most, "it is not looked at"):
-            pass
+        with suppress(TooLarge):
+            async for _ in _pieces(request, most, "it is not looked at"):
+                pass
 
 
 async def _pieces(request: Request, most: int, setting: str) -> AsyncIterator[bytes]:
