@@ -26,6 +26,8 @@ def test_it_runs_from_top_to_bottom(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
+    monkeypatch.setenv("MPLBACKEND", "agg")
     names: dict = {"__name__": "__main__"}
     for number, cell in enumerate(code_cells(path), 1):
         exec(compile("".join(cell["source"]), f"{path.name}, code cell {number}", "exec"), names)
