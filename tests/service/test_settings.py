@@ -89,6 +89,37 @@ def test_each_source_is_named(monkeypatch):
     assert any(line.startswith("colour (robojax.toml colour): no such setting; wanted one of") for line in lines)
 
 
+def test_models_have_a_form_for_each_source(monkeypatch, nowhere):
+    (nowhere / "odd@folder").mkdir()
+    write('[models]\ndit = "some/folder"\nvq = "owner/name/transformer@v1"')
+    assert load_settings().models == {"dit": ("some/folder", None), "vq": ("owner/name/transformer", "v1")}
+    write('models = ["a=odd@folder"]')
+    assert load_settings().models == {"a": ("odd@folder", None)}
+    monkeypatch.setenv("ROBOJAX_MODELS", "a=one, b=two@abc")
+    assert load_settings().models == {"a": ("one", None), "b": ("two", "abc")}
+    flags = {"models": ["x.y-1=with, comma", "z=a=b"]}
+    assert load_settings(flags).models == {"x.y-1": ("with, comma", None), "z": ("a=b", None)}
+
+
+@pytest.mark.parametrize(
+    ("models", "text"),
+    [
+        (["folder"], "a path or a repo id after folder="),
+        (["=folder"], "a name of 1 to 64 letters"),
+        (["..=folder"], "a name of 1 to 64 letters"),
+        (["a/b=folder"], "a name of 1 to 64 letters"),
+        (["a\n=folder"], "a name of 1 to 64 letters"),
+        (["a="], "a path or a repo id after a="),
+        (["a=1", "b=2", "a=3"], "each name once, not a twice"),
+        (5, "name=path or name=path@revision"),
+        ({"a": 5}, "models.a"),
+    ],
+)
+def test_models_that_make_no_sense_are_told(models, text):
+    assert text in wrong({"models": models})
+    assert "flag --models" in wrong({"models": models})
+
+
 def test_a_file_that_cannot_be_read_is_an_error(monkeypatch):
     assert "config (flag --config): found no file 'nope.toml'" in wrong(file=Path("nope.toml"))
     write("port = = 1", "broken.toml")

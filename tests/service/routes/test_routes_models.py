@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,8 +14,6 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.transformer2d import Transformer2DModel
-from jaxmodels.weights import blueprint
 from service.app import create_app
 from service.errors import ModelError
 from service.scripted_policy import ScriptedLoader
@@ -30,36 +27,8 @@ POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """An untrained DiT of two layers, as diffusers would save it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")
-        place = tmp_path_factory.mktemp("models") / "dit"
-        plan = blueprint(
-            lambda: Transformer2DModel(
-                num_attention_heads=2,
-                attention_head_dim=16,
-                num_layers=2,
-                in_channels=4,
-                patch_size=2,
-                sample_size=8,
-                norm_type="ada_norm_zero",
-                num_embeds_ada_norm=7,
-                activation_fn="gelu-approximate",
-            )
-        )
-        random = np.random.default_rng(0)
-        weights = {
-            name: np.float32(random.standard_normal(array.shape) / array.shape[-1] ** 0.5)
-            for name, array in plan.shapes.items()
-        }
-        plan.assemble(weights).save_pretrained(place)
-        yield place
-
-
-@pytest.fixture(scope="module")
-def loaded(folder) -> jaxmodels.LoadedModel:
-    return jaxmodels.load_model(folder)
+def loaded(model_folder) -> jaxmodels.LoadedModel:
+    return jaxmodels.load_model(model_folder)
 
 
 class Server:
@@ -408,16 +377,16 @@ async def test_ticks_keep_time_beside_forwards(serve, loaded):
         assert drive.control.lateness.count > 10
 
 
-async def test_a_server_starts_with_the_models_of_its_settings(folder):
-    app = create_app(Settings(models={"dit": str(folder)}), transport=MemoryTransport())
+async def test_a_server_starts_with_the_models_of_its_settings(model_folder):
+    app = create_app(Settings(models={"dit": str(model_folder)}), transport=MemoryTransport())
     async with (
         serving(app, listen("127.0.0.1", 0)) as url,
         aiohttp.ClientSession(url) as http,
         http.get("/models") as answer,
     ):
         [told] = await answer.json()
-    assert (told["name"], told["source"], told["kind"]) == ("dit", "dit", "patches")
-    assert str(folder) not in json.dumps(told)
+    assert (told["name"], told["source"], told["kind"]) == ("dit", "transformer", "patches")
+    assert str(model_folder) not in json.dumps(told)
 
 
 async def test_a_model_that_cannot_be_loaded_stops_the_start(tmp_path):
