@@ -1,6 +1,7 @@
 """Multi-head attention, over the same tokens or over others."""
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -8,15 +9,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmodels.layers.kernels import blocked, whole
+from jaxmodels.layers.kernels import blocked, cudnn, flash, whole
 
 # Xavier over the joint query-key-value matrix, as torch.nn.MultiheadAttention starts: fan_out is three widths.
 _joint_init = nnx.initializers.variance_scaling(0.5, "fan_avg", "uniform")
 _xavier_init = nnx.initializers.xavier_uniform()
-
-
-# Scores that a CPU's cache holds at once: 16 MB of float32.
-AT_ONCE = 1 << 22
 
 
 def attend(
@@ -26,70 +23,33 @@ def attend(
     bias: Float[Array, "#b #heads #n m"] | None = None,
     rate: float = 0.0,
     rngs: nnx.Rngs | None = None,
+    *,
+    scale: float | None = None,
 ) -> Float[Array, "b n heads k"]:
-    """Softmax attention, by whatever is fastest where the program runs.
+    """Softmax attention, by whatever is fastest for these shapes on the processor that the program is lowered for.
 
-    The softmax is taken in float32 whatever comes in. Which way is taken is decided when the program is lowered, so
-    a program compiled for another device than the one at hand gets that device's.
+    So a program made for another device than the one at hand gets that device's. The softmax is taken in float32
+    whatever comes in, and apart from dropout no array has as many numbers as there are scores, forwards or backwards,
+    once these are many.
 
     Args:
-        bias: added to the scores (-inf leaves a key out); whatever has one number for all is not repeated in memory.
-        rate: share of the probabilities dropped where there are `rngs`; then all scores are in memory at once.
+        bias: added to the scores (-inf leaves a key out); a constant, to which no gradient flows.
+        rate: share of the probabilities dropped where there are `rngs`; all scores are then in memory at once.
+        scale: of the scores; 1 / sqrt(k) when None.
     """
-    query = query * jnp.asarray(1 / math.sqrt(query.shape[-1]), query.dtype)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if scale != 1.0:
+        query = query * jnp.asarray(scale, query.dtype)
+    if bias is not None:
+        bias = lax.stop_gradient(bias)  # cuDNN's backward pass knows none for a bias that is repeated
     if rngs is not None and rate > 0.0:
         return whole.attend(query, key, value, bias, rate, rngs)
-    if query.shape[0] * query.shape[2] * query.shape[1] * key.shape[1] <= AT_ONCE:
-        return whole.attend(query, key, value, bias)
-    return lax.platform_dependent(query, key, value, bias, cpu=blocked.attend, default=whole.attend)
-
-
-# Up to so many products are written out one by one on a CPU; beyond, the program would grow too long.
-WRITTEN_OUT = 32
-
-
-def attend_scaled(
-    query: Float[Array, "b n d"], key: Float[Array, "b m d"], value: Float[Array, "b m d"], heads: int
-) -> Float[Array, "b n d"]:
-    """Softmax attention for serving: heads side by side in the last axis, the scale already in the queries.
-
-    On a CPU each head is a pair of two-dimensional products, less than half the time of a batched one
-    (302 tokens, 8 heads: 1.9 ms instead of 4.3 ms), and the division by the sum comes last, on the smaller array.
-    """
-    if query.shape[0] * heads > WRITTEN_OUT:
-        return _attend_batched(query, key, value, heads)
-    return lax.platform_dependent(
-        query,
-        key,
-        value,
-        cpu=lambda q, k, v: _attend_by_head(q, k, v, heads),
-        default=lambda q, k, v: _attend_batched(q, k, v, heads),
-    )
-
-
-def _exponents(scores: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    scores = scores.astype(jnp.float32)
-    powers = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    return powers, powers.sum(axis=-1, keepdims=True)
-
-
-def _attend_by_head(query: Array, key: Array, value: Array, heads: int) -> Array:
-    rows = []
-    for q, k, v in zip(query, key, value, strict=True):
-        parts = zip(*(jnp.split(x, heads, axis=-1) for x in (q, k, v)), strict=True)
-        mixed = []
-        for q_head, k_head, v_head in parts:
-            powers, total = _exponents(q_head @ k_head.T)
-            mixed.append((powers.astype(v.dtype) @ v_head) / total.astype(v.dtype))
-        rows.append(jnp.concatenate(mixed, axis=-1))
-    return jnp.stack(rows)
-
-
-def _attend_batched(query: Array, key: Array, value: Array, heads: int) -> Array:
-    q, k, v = (rearrange(x, "b n (h k) -> b n h k", h=heads) for x in (query, key, value))
-    powers, total = _exponents(jnp.einsum("bnhk,bmhk->bhnm", q, k))
-    mixed = jnp.einsum("bhnm,bmhk->bhnk", powers.astype(v.dtype), v) / total.astype(v.dtype)
-    return rearrange(mixed, "b h n k -> b n (h k)")
+    own: dict[str, Callable[..., Array]] = {"cpu": blocked.attend}
+    if cudnn.takes(query, key, bias):
+        own["cuda"] = cudnn.attend
+    if flash.takes(query, key, bias):
+        own["tpu"] = flash.attend
+    return lax.platform_dependent(query, key, value, bias, default=whole.attend_in_parts, **own)
 
 
 class Attention(nnx.Module):

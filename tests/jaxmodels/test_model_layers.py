@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from jaxmodels.errors import WeightsMismatch
 from jaxmodels.layers import winograd
-from jaxmodels.layers.attention import WRITTEN_OUT, Attention, attend, attend_scaled
 from jaxmodels.layers.dropout import dropout
 from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS, FeedForward
@@ -34,33 +33,6 @@ def test_winograds_convolution_is_the_ordinary_one(batch: int, height: int, widt
     )
     found = winograd.convolve(x, jnp.asarray(winograd.transform_kernel(np.asarray(kernel))))
     np.testing.assert_allclose(found, wanted, atol=2e-5)
-
-
-@pytest.mark.parametrize("batch", [1, 2, WRITTEN_OUT])  # the last is too large to be written out head by head
-def test_attention_for_serving_is_ordinary_attention(batch: int) -> None:
-    q, k, v = (numbers(batch, n, 12, seed=seed) for seed, n in enumerate((3, 5, 5)))
-    split = [x.reshape(batch, -1, 4, 3) for x in (q, k, v)]
-    wanted = attend(*split).reshape(batch, 3, 12)
-    np.testing.assert_allclose(attend_scaled(q / np.sqrt(3), k, v, 4), wanted, atol=1e-6)
-
-
-def test_attention_is_softmax_of_scaled_products() -> None:
-    q, k, v = numbers(1, 2, 1, 4), numbers(1, 3, 1, 4, seed=1), numbers(1, 3, 1, 4, seed=2)
-    scores = np.einsum("nk,mk->nm", q[0, :, 0], k[0, :, 0]) / 2
-    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    np.testing.assert_allclose(attend(q, k, v)[0, :, 0], weights @ v[0, :, 0], atol=1e-6)
-
-
-def test_a_key_with_a_bias_of_minus_infinity_is_not_seen() -> None:
-    q, k, v = numbers(1, 2, 2, 4), numbers(1, 3, 2, 4, seed=1), numbers(1, 3, 2, 4, seed=2)
-    bias = jnp.array([0.0, 0.0, -jnp.inf])[None, None, None]
-    np.testing.assert_allclose(attend(q, k, v, bias), attend(q, k[:, :2], v[:, :2]), atol=1e-6)
-
-
-def test_attention_may_look_at_tokens_of_another_width_without_biases() -> None:
-    layer = Attention(8, 2, head_width=3, context_width=5, bias=False, rngs=nnx.Rngs(0))
-    assert layer(numbers(2, 4, 8), numbers(2, 6, 5), numbers(2, 6, 5)).shape == (2, 4, 8)
-    assert {name for name in flatten(layer) if name.endswith("bias")} == {"out.bias"}
 
 
 def test_gelu_is_the_exact_one_and_glu_gates_with_the_second_half() -> None:

@@ -1,1 +1,1 @@
-"""Attention on one kind of processor each; jaxmodels/layers/attention.py picks."""
+"""Attention for one kind of processor each, with the scale already in the queries; layers/attention.py picks."""

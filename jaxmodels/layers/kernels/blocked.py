@@ -1,27 +1,26 @@
 """Attention for CPUs: one head and one block of queries at a time, in two-dimensional products.
 
-Scores stand with a key in each row and a query in each column: that way both products run along the rows of their
-arrays, and the maximum and the sum over the keys add whole rows.
+Two-dimensional products with the softmax between them are compiled to fewer and faster passes than batched ones, and
+a block's scores stay in the cache between the first product and the second.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-# Scores per block: 4 MB of float32, which is still in the cache when the second product reads it.
-SCORES = 1 << 20
-LANES = 16
+from jaxmodels.layers.kernels.whole import attend as attend_whole
+from jaxmodels.layers.kernels.whole import exponents, split_queries
 
-
-def block_of(queries: int, keys: int) -> tuple[int, int]:
-    """How many blocks, and how many queries in each: equal ones, as few as leave no more than `SCORES` scores each."""
-    largest = max(LANES, SCORES // keys)
-    count = math.ceil(queries / largest)
-    return count, math.ceil(queries / count)
+# Up to so many scores per head, all heads go in one batched product: less time goes into starting the products.
+BATCHED = 1 << 16
+# Scores of one block, but blocks of fewer queries make slow products; measured from 256 to 4096 keys.
+SCORES = 1 << 18
+QUERIES = 256
+# Up to so many heads are written out one by one, which spares a loop's copies; more would make a program too long.
+WRITTEN_OUT = 16
 
 
 def attend(
@@ -30,45 +29,47 @@ def attend(
     value: Float[Array, "b m heads k"],
     bias: Float[Array, "#b #heads #n m"] | None,
 ) -> Float[Array, "b n heads k"]:
-    """Attention with the scale already in the queries; memory for the scores of one block, backwards too."""
+    """Attention that holds the scores of one block in memory, and computes them again on the way back."""
     batch, length, heads, _ = query.shape
-    count, block = block_of(length, key.shape[1])
-    padded = jnp.pad(query, ((0, 0), (0, count * block - length), (0, 0), (0, 0)))
-    queries = rearrange(padded, "b (i n) h k -> (b h) i k n", i=count)
-    keys = rearrange(key, "b m h k -> (b h) m k")
-    values = rearrange(value, "b m h k -> (b h) k m")
-    biases = None if bias is None else _bias_blocks(bias, count, block)
+    if length * key.shape[1] <= BATCHED:
+        return attend_whole(query, key, value, bias)
+    count = math.ceil(length / max(QUERIES, SCORES // key.shape[1]))
+    if count == 1 and batch * heads <= WRITTEN_OUT:
+        return _written_out(query, key, value, bias)
+
+    queries, keys, values = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, -1, x.shape[-1]) for x in (query, key, value))
 
     def head(inputs: tuple[Array, Array, Array, Array]) -> Array:
-        place, blocks, key, value = inputs
-        own = None if biases is None else biases[place // heads % biases.shape[0], place % heads % biases.shape[1]]
+        place, query, key, value = inputs
+        own = None if bias is None else bias[place // heads % bias.shape[0], place % heads % bias.shape[1]]
+        blocks = split_queries(query, 0, count)
+        biases = None if own is None or len(own) == 1 else split_queries(own, 0, count)
 
-        @jax.checkpoint
-        def one(index: Array, query: Array) -> Array:
-            return _attend_block(query, key, value, None if own is None else own[index % own.shape[0]])
+        def block(part: tuple[Array, Array | None]) -> Array:
+            return _attend_block(part[0], key, value, own if part[1] is None else part[1])
 
-        return lax.map(lambda given: one(*given), (jnp.arange(count), blocks))
+        return lax.map(block, (blocks, biases)).reshape(-1, query.shape[-1])[:length]
 
     mixed = lax.map(head, (jnp.arange(batch * heads), queries, keys, values))
-    return rearrange(mixed, "(b h) i k n -> b (i n) h k", b=batch)[:, :length].astype(query.dtype)
+    return jnp.swapaxes(mixed.reshape(batch, heads, length, -1), 1, 2)
 
 
+def _written_out(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
+    def head(i: int, j: int) -> Array:
+        own = None if bias is None else bias[i % bias.shape[0], j % bias.shape[1]]
+        return _attend_block(query[i, :, j], key[i, :, j], value[i, :, j], own)
+
+    batch, _, heads, _ = query.shape
+    return jnp.stack([jnp.stack([head(i, j) for j in range(heads)], axis=1) for i in range(batch)])
+
+
+@jax.checkpoint
 def _attend_block(
-    query: Float[Array, "k n"], key: Float[Array, "m k"], value: Float[Array, "k m"], bias: Float[Array, "m #n"] | None
-) -> Float[Array, "k n"]:
-    scores = jnp.matmul(key, query, preferred_element_type=jnp.float32)
+    query: Float[Array, "n k"], key: Float[Array, "m k"], value: Float[Array, "m k"], bias: Float[Array, "#n m"] | None
+) -> Float[Array, "n k"]:
+    scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32)
     if bias is not None:
-        scores = scores + bias
-    # A constant shift changes no softmax, so neither its gradient.
-    powers = jnp.exp(scores - lax.stop_gradient(scores.max(axis=0, keepdims=True)))
-    mixed = jnp.matmul(value, powers.astype(value.dtype), preferred_element_type=jnp.float32)
-    return mixed / powers.sum(axis=0, keepdims=True)
-
-
-def _bias_blocks(bias: Float[Array, "b heads n m"], count: int, block: int) -> Float[Array, "b heads i m block"]:
-    """One block of biases per block of queries, or one for all where the bias is the same for every query."""
-    wide = bias.astype(jnp.float32)
-    if wide.shape[2] == 1:
-        return rearrange(wide, "b h n m -> b h 1 m n")
-    padded = jnp.pad(wide, ((0, 0), (0, 0), (0, count * block - wide.shape[2]), (0, 0)))
-    return rearrange(padded, "b h (i n) m -> b h i m n", i=count)
+        scores = scores + bias.astype(jnp.float32)
+    powers, total = exponents(scores)
+    mixed = jnp.matmul(powers.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return (mixed / total).astype(query.dtype)

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmodels.layers import winograd
-from jaxmodels.layers.attention import attend_scaled
+from jaxmodels.layers.attention import attend
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.norm import EPSILON, standardize
 from jaxmodels.layers.resnet import RESNETS, blocks, max_pool
@@ -119,7 +119,7 @@ class Serving:
         key, value = jnp.split(
             memory @ weights[f"{cross}.memory.kernel"] + weights[f"{cross}.memory.table"], 2, axis=-1
         )
-        x = x + self._linear(f"{cross}.out", attend_scaled(query, key, value, self._config.n_heads))
+        x = x + self._linear(f"{cross}.out", self._attend(query, key, value))
         if not pre_norm:
             x = self._norm(f"{layer}.norm2", x)
         return self._feed_forward(f"{layer}.feed_forward", f"{layer}.norm3", x)
@@ -130,8 +130,14 @@ class Serving:
         query, key, value = jnp.split(
             seen @ weights[f"{name}.joint.kernel"] + weights[f"{name}.joint.table"], 3, axis=-1
         )
-        x = x + self._linear(f"{name}.out", attend_scaled(query, key, value, self._config.n_heads))
+        x = x + self._linear(f"{name}.out", self._attend(query, key, value))
         return x if pre_norm else self._norm(norm, x)
+
+    def _attend(
+        self, query: Float[Array, "b n d"], key: Float[Array, "b m d"], value: Float[Array, "b m d"]
+    ) -> Float[Array, "b n d"]:
+        q, k, v = (rearrange(x, "b n (h k) -> b n h k", h=self._config.n_heads) for x in (query, key, value))
+        return attend(q, k, v, scale=1.0).reshape(query.shape)  # the scale is folded into the weights
 
     def _feed_forward(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         activation = LEROBOT_ACTIVATIONS[self._config.feedforward_activation].function

@@ -1,0 +1,191 @@
+"""One attention, whichever way it is computed, against the formula in float64."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxtyping import Array
+
+from jaxmodels.layers.attention import Attention, attend
+from jaxmodels.layers.kernels import blocked, whole
+from jaxmodels.weights import flatten
+
+# What a CPU does with it -> batch, queries, keys, heads, channels per head.
+SHAPES = {
+    "in one product": (2, 5, 7, 3, 4),
+    "head by head": (2, 300, 256, 2, 8),
+    "many heads": (3, 300, 256, 6, 4),
+    "in blocks": (2, 1003, 700, 2, 8),
+}
+# What the bias has numbers for.
+BIASES = {
+    "keys": (False, False, False),
+    "batch": (True, False, False),
+    "heads": (False, True, True),
+    "all": (True,) * 3,
+}
+
+Inputs = tuple[Array, Array, Array]
+
+
+def numbers(*shape: int, seed: int = 0) -> Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def inputs(batch: int, queries: int, keys: int, heads: int, size: int) -> Inputs:
+    lengths = (queries, keys, keys)
+    q, k, v = (numbers(batch, length, heads, size, seed=seed) for seed, length in enumerate(lengths))
+    return q, k, v
+
+
+def bias_for(name: str, batch: int, queries: int, keys: int, heads: int) -> Array:
+    sizes = (batch, heads, queries)
+    return numbers(*(size if own else 1 for size, own in zip(sizes, BIASES[name], strict=True)), keys, seed=3)
+
+
+def formula(q: Array, k: Array, v: Array, bias: Array | None = None) -> np.ndarray:
+    q64, k64, v64 = (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = np.einsum("bnhk,bmhk->bhnm", q64, k64) / np.sqrt(q.shape[-1])
+    if bias is not None:
+        scores = scores + np.asarray(bias, np.float64)
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhnm,bmhk->bnhk", powers / powers.sum(-1, keepdims=True), v64)
+
+
+def plain(q: Array, k: Array, v: Array) -> Array:
+    weights = jax.nn.softmax(jnp.einsum("bnhk,bmhk->bhnm", q, k) / np.float32(np.sqrt(q.shape[-1])), axis=-1)
+    return jnp.einsum("bhnm,bmhk->bnhk", weights, v)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_is_softmax_of_scaled_products(shape: tuple[int, ...]) -> None:
+    q, k, v = inputs(*shape)
+    np.testing.assert_allclose(jax.jit(attend)(q, k, v), formula(q, k, v), atol=2e-6)
+    np.testing.assert_allclose(attend(q, k, v, scale=1.0), formula(q * np.float32(np.sqrt(shape[-1])), k, v), atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_is_added_to_the_scores_it_has_a_number_for(shape: tuple[int, ...], name: str) -> None:
+    q, k, v = inputs(*shape)
+    bias = bias_for(name, *shape[:4])
+    np.testing.assert_allclose(jax.jit(attend)(q, k, v, bias), formula(q, k, v, bias), atol=3e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_key_with_a_bias_of_minus_infinity_is_not_seen(shape: tuple[int, ...]) -> None:
+    q, k, v = inputs(*shape)
+    bias = jnp.where(jnp.arange(shape[2]) < shape[2] - 2, 0.0, -jnp.inf)[None, None, None]
+    np.testing.assert_allclose(attend(q, k, v, bias), attend(q, k[:, :-2], v[:, :-2]), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_where_every_key_is_discarded_attention_is_as_if_none_were(shape: tuple[int, ...]) -> None:
+    # Numbers near -10000 lie a thousandth apart.
+    q, k, v = inputs(*shape)
+    bias = jnp.full((shape[0], 1, 1, shape[2]), -10000.0)
+    np.testing.assert_allclose(attend(q, k, v, bias), formula(q, k, v), atol=1e-3)
+
+
+def straight(q: Array, k: Array, v: Array) -> Array:
+    return attend(q, k, v)
+
+
+def recomputed(q: Array, k: Array, v: Array) -> Array:
+    return jax.checkpoint(straight)(q, k, v)
+
+
+def looped(q: Array, k: Array, v: Array) -> Array:
+    return jax.lax.scan(lambda x, _: (attend(x, k, v), None), q, None, length=1)[0]
+
+
+def mapped(q: Array, k: Array, v: Array) -> Array:
+    return jax.vmap(straight)(*(jnp.stack((x, x)) for x in (q, k, v)))[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("function", [straight, recomputed, looped, mapped])
+def test_gradients_are_those_of_the_formula(shape: tuple[int, ...], function: Callable[..., Array]) -> None:
+    given = inputs(*shape)
+    weights = numbers(shape[0], shape[1], shape[3], shape[4], seed=9)
+
+    def gradients(function: Callable[..., Array]) -> Inputs:
+        return jax.jit(jax.grad(lambda *x: (function(*x) * weights).sum(), argnums=(0, 1, 2)))(*given)
+
+    for found, wanted in zip(gradients(function), gradients(plain), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_no_gradient_flows_to_a_bias() -> None:
+    q, k, v = inputs(1, 3, 4, 1, 2)
+    gradient = jax.grad(lambda bias: attend(q, k, v, bias).sum())(jnp.zeros((1, 1, 3, 4)))
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("way", ["forwards", "backwards"])
+def test_scores_of_a_stable_diffusion_block_are_never_in_memory_at_once(way: str) -> None:
+    token = jax.ShapeDtypeStruct((2, 4096, 8, 40), jnp.float32)
+    function = straight if way == "forwards" else jax.grad(lambda *x: straight(*x).sum(), argnums=(0, 1, 2))
+    memory = jax.jit(function).lower(token, token, token).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 100e6  # all scores are 1.07 GB, inputs and outputs 21 MB
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_bfloat16_is_rounded_only_where_it_comes_in_and_goes_out(shape: tuple[int, ...]) -> None:
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(*shape))
+    bias = bias_for("batch", *shape[:4]).astype(jnp.bfloat16)
+    found = attend(q, k, v, bias)
+    assert found.dtype == jnp.bfloat16
+    # Half a unit of the last of 8 bits, twice for the probabilities that the second product reads.
+    np.testing.assert_allclose(np.asarray(found, np.float64), formula(q, k, v, bias), atol=2e-2)
+
+
+def test_a_sum_over_thousands_of_keys_keeps_its_digits_in_bfloat16() -> None:
+    # Added one by one in bfloat16, ones would stop at 256.
+    q, k, v = jnp.zeros((1, 40, 1, 8)), jnp.zeros((1, 4000, 1, 8)), jnp.ones((1, 4000, 1, 8))
+    found = straight(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    np.testing.assert_array_equal(np.asarray(found, np.float32), 1.0)
+
+
+@pytest.mark.parametrize("shape", [SHAPES["in one product"], SHAPES["in blocks"]], ids=str)
+def test_dropout_leaves_probabilities_out_and_keeps_their_sum_on_average(shape: tuple[int, ...]) -> None:
+    q, k, _ = inputs(*shape)
+    ones = jnp.ones_like(k)
+    dropped = attend(q, k, ones, rate=0.25, rngs=nnx.Rngs(dropout=0))
+    assert np.std(dropped) > 0.01
+    assert abs(float(dropped.mean()) - 1.0) < 0.1
+    np.testing.assert_array_equal(dropped, attend(q, k, ones, rate=0.25, rngs=nnx.Rngs(dropout=0)))
+    np.testing.assert_allclose(attend(q, k, ones, rate=0.25), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_attention_in_parts_is_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(2, 11, 7, 3, 4)
+    bias = bias_for(name, 2, 11, 7, 3)
+    monkeypatch.setattr(whole, "SCORES", 100)
+    found = jax.jit(whole.attend_in_parts)(q * 0.5, k, v, bias)
+    np.testing.assert_allclose(found, formula(q, k, v, bias), atol=2e-6)
+
+
+def test_blocks_of_queries_are_whole_and_their_rest_is_filled_up() -> None:
+    parts = whole.split_queries(numbers(2, 7, 3), 1, 3)
+    assert parts.shape == (3, 2, 3, 3)
+    assert not parts[2, :, 1:].any()
+
+
+def test_the_shapes_of_these_tests_reach_every_way_there_is() -> None:
+    ways = set()
+    for batch, queries, keys, heads, _ in SHAPES.values():
+        several = queries > max(blocked.QUERIES, blocked.SCORES // keys)
+        ways.add((queries * keys <= blocked.BATCHED, batch * heads <= blocked.WRITTEN_OUT, several))
+    assert ways == {(True, True, False), (False, True, False), (False, False, False), (False, True, True)}
+
+
+def test_attention_may_look_at_tokens_of_another_width_without_biases() -> None:
+    layer = Attention(8, 2, head_width=3, context_width=5, bias=False, rngs=nnx.Rngs(0))
+    assert layer(numbers(2, 4, 8), numbers(2, 6, 5), numbers(2, 6, 5)).shape == (2, 4, 8)
+    assert {name for name in flatten(layer) if name.endswith("bias")} == {"out.bias"}

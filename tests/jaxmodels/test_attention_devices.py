@@ -1,0 +1,122 @@
+"""Which attention a program gets for a device that is not there, and that those which run here agree."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental.pallas import tpu
+from jaxtyping import Array
+
+from jaxmodels.layers.attention import attend
+from jaxmodels.layers.kernels import cudnn, flash
+
+LONG = (1, 1024, 2, 40)
+
+
+def has_gpu() -> bool:
+    return any(device.platform == "gpu" for device in jax.devices())
+
+
+def lowered(
+    platform: str, shape: tuple[int, ...], dtype: jnp.dtype, bias: tuple[int, ...] | None = None, *, backwards: bool
+) -> str:
+    """The program for a platform, of attention or of its gradient, as text."""
+    tokens = jax.ShapeDtypeStruct(shape, dtype)
+    added = None if bias is None else jax.ShapeDtypeStruct(bias, dtype)
+
+    def total(q: Array, k: Array, v: Array, bias: Array | None) -> Array:
+        return attend(q, k, v, bias).astype(jnp.float32).sum()
+
+    function: Callable[..., object] = jax.grad(total, argnums=(0, 1, 2)) if backwards else attend
+    return jax.jit(function).trace(tokens, tokens, tokens, added).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's version where the library is missing: enough to lower a program for it, not to run one."""
+    if not has_gpu():
+        version = SimpleNamespace(cudnn_get_version=lambda: 91000)
+        monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", version)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_long_sequences_get_the_flash_kernel_on_a_tpu(backwards: bool) -> None:
+    assert ("tpu_custom_call" in lowered("tpu", LONG, jnp.float32.dtype, backwards=backwards)) is True
+    assert "tpu_custom_call" not in lowered("cpu", LONG, jnp.float32.dtype, backwards=backwards)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias"), [((1, 512, 2, 40), None), ((1, 1030, 2, 40), None), (LONG, (1, 1, 1, 1024))], ids=str
+)
+def test_other_sequences_get_products_on_a_tpu(shape: tuple[int, ...], bias: tuple[int, ...] | None) -> None:
+    text = lowered("tpu", shape, jnp.float32.dtype, bias, backwards=False)
+    assert "tpu_custom_call" not in text
+    assert "dot_general" in text
+
+
+def test_the_flash_kernel_computes_attention() -> None:
+    size, lengths = 40, (1024, 1280, 1280)  # in blocks of 512 queries and 256 keys
+    q, k, v = (jax.random.normal(jax.random.key(seed), (1, n, 1, size)) for seed, n in enumerate(lengths))
+    assert flash.takes(q, k, None)
+
+    def loss(function: Callable[..., Array]) -> Callable[..., Array]:
+        return lambda q, k, v: jnp.sin(function(q, k, v)).sum()
+
+    scaled = q / np.float32(np.sqrt(size))
+    with tpu.force_tpu_interpret_mode():
+        found = flash.attend(scaled, k, v)
+        gradients = jax.grad(loss(flash.attend), argnums=(0, 1, 2))(scaled, k, v)
+    np.testing.assert_allclose(found, attend(q, k, v), atol=2e-6)
+    wanted = jax.grad(loss(lambda q, k, v: attend(q, k, v, scale=1.0)), argnums=(0, 1, 2))(scaled, k, v)
+    for one, other in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.usefixtures("with_cudnn")
+@pytest.mark.parametrize("bias", [None, (2, 1, 1, 64), (1, 8, 64, 64)], ids=str)
+def test_half_precision_gets_cudnn_on_a_gpu_and_products_elsewhere(bias: tuple[int, ...] | None) -> None:
+    shape, kind = (2, 64, 8, 40), "__cudnn$fmhaSoftmax" if bias is None else "__cudnn$fmhaScaleBiasSoftmax"
+    assert kind in lowered("cuda", shape, jnp.bfloat16.dtype, bias, backwards=False)
+    assert f"{kind}Backward" in lowered("cuda", shape, jnp.bfloat16.dtype, bias, backwards=True)
+    assert "cudnn" not in lowered("cpu", shape, jnp.bfloat16.dtype, bias, backwards=True)
+    assert "cudnn" not in lowered("rocm", shape, jnp.bfloat16.dtype, bias, backwards=True)
+
+
+@pytest.mark.usefixtures("with_cudnn")
+@pytest.mark.parametrize(
+    ("dtype", "shape", "bias"),
+    [
+        (jnp.float32, (2, 64, 8, 40), None),
+        (jnp.bfloat16, (2, 64, 8, 44), None),
+        (jnp.bfloat16, (2, 64, 8, 264), None),
+        (jnp.bfloat16, (2, 77, 8, 40), (2, 1, 1, 77)),
+    ],
+    ids=["float32", "head size no multiple of 8", "head size too large", "bias over an odd length"],
+)
+def test_what_cudnn_does_not_compute_is_left_to_products(
+    dtype: type, shape: tuple[int, ...], bias: tuple[int, ...] | None
+) -> None:
+    for backwards in (False, True):
+        assert "cudnn" not in lowered("cuda", shape, jnp.dtype(dtype), bias, backwards=backwards)
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
+def test_without_cudnn_nothing_is_left_to_it() -> None:
+    tokens = jnp.zeros((2, 48, 8, 40), jnp.bfloat16)  # a shape of its own: JAX remembers what it once traced
+    assert not cudnn.takes(tokens, tokens, None)
+    assert "cudnn" not in lowered("cuda", tokens.shape, tokens.dtype, backwards=False)
+
+
+@pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA card")
+@pytest.mark.parametrize("bias", [None, (2, 1, 1, 256), (1, 8, 256, 256)], ids=str)
+def test_cudnn_computes_attention(bias: tuple[int, ...] | None) -> None:
+    q, k, v = (jax.random.normal(jax.random.key(seed), (2, 256, 8, 40), jnp.bfloat16) for seed in range(3))
+    added = None if bias is None else jax.random.normal(jax.random.key(3), bias, jnp.bfloat16)
+    found = jax.jit(attend)(q, k, v, added)
+    q, k, v, added = jax.tree.map(lambda x: x.astype(jnp.float32), (q, k, v, added))
+    wanted = attend(q, k, v, added)
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, atol=2e-2)
