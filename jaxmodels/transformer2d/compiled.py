@@ -140,7 +140,7 @@ class CompiledTransformer2D:
                 for i in range(self._config.num_layers)
             ]
         with exact_products(self._dtype):
-            return model._forward(arguments, conditioning, layers=layers)
+            return model.forward(arguments, conditioning, layers=layers)
 
 
 class _Parts:
