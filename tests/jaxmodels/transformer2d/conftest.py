@@ -177,6 +177,7 @@ def to_torch() -> Callable[[Any], Any]:
 
 def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
     """Ours without files, with random weights that are the same whatever the options; nothing is compiled for them."""
+    import jax.numpy as jnp
     from flax import nnx
 
     from jaxmodels.transformer2d import Transformer2DModel
@@ -191,7 +192,7 @@ def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
             x /= np.sqrt(config["num_attention_heads"] * config["attention_head_dim"])
         else:
             x = 0.3 * x + float(name.endswith("scale"))
-        weights[name] = np.asarray(x, wanted.dtype)
+        weights[name] = jnp.asarray(x, wanted.dtype)
     return plan.assemble(weights)
 
 
