@@ -4,7 +4,7 @@ Source: diffusers 0.42.1, models/transformers/transformer_2d.py.
 """
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ class Network(nnx.Module):
         projected = self.caption_projection(context, tanh_gelu)
         return projected.reshape(projected.shape[0], -1, projected.shape[-1])
 
-    def _scaled(self, scale: Array) -> Self:
+    def _scaled(self, scale: Array) -> "Network":
         """This model with adapters that count `scale` times as much."""
         graph, state = nnx.split(self)
         return nnx.merge(graph, lora.scaled(state, scale))
