@@ -99,7 +99,7 @@ class Forwards:
         """One pass, from a body to a body.
 
         Args:
-            place: closed when nothing is done for this request any more, which may be after the caller left.
+            place: of this request; when the caller leaves before the pass is over, it is kept until then.
 
         Raises:
             InvalidRequest: the body does not fit the model.
@@ -110,7 +110,8 @@ class Forwards:
         task = asyncio.create_task(self._pass(served, ask), name=f"forward {served.name}")
         self._passes.add(task)
         task.add_done_callback(self._passes.discard)
-        task.add_done_callback(lambda task: (place.close(), task.cancelled() or task.exception()))
+        # Looked at here, or it would be reported as lost when nobody waits for it.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             async with asyncio.timeout(self.limits.seconds):
                 return await asyncio.shield(task)
@@ -122,6 +123,9 @@ class Forwards:
             ) from None
         finally:
             ask.given_up.set()
+            if not task.done():
+                kept = place.pop_all()
+                task.add_done_callback(lambda task: kept.close())
 
     async def _pass(self, served: ServedModel, ask: Ask) -> Forwarded:
         async with self._turn:

@@ -47,9 +47,11 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             held.close()
             await discard(request, 2 * settings.max_forward_bytes)
             raise
-        forwarded = await models.forwards.forward(served, Ask(body, form, wanted), held.pop_all())
-    timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
-    return await send_pieces(request, forwarded.pieces, wanted.content_type, {"server-timing": timing})
+        forwarded = await models.forwards.forward(served, Ask(body, form, wanted), held)
+        timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
+        return await send_pieces(
+            request, forwarded.pieces, wanted.content_type, {"server-timing": timing}, within=settings.answer_deadline
+        )
 
 
 _SHAPE = {"type": "array", "items": {"type": "integer", "minimum": 1}, "maxItems": 8}

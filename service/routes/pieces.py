@@ -1,5 +1,6 @@
 """Long bodies, read and written in pieces that keep nothing waiting."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
@@ -48,17 +49,30 @@ async def _pieces(request: Request, most: int, setting: str) -> AsyncIterator[by
 
 
 async def send_pieces(
-    request: Request, pieces: Sequence[bytes | memoryview], content_type: str, headers: Mapping[str, str]
+    request: Request,
+    pieces: Sequence[bytes | memoryview],
+    content_type: str,
+    headers: Mapping[str, str],
+    *,
+    within: float,
 ) -> HTTPResponse | None:
-    """Answer 200 with these bytes; None when they are sent already."""
+    """Answer 200 with these bytes; None when they are sent already. A client that does not read is cut.
+
+    Args:
+        within: seconds in which it must have read a long answer.
+    """
     size = sum(len(piece) for piece in pieces)
     if size <= _AT_ONCE:
         return HTTPResponse(b"".join(pieces), headers=dict(headers), content_type=content_type)
     length = {"content-length": str(size)}
     response = HTTPResponse(headers={**headers, **length}, content_type=content_type)
     await request.respond(response)
-    for piece in pieces:
-        view = memoryview(piece)
-        for start in range(0, len(view), _AT_ONCE):
-            await response.send(bytes(view[start : start + _AT_ONCE]), end_stream=False)
+    try:
+        async with asyncio.timeout(within):
+            for piece in pieces:
+                view = memoryview(piece)
+                for start in range(0, len(view), _AT_ONCE):
+                    await response.send(bytes(view[start : start + _AT_ONCE]), end_stream=False)
+    except TimeoutError:
+        cast(asyncio.Transport, request.transport).abort()
     return None

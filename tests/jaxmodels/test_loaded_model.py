@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxmodels
+from jaxmodels import loaded_model
 from jaxmodels.errors import CheckpointError, ConfigError, HubError, InputError
 from jaxmodels.forward_cost import forward_cost
 from jaxmodels.loaded_model import LoadedModel, is_model, load_model
@@ -166,6 +167,17 @@ def test_only_so_many_sets_of_shapes_are_kept_the_newest_used():
     assert model.compile(inputs[2]) > 0.0
     for batch, sample in samples.items():
         np.testing.assert_array_equal(model.forward(inputs[batch])["sample"], sample)
+
+
+def test_shapes_without_end_leave_numbers_as_they_were(loaded, monkeypatch):
+    monkeypatch.setattr(loaded_model, "CLEARED_AFTER", 2)
+    model = LoadedModel(small_transformer("discrete"), shapes_kept=1)
+    inputs = model.example() | {"hidden_states": np.array([[1, 2, 3]], np.int32)}
+    first = model.forward(inputs)["sample"]
+    for count in (4, 5, 6, 7):
+        model.forward(inputs | {"hidden_states": np.ones((1, count), np.int32)})
+    np.testing.assert_array_equal(model.forward(inputs)["sample"], first)
+    assert model.compiled_shapes == 1
 
 
 def test_the_cost_grows_with_what_is_asked_and_knows_the_answer(loaded):

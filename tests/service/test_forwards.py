@@ -116,7 +116,7 @@ class Rig:
     async def raw(self, body: list[bytes], answer: Form = JSON) -> Forwarded:
         with ExitStack() as held:
             held.enter_context(self.models.forwards.place())
-            return await self.models.forwards.forward(self.models.get("m"), Ask(body, JSON, answer), held.pop_all())
+            return await self.models.forwards.forward(self.models.get("m"), Ask(body, JSON, answer), held)
 
     async def until_free(self) -> None:
         """Nothing is done for any request any more."""

@@ -294,6 +294,25 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_place_ba
         await server.until_free()
 
 
+async def test_a_client_that_does_not_read_a_long_answer_is_cut(serve, loaded):
+    async with serve(answer_deadline=2.0, max_forwards=1) as server:
+        inputs = loaded.example() | {"hidden_states": np.ones((1024, 4, 32, 32), np.float32)}
+        inputs |= {"timestep": np.zeros(1024, np.float32), "class_labels": np.zeros(1024, np.int32)}
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **inputs)
+        loaded.compile(inputs)
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        head = f"POST /models/dit/forward HTTP/1.1\r\nHost: x\r\nContent-Type: {NPZ}\r\n"
+        writer.write(f"{head}Content-Length: {len(buffer.getvalue())}\r\n\r\n".encode() + buffer.getvalue())
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+        assert (await server.forward(b"x", NPZ))[0] == 503
+        await asyncio.sleep(1.9)
+        await server.until_free()
+        assert (await server.call("GET", "/health"))[0] == 200
+        writer.close()
+
+
 async def test_who_asks_before_sending_is_told_at_once(server):
     host, _, port = server.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
