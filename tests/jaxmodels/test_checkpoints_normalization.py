@@ -75,7 +75,9 @@ def test_unnormalising_undoes_normalising(values: list[float], mode: str) -> Non
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS})
     x = vector(*values)
     back = normalizer.backward(VECTOR).unnormalize(normalizer.forward(VECTOR).normalize(x))
-    np.testing.assert_allclose(back, x, atol=2e-4)
+    # LeRobot adds its epsilon to a standard deviation on the way in only; the rest is rounding.
+    lost = np.abs(x - STATISTICS["mean"]) * 1e-8 / STATISTICS["std"] if mode == "MEAN_STD" else 0.0
+    assert (np.abs(back - x) <= lost + 6e-5).all()
 
 
 def test_what_is_not_listed_or_has_no_statistics_is_left_as_it_is() -> None:
