@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmodels.errors import ConfigError
 
@@ -40,8 +40,13 @@ def shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_P
             whose size the mesh's does not divide.
 
     Raises:
-        ConfigError: a rule names an axis the mesh does not have.
+        ConfigError: a rule names an axis the mesh does not have, or the mesh's axes are explicit.
     """
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ConfigError(
+            "the mesh has explicit axes, as jax.make_mesh makes them; wanted jax.sharding.Mesh(devices, names), or "
+            "axis_types=(jax.sharding.AxisType.Auto,) for each of its axes"
+        )
     unknown = sorted(set(rules.values()) - set(mesh.axis_names))
     if unknown:
         raise ConfigError(f"rules name {', '.join(unknown)}; the mesh has axes {', '.join(map(str, mesh.axis_names))}")

@@ -9,7 +9,7 @@ import pytest
 
 import jaxmodels
 
-PUBLIC = ("jaxmodels", "jaxmodels.errors", "jaxmodels.samplers", "jaxmodels.transformer2d")
+PUBLIC = ("jaxmodels", "jaxmodels.errors", "jaxmodels.samplers", "jaxmodels.sharding", "jaxmodels.transformer2d")
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 

@@ -2,12 +2,12 @@
 
 A sampler takes ``predict(x, t)`` and a shape, and knows nothing of what is sampled. With a prepared transformer::
 
-    def predict(weights, context, x, t, modulations):
-        return assemble(weights)(x, conditioning=Conditioning(context, modulations)).sample
+    def predict(model, context, x, t, modulations):
+        return model(x, conditioning=Conditioning(context, modulations)).sample
 
-    context = model.prepare_context(text)                                       # once
-    each_step = jax.vmap(model.prepare_modulations)(schedule.timesteps(steps))  # for all steps at once
-    ddim(Partial(predict, weights, context), shape, key, schedule, steps=steps, extras=each_step)
+    context = model.prepare_context(text)                                                # once
+    each_step = jax.jit(jax.vmap(model.prepare_modulations))(schedule.timesteps(steps))  # for all steps at once
+    ddim(Partial(predict, model, context), shape, key, schedule, steps=steps, extras=each_step)
 
 The steps are public: a loop of one's own, or a `predict` that looks at its x and t and corrects, needs nothing else.
 """

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxmodels.errors import InputError
-from jaxmodels.transformer2d.conditioning import Conditioning
+from jaxmodels.transformer2d.conditioning import Conditioning, check_conditioning
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 ArrayLike: TypeAlias = Any  # jax, NumPy, or a Python number
@@ -66,6 +66,7 @@ def read_arguments(
     batch, tokens = hidden.shape[0], token_count(config, hidden.shape)
     context = _context(config, dtype, encoder_hidden_states, batch)
     if conditioning is not None:
+        check_conditioning(conditioning, batch, config.num_layers)
         seen, timing = conditioning.keys, Timing()
     else:
         seen = None if context is None else math.prod(context.shape[1:-1])
@@ -156,7 +157,7 @@ def _array(name: str, value: ArrayLike) -> Array | np.ndarray:
         return value
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's say the last of tensors that want gradients
         raise InputError(f"{name} is a {type(value).__name__}; wanted an array") from error
     if array.dtype.kind not in "biuf":
         raise InputError(f"{name} holds {array.dtype}; wanted an array of numbers")

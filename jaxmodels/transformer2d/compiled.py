@@ -2,10 +2,11 @@
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
@@ -88,14 +89,36 @@ class CompiledTransformer2D:
             self._executables.pop(_shapes(self._abstract(hidden_states=hidden_states, **others)), None)
 
     def __call__(
-        self, hidden_states: ArrayLike, *, conditioning: Conditioning | None = None, **others: Any
+        self,
+        hidden_states: ArrayLike,
+        encoder_hidden_states: ArrayLike = None,
+        timestep: ArrayLike = None,
+        added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
+        class_labels: ArrayLike = None,
+        cross_attention_kwargs: Mapping[str, Any] | None = None,
+        attention_mask: ArrayLike = None,
+        encoder_attention_mask: ArrayLike = None,
+        *,
+        conditioning: Conditioning | None = None,
     ) -> Float[Array, "..."]:
-        """The sample; arguments as those of `Transformer2DModel`.
+        """The sample itself; arguments as those of `Transformer2DModel`, in the shapes that were compiled for.
 
         Raises:
             InputError: an argument is wrong, or the shapes were not compiled for.
         """
-        arguments = read_arguments(self._config, self._dtype, hidden_states, conditioning=conditioning, **others)
+        arguments = read_arguments(
+            self._config,
+            self._dtype,
+            hidden_states,
+            encoder_hidden_states,
+            timestep,
+            added_cond_kwargs,
+            class_labels,
+            cross_attention_kwargs,
+            attention_mask,
+            encoder_attention_mask,
+            conditioning,
+        )
         shapes = _shapes((arguments, conditioning))
         executable = self._executables.get(shapes)
         if executable is None:
@@ -114,7 +137,10 @@ class CompiledTransformer2D:
         def read(call: dict[str, Any]) -> tuple[Arguments, Conditioning | None]:
             return read_arguments(self._config, self._dtype, **call), call.get("conditioning")
 
-        return jax.eval_shape(read, call)
+        # A list would be taken apart into one argument for each of its numbers.
+        return jax.eval_shape(
+            read, {name: np.asarray(x) if type(x) in (list, tuple) else x for name, x in call.items()}
+        )
 
     def _flatten(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         flat: list[Array] = []

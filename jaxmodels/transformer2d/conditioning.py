@@ -2,6 +2,10 @@
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from jaxmodels.errors import InputError
 from jaxmodels.transformer2d.block import Seen
 from jaxmodels.transformer2d.modulation import Affine, Modulation
 
@@ -29,3 +33,39 @@ class Conditioning(NamedTuple):
         """How many tokens the context has; None when there is none."""
         found = self.context.first if self.context.second is None else self.context.second
         return None if found is None else found.key.shape[-2]
+
+
+def check_conditioning(conditioning: Conditioning, batch: int, layers: int) -> None:
+    """Whether it was prepared for one element, which then counts for all, or for as many as there are.
+
+    Raises:
+        InputError: it is something else, or of another model or batch.
+    """
+    if not isinstance(conditioning, Conditioning):
+        raise InputError(
+            f"conditioning is a {type(conditioning).__name__}; wanted what model.prepare gives, or "
+            "Conditioning(model.prepare_context(...), model.prepare_modulations(...))"
+        )
+    for what, part, axes in (
+        ("context", conditioning.context, 4),
+        ("modulations", conditioning.modulations.blocks, 4),
+        ("head's modulation", conditioning.modulations.head, 3),
+    ):
+        for array in jax.tree.leaves(part):
+            if array.ndim != axes:
+                raise InputError(
+                    f"conditioning's {what} has shape {list(array.shape)}; wanted {axes} axes, those of one step (of "
+                    "what was prepared for many steps, give one step's: a sampler's extras do)"
+                )
+            if axes == 4 and array.shape[0] != layers:
+                raise InputError(f"conditioning's {what} is of {array.shape[0]} layers; this model has {layers}")
+            if array.shape[axes - 3] not in (1, batch):
+                raise InputError(
+                    f"conditioning's {what} was prepared for {array.shape[axes - 3]} elements, and hidden_states has "
+                    f"{batch}; prepare it for {batch}, or for one that counts for all"
+                )
+
+
+def spread_context(seen: Seen, batch: int) -> Seen:
+    """Keys and values of one element as those of all."""
+    return jax.tree.map(lambda array: jnp.broadcast_to(array, (array.shape[0], batch, *array.shape[2:])), seen)

@@ -167,8 +167,11 @@ class Transformer2DModel(Attributes, Network):
         *,
         variant: str | None = None,
         prefix: str | None = None,
+        config: Transformer2DConfig | None = None,
         device: str | None = None,
+        param_dtype: DTypeLike | None = None,
         scan_layers: bool = True,
+        remat: bool = False,
         on_progress: Callable[[str], None] | None = None,
     ) -> "Transformer2DModel":
         """A checkpoint of diffusers: ``config.json`` and ``diffusion_pytorch_model.safetensors``, whole or in shards.
@@ -179,11 +182,12 @@ class Transformer2DModel(Attributes, Network):
             path_or_repo: a folder, or a repo id like ``owner/name``.
             subfolder: of a pipeline's folder, e.g. ``transformer``.
             revision: branch, tag or commit of a repo.
-            dtype: what weights are kept and computed in: float32 (when None), bfloat16 or float16.
+            dtype: what it computes in, and keeps weights in: float32 (when None), bfloat16 or float16.
             variant: of the files, e.g. ``fp16``.
             prefix: one transformer out of a Stable Diffusion UNet, e.g. ``down_blocks.0.attentions.1``.
+            config: in the place of the folder's, e.g. for a prefix whose config cannot be told from the whole model's.
             device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
-            scan_layers: see the class.
+            param_dtype, scan_layers, remat: see the class.
             on_progress: told ``downloading``, ``reading``, ``ready``.
 
         Raises:
@@ -191,18 +195,20 @@ class Transformer2DModel(Attributes, Network):
             ConfigError: the config, dtype or device makes no sense.
             CheckpointError: files are missing or malformed, or do not fit the config (`WeightsMismatch`, all of it).
         """
-        read = read_dtype(dtype)
+        dtype, kept = read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype)
         config, weights = pretrained.load(
             path_or_repo,
             subfolder,
             revision,
-            read,
+            kept,
+            config=config,
             variant=variant,
             prefix=prefix,
             device=device,
             on_progress=on_progress,
         )
-        plan = blueprint(lambda: cls.from_config(config, dtype=read, scan_layers=scan_layers))
+        options = {"dtype": dtype, "param_dtype": kept, "scan_layers": scan_layers, "remat": remat}
+        plan = blueprint(lambda: cls.from_config(config, **options))
         return plan.assemble(weights)
 
     def save_pretrained(
@@ -296,7 +302,7 @@ class Transformer2DModel(Attributes, Network):
         """What of a forward pass does not depend on `hidden_states`; arguments as there.
 
         A sampler makes the context once and the modulations of all its steps before its loop:
-        ``context = model.prepare_context(text)`` and ``steps = jax.vmap(model.prepare_modulations)(timesteps)``.
+        ``context = model.prepare_context(text)`` and ``steps = jax.jit(jax.vmap(model.prepare_modulations))(timesteps)``.
         """
         return Conditioning(
             self.prepare_context(encoder_hidden_states, cross_attention_kwargs),

@@ -17,7 +17,7 @@ from jaxmodels.transformer2d import lora
 from jaxmodels.transformer2d.arguments import Arguments, Timing
 from jaxmodels.transformer2d.attention import Dtypes, linear
 from jaxmodels.transformer2d.block import Biases, Seen
-from jaxmodels.transformer2d.conditioning import Conditioning, Modulations
+from jaxmodels.transformer2d.conditioning import Conditioning, Modulations, spread_context
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.ends import (
     LatentEmbedding,
@@ -103,7 +103,8 @@ class Network(nnx.Module):
             context = arguments.encoder_hidden_states
             context = None if context is None else self._project_captions(context)
         else:
-            modulations, seen, context = conditioning.modulations, conditioning.context, None
+            seen = spread_context(conditioning.context, hidden.shape[0])
+            modulations, context = conditioning.modulations, None
         biases = Biases(
             *(
                 None if mask is None else to_bias(mask, hidden.shape[0], self.config.num_attention_heads)

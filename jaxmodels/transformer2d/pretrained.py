@@ -20,6 +20,7 @@ def load(
     revision: str | None,
     dtype: np.dtype,
     *,
+    config: Transformer2DConfig | None = None,
     variant: str | None = None,
     prefix: str | None = None,
     device: str | None = None,
@@ -35,7 +36,9 @@ def load(
     elif revision is not None:
         raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
     tell("reading")
-    config, weights = diffusers.read(folder, subfolder=subfolder, variant=variant, prefix=prefix, dtype=dtype)
+    config, weights = diffusers.read(
+        folder, subfolder=subfolder, variant=variant, prefix=prefix, config=config, dtype=dtype
+    )
     placed = {name: jax.device_put(weights.pop(name), where) for name in list(weights)}
     tell("ready")
     return config, placed
