@@ -143,9 +143,12 @@ def _checked(variant: str | None) -> str:
 def _no_weights(folder: Path, variant: str | None) -> str:
     names = sorted(path.name for path in folder.iterdir())
     wanted = whole_name(variant)
-    others = sorted({match.group(1) or match.group(2) or "None" for name in names if (match := ANY.fullmatch(name))})
-    if others:
-        return f"{folder.name}: no {wanted}; variants there: {', '.join(others)}; give one of them as variant"
+    found = {match.group(1) or match.group(2) for name in names if (match := ANY.fullmatch(name))}
+    if others := sorted(name for name in found if name):
+        plain = ", or leave it out" if None in found else ""
+        return f"{folder.name}: no {wanted}; variants there: {', '.join(others)}; give one of them as variant{plain}"
+    if found:
+        return f"{folder.name}: no {wanted}; leave variant out, the files there have none"
     if pickles := [name for name in names if name.endswith(PICKLES)]:
         return (
             f"{folder.name}: only {', '.join(pickles)} and no {wanted}; pickle files can run code and are never "

@@ -301,8 +301,9 @@ class Transformer2DModel(Attributes, Network):
     ) -> Conditioning:
         """What of a forward pass does not depend on `hidden_states`; arguments as there.
 
-        A sampler makes the context once and the modulations of all its steps before its loop:
-        ``context = model.prepare_context(text)`` and ``steps = jax.jit(jax.vmap(model.prepare_modulations))(timesteps)``.
+        A sampler makes the context once, ``model.prepare_context(text)``, and the modulations of all its steps before
+        its loop, ``jax.jit(jax.vmap(model.prepare_modulations))(timesteps)``. What is prepared for one element counts
+        for all elements of a batch.
         """
         return Conditioning(
             self.prepare_context(encoder_hidden_states, cross_attention_kwargs),
