@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 
 VARIABLE = "ROBOJAX_COMPILE_CACHE"
-LIMIT = 4 << 30  # bytes; what was longest unused goes first
 OFF = ("", "0", "off", "none", "false")
 
 logger = logging.getLogger(__name__)
@@ -44,5 +43,4 @@ def use_compile_cache() -> Path | None:
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    jax.config.update("jax_compilation_cache_max_size", LIMIT)
     return folder

@@ -252,7 +252,7 @@ def test_shards_as_older_diffusers_named_them_are_read(tmp_path: Path) -> None:
 
 
 def test_a_variant_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no diffusion_pytorch_model\.bf16\.safetensors; variants there: None"):
+    with pytest.raises(CheckpointError, match=r"no diffusion_pytorch_model\.bf16\.safetensors; leave variant out"):
         diffusers.read(folder, variant="bf16")
     (folder / WEIGHTS).rename(folder / "diffusion_pytorch_model.fp16.safetensors")
     with pytest.raises(CheckpointError, match=r"variants there: fp16; give one of them"):
