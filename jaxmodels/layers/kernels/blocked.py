@@ -1,7 +1,8 @@
-"""Attention for CPUs: one head and one block of queries at a time, in two-dimensional products.
+"""Attention for CPUs: where there is much of it, one head and one block of queries at a time.
 
-Two-dimensional products with the softmax between them are compiled to fewer and faster passes than batched ones, and
-a block's scores stay in the cache between the first product and the second.
+In two-dimensional products, which XLA joins with the softmax to few and fast passes; and a block's scores stay in the
+cache between the first product and the second. The limits below were measured with 16 to 4096 queries and keys, on
+two cores with 1 MB of cache each.
 """
 
 import math
@@ -14,13 +15,15 @@ from jaxtyping import Array, Float
 from jaxmodels.layers.kernels.whole import attend as attend_whole
 from jaxmodels.layers.kernels.whole import exponents, split_queries
 
-# Up to so many scores per head, all heads go in one batched product: less time goes into starting the products.
-BATCHED = 1 << 16
-# Scores of one block, but blocks of fewer queries make slow products; measured from 256 to 4096 keys.
+# Up to so many scores per head, or in all heads: one batched product, because less time goes into starting products.
+BATCHED_PER_HEAD = 1 << 16
+BATCHED = 1 << 22
+# Up to so many scores per head and so many heads: these are written out one by one, without a loop's copies.
+WRITTEN_OUT_PER_HEAD = 1 << 19
+WRITTEN_OUT_HEADS = 16
+# Scores in a block of a loop, unless that makes it shorter than so many queries: products of few rows are slow.
 SCORES = 1 << 18
 QUERIES = 256
-# Up to so many heads are written out one by one, which spares a loop's copies; more would make a program too long.
-WRITTEN_OUT = 16
 
 
 def attend(
@@ -31,12 +34,20 @@ def attend(
 ) -> Float[Array, "b n heads k"]:
     """Attention that holds the scores of one block in memory, and computes them again on the way back."""
     batch, length, heads, _ = query.shape
-    if length * key.shape[1] <= BATCHED:
+    scores = length * key.shape[1]
+    if scores <= BATCHED_PER_HEAD:
         return attend_whole(query, key, value, bias)
-    count = math.ceil(length / max(QUERIES, SCORES // key.shape[1]))
-    if count == 1 and batch * heads <= WRITTEN_OUT:
-        return _written_out(query, key, value, bias)
+    if scores <= WRITTEN_OUT_PER_HEAD and batch * heads <= WRITTEN_OUT_HEADS:
+        return _attend_head_by_head(query, key, value, bias)
+    if batch * heads * scores <= BATCHED:
+        return attend_whole(query, key, value, bias)
+    return _attend_in_loops(query, key, value, bias)
 
+
+def _attend_in_loops(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
+    """Over the heads, and within over blocks of queries."""
+    batch, length, heads, _ = query.shape
+    count = math.ceil(length / max(QUERIES, SCORES // key.shape[1]))
     queries, keys, values = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, -1, x.shape[-1]) for x in (query, key, value))
 
     def head(inputs: tuple[Array, Array, Array, Array]) -> Array:
@@ -54,7 +65,7 @@ def attend(
     return jnp.swapaxes(mixed.reshape(batch, heads, length, -1), 1, 2)
 
 
-def _written_out(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
+def _attend_head_by_head(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
     def head(i: int, j: int) -> Array:
         own = None if bias is None else bias[i % bias.shape[0], j % bias.shape[1]]
         return _attend_block(query[i, :, j], key[i, :, j], value[i, :, j], own)
