@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
 TOLERANCE = 1e-5  # largest absolute difference, of gradients no larger than about 1
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {

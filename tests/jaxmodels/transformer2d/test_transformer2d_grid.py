@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1
 INNER = 24
 CROSS = 20  # not inner_dim: keys of the wrong width fail
@@ -46,10 +47,16 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         **SHARED,
     },
 }
-# Pairs that act on different parts of a block; those of masks and attentions are tried with continuous input.
+# Pairs that act on different parts of a block; those of attentions and masks are tried with continuous input, and the
+# blocks are the same.
 APART: Mapping[str, tuple[set[str], ...]] = {
     "continuous": ({"attention", "activation_fn"}, {"masks", "activation_fn"}),
-    "discrete": ({"attention", "activation_fn"}, {"masks", "activation_fn"}, {"masks", "attention"}),
+    "discrete": (
+        {"attention", "activation_fn"},
+        {"attention", "masks"},
+        {"attention", "norm_type"},
+        {"masks", "activation_fn"},
+    ),
     "patches": ({"attention", "activation_fn"}, {"masks", "activation_fn"}, {"masks", "attention"}),
 }
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxmodels.transformer2d import Transformer2DModelOutput
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
 TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1
 BATCH, HEADS, TOKENS, CONTEXT = 2, 2, 15, 7
@@ -200,11 +201,14 @@ def test_labels_and_conditions_that_nothing_uses_are_ignored(kind: str, small, i
     assert pair_of(config).error(**inputs) <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", [(8, 8), (12, 12), (6, 10), (4, 4), (16, 2), (9, 9), (2, 2)])
-@pytest.mark.parametrize("scale", [None, 1, 2.0, 4])
+@pytest.mark.parametrize(
+    ("size", "scale"),
+    [
+        *(((8, 8), 1), ((8, 8), 4), ((6, 10), None), ((6, 10), 2.0), ((12, 12), None), ((4, 4), 1.5)),
+        *(((16, 2), None), ((9, 9), 2.0), ((2, 2), None)),
+    ],
+)
 def test_positions_follow_the_size_of_the_image(size: tuple[int, int], scale: Any, small, inputs_for, pair_of) -> None:
-    if size not in ((8, 8), (6, 10)) and scale not in (None, 2.0):
-        pytest.skip("every size meets two scales, and two sizes every scale")
     config = small("patches", norm_type="ada_norm_single", interpolation_scale=scale, num_layers=1)
     config |= {"use_additional_conditions": False}
     if scale is None:
@@ -238,7 +242,7 @@ def test_one_patch_is_an_image(small, inputs_for, pair_of) -> None:
         assert pair_of(config).error(**inputs_for(config, hidden_states=images)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", [(6, 10), (16, 4), (4, 8), (9, 7)])
+@pytest.mark.parametrize("size", [(6, 10), (4, 8)])
 def test_images_of_ada_norm_zero_need_not_be_square(size: tuple[int, int], small, inputs_for, pair_of) -> None:
     # diffusers puts the patches of any image into a square; its own parts in the right order say what is right.
     config = small("patches", norm_type="ada_norm_zero", num_embeds_ada_norm=9)
