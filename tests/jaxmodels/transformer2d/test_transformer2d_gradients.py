@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="parity is measured against diffuser
 TOLERANCE = 1e-5  # largest absolute difference, of gradients no larger than about 1
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "continuous": ("continuous", {"cross_attention_dim": 20, "attention_bias": True}),
+    "continuous of many tokens": ("continuous", {"cross_attention_dim": 20, "num_layers": 1}),
     "continuous gated": ("continuous", {"cross_attention_dim": 20, "attention_type": "gated"}),
     "discrete": ("discrete", {"cross_attention_dim": 20, "norm_type": "ada_norm", "num_embeds_ada_norm": 9}),
     "zero": ("patches", {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 9, "norm_elementwise_affine": False}),
@@ -36,6 +37,9 @@ def call_of(name: str, config: dict[str, Any], inputs_for) -> dict[str, Any]:
     if name == "single":
         shapes = {"resolution": (2, 2), "aspect_ratio": (2, 1)}
         inputs["added_cond_kwargs"] = {key: rng.random(shape).astype(np.float32) for key, shape in shapes.items()}
+    if "many" in name:  # enough for attention to go over blocks of queries
+        inputs["hidden_states"] = rng.standard_normal((2, 16, 37, 29)).astype(np.float32)
+        inputs["attention_mask"] = rng.random((2, 37 * 29)) < 0.8
     if "gated" in name:
         objects = rng.standard_normal((2, 3, 20)).astype(np.float32)
         inputs["cross_attention_kwargs"] = {"gligen": {"objs": objects}}

@@ -120,6 +120,24 @@ def test_masks_of_other_inputs_mean_the_same(kind: str, small, inputs_for, pair_
         assert pair_of(config).error(**inputs) <= TOLERANCE
 
 
+@pytest.mark.parametrize("form", ["none", "bool", "bias per query and key", "bias per head", "keep per query and key"])
+@pytest.mark.parametrize("size", [(17, 19), (37, 29)])
+def test_many_tokens_give_the_numbers_of_diffusers(
+    size: tuple[int, int], form: str, small, inputs_for, pair_of
+) -> None:
+    # Attention goes another way for more scores: head by head, then in blocks that these numbers do not divide.
+    config = small("continuous", cross_attention_dim=20, num_layers=1)
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((BATCH, 16, *size)).astype(np.float32)
+    text = rng.standard_normal((BATCH, 301, 20)).astype(np.float32)
+    inputs = inputs_for(config, hidden_states=images, encoder_hidden_states=text)
+    tokens = size[0] * size[1]
+    if form != "none":
+        inputs["attention_mask"] = masks(form, tokens, tokens)
+        inputs["encoder_attention_mask"] = masks(form, 301, tokens)
+    assert pair_of(config).error(**inputs) <= TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["attention_mask", "encoder_attention_mask"])
 def test_a_row_without_any_key_is_as_if_unmasked(name: str, small, inputs_for, pair_of) -> None:
     config = small("continuous", cross_attention_dim=20, num_layers=1)
