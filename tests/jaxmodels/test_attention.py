@@ -183,7 +183,7 @@ def test_the_shapes_of_these_tests_reach_the_ways_they_are_named_for(shape: tupl
     name = next(name for name, other in SHAPES.items() if other == shape)
     program = str(jax.make_jaxpr(lambda q, k, v: blocked.attend(q, k, v, None))(*inputs(*shape)))
     blocks = 4 if name == "head by head" else int("loop" in name)
-    assert (program.count("checkpoint["), program.count("scan[")) == (blocks, 2 * ("loop" in name))
+    assert (program.count("remat2["), program.count("scan[")) == (blocks, 2 * ("loop" in name))
 
 
 def test_attention_may_look_at_tokens_of_another_width_without_biases() -> None:
