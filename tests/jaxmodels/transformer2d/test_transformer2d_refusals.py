@@ -223,6 +223,7 @@ WRONG: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "ids as an image": ("discrete", {"hidden_states": ids(2, 4, 4)}, ("hidden_states", "4, 4")),
     "encoder width": ("continuous", {"encoder_hidden_states": reals(2, 7, 21)}, ("encoder_hidden_states", "21", "20")),
     "encoder batch": ("continuous", {"encoder_hidden_states": reals(1, 7, 20)}, ("encoder_hidden_states", "1", "2")),
+    "an encoder without tokens": ("continuous", {"encoder_hidden_states": reals(2, 0, 20)}, ("encoder_hidden_states",)),
     "encoder rank": ("continuous", {"encoder_hidden_states": reals(2, 20)}, ("encoder_hidden_states", "2, 20")),
     "no encoder where widths differ": ("continuous", {"encoder_hidden_states": None}, ("encoder_hidden_states", "20")),
     "attention mask length": ("continuous", {"attention_mask": np.ones((2, 14))}, ("attention_mask", "14", "15")),
@@ -326,3 +327,11 @@ def test_what_is_prepared_is_not_given_again(models) -> None:
     conditioning = models("continuous").prepare(encoder_hidden_states=call["encoder_hidden_states"])
     with pytest.raises(JaxModelsError, match="encoder_hidden_states"):
         models("continuous")(**call, conditioning=conditioning)
+
+
+def test_conditioning_without_what_the_norms_need_is_refused(models) -> None:
+    # Without its modulations an ada_norm model would answer with unmodulated norms.
+    other = models("continuous").prepare(encoder_hidden_states=CALLS["continuous"]["encoder_hidden_states"])
+    for name in ("continuous ada", "single", "zero"):
+        with pytest.raises(JaxModelsError, match=r"timestep|modulations"):
+            models(name)(CALLS[name]["hidden_states"], conditioning=other)
