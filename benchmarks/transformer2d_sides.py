@@ -134,7 +134,7 @@ class Theirs:
             with torch.inference_mode():
                 output = self._loop(forward, case, inputs) if case.steps else forward(**inputs, return_dict=False)[0]
             if self.device == "cpu":
-                return output.numpy()
+                return output.float().numpy()
             torch.cuda.synchronize()
             return output
 
