@@ -40,6 +40,7 @@ DIFFUSION: dict[str, tuple[str, int, float, dict[str, Any]]] = {
     "ddpm_defaults": ("DDPM", 6, 0.0, {}),
     "ddpm_every_step": ("DDPM", 12, 0.0, {"num_train_timesteps": 12, "beta_schedule": "squaredcos_cap_v2"}),
     "ddpm_large_offset": ("DDPM", 5, 0.0, {"variance_type": "fixed_large", "steps_offset": 1, "clip_sample": False}),
+    "ddpm_large": ("DDPM", 5, 0.0, {**TRAINED, "variance_type": "fixed_large"}),
     "ddpm_velocity_linspace": (
         "DDPM",
         7,

@@ -33,6 +33,7 @@ from jaxmodels.samplers import (
     posterior,
     truncate,
     vq_diffusion,
+    vq_step,
 )
 
 # Another generator than the default one, which takes longer to compile than all else here.
@@ -348,6 +349,16 @@ def test_the_posterior_leads_back_through_the_forward_process(name: str, steps: 
             back = np.exp(np.asarray(compiled(schedule, table, everything, row)))[0]  # earlier, now
             np.testing.assert_allclose(back.sum(0), 1, atol=1e-4)
             np.testing.assert_allclose(back @ whole[clean], before[clean], atol=2e-5)
+
+
+@pytest.mark.parametrize("steps", [20, 1])
+def test_no_chance_makes_the_last_step_draw_the_masked_class(steps: int) -> None:
+    schedule = VQ["mixed"]
+    row = jax.tree.map(lambda column: jnp.asarray(column[-1]), schedule.rows(steps))
+    even = jnp.full((1, CLASSES - 1, 2), -np.log(CLASSES - 1), jnp.float32)
+    gumbel = jnp.zeros((1, CLASSES, 2)).at[:, -1].set(1e6)
+    tokens = jnp.asarray([[CLASSES - 1, 0]], jnp.int32)
+    assert (np.asarray(vq_step(schedule, even, tokens, row, gumbel)) < CLASSES - 1).all()
 
 
 @pytest.mark.parametrize("name", list(VQ))

@@ -38,7 +38,14 @@ DDIM = [
     "ddim_velocity_zero_snr",
     "ddim_eta_one",
 ]
-DDPM = ["ddpm_defaults", "ddpm_every_step", "ddpm_large_offset", "ddpm_velocity_linspace", "ddpm_sample_trailing"]
+DDPM = [
+    "ddpm_defaults",
+    "ddpm_every_step",
+    "ddpm_large_offset",
+    "ddpm_large",
+    "ddpm_velocity_linspace",
+    "ddpm_sample_trailing",
+]
 EULER = ["euler_defaults", "euler_shifted", "euler_uniform", "euler_uniform_shifted", "euler_one_step"]
 HEUN = ["heun_defaults", "heun_shifted", "heun_one_step"]
 AMUSED = ["amused_defaults", "amused_linear", "amused_greedy", "amused_inpainting"]
