@@ -66,7 +66,7 @@ def read_arguments(
     batch, tokens = hidden.shape[0], token_count(config, hidden.shape)
     context = _context(config, dtype, encoder_hidden_states, batch)
     if conditioning is not None:
-        check_conditioning(conditioning, batch, config.num_layers)
+        check_conditioning(config, conditioning, batch)
         seen, timing = conditioning.keys, Timing()
     else:
         seen = None if context is None else math.prod(context.shape[1:-1])
@@ -248,7 +248,8 @@ def check_context(config: Transformer2DConfig, array: Array | np.ndarray, batch:
         )
     (width,) = widths
     ranks = (3, 4) if is_captions else (3,)
-    if array.ndim not in ranks or array.shape[-1] != width or array.shape[0] != (batch or array.shape[0]):
+    is_empty = 0 in array.shape
+    if array.ndim not in ranks or is_empty or array.shape[-1] != width or array.shape[0] != (batch or array.shape[0]):
         name = "caption_channels" if is_captions else "cross_attention_dim"
         raise InputError(
             f"{_shape('encoder_hidden_states', array)}; wanted ({batch or 'batch'}, tokens, {width}), where {width} is "

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxmodels.errors import InputError
 from jaxmodels.transformer2d.block import Seen
+from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.modulation import Affine, Modulation
 
 
@@ -35,7 +36,7 @@ class Conditioning(NamedTuple):
         return None if found is None else found.key.shape[-2]
 
 
-def check_conditioning(conditioning: Conditioning, batch: int, layers: int) -> None:
+def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, batch: int) -> None:
     """Whether it was prepared for one element, which then counts for all, or for as many as there are.
 
     Raises:
@@ -46,10 +47,16 @@ def check_conditioning(conditioning: Conditioning, batch: int, layers: int) -> N
             f"conditioning is a {type(conditioning).__name__}; wanted what model.prepare gives, or "
             "Conditioning(model.prepare_context(...), model.prepare_modulations(...))"
         )
+    blocks, head = conditioning.modulations
+    if (blocks.first is None) != (config.block_norm == "layer_norm") or (head is None) != (config.kind != "patches"):
+        raise InputError(
+            f"conditioning's modulations are of another kind of model; {config.kind} input with {config.block_norm} "
+            "wants those that its own prepare makes (of a timestep, where it has one)"
+        )
     for what, part, axes in (
         ("context", conditioning.context, 4),
-        ("modulations", conditioning.modulations.blocks, 4),
-        ("head's modulation", conditioning.modulations.head, 3),
+        ("modulations", blocks, 4),
+        ("head's modulation", head, 3),
     ):
         for array in jax.tree.leaves(part):
             if array.ndim != axes:
@@ -57,8 +64,10 @@ def check_conditioning(conditioning: Conditioning, batch: int, layers: int) -> N
                     f"conditioning's {what} has shape {list(array.shape)}; wanted {axes} axes, those of one step (of "
                     "what was prepared for many steps, give one step's: a sampler's extras do)"
                 )
-            if axes == 4 and array.shape[0] != layers:
-                raise InputError(f"conditioning's {what} is of {array.shape[0]} layers; this model has {layers}")
+            if axes == 4 and array.shape[0] != config.num_layers:
+                raise InputError(
+                    f"conditioning's {what} is of {array.shape[0]} layers; this model has {config.num_layers}"
+                )
             if array.shape[axes - 3] not in (1, batch):
                 raise InputError(
                     f"conditioning's {what} was prepared for {array.shape[axes - 3]} elements, and hidden_states has "
