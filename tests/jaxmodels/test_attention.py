@@ -19,7 +19,7 @@ SHAPES = {
     "head by head": (2, 300, 256, 2, 8),
     "many heads in one product": (3, 300, 256, 6, 4),
     "in a loop over heads": (3, 1000, 256, 6, 4),
-    "in loops over blocks": (2, 1002, 1100, 2, 8),  # 4 of 251, so the last is not full
+    "in loops over blocks": (2, 1003, 1100, 2, 8),  # 3 of 335, so the last is not full
 }
 # What the bias has numbers for.
 BIASES = {
