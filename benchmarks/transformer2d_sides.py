@@ -90,7 +90,7 @@ class Theirs:
     """diffusers' model, eager or under torch.compile, in inference mode."""
 
     def __init__(self, device: str, dtype: str, mode: str | None):
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         torch.set_num_threads(2 if device == "cpu" else torch.get_num_threads())
         self.torch, self.mode = torch, mode
@@ -98,7 +98,9 @@ class Theirs:
         self.dtype = getattr(torch, dtype)
 
     def build(self, case: Case) -> Any:
-        from diffusers.models.transformers.transformer_2d import Transformer2DModel
+        from diffusers.models.transformers.transformer_2d import (  # pyright: ignore[reportMissingImports]
+            Transformer2DModel,
+        )
 
         with self.torch.device(self.device):
             return Transformer2DModel(**case.config).eval()
