@@ -203,14 +203,17 @@ def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         x = rng.standard_normal(wanted.shape)
         if name.endswith("kernel"):
-            x /= np.sqrt(config["num_attention_heads"] * config["attention_head_dim"])
+            is_fused = name.endswith(("to_qkv.kernel", "to_kv.kernel"))  # (layer, inputs, parts, width)
+            is_patch = name == "pos_embed.proj.kernel"  # (rows, columns, channels, width)
+            inputs = wanted.shape[-3] if is_fused else np.prod(wanted.shape[:-1]) if is_patch else wanted.shape[-2]
+            x /= np.sqrt(inputs)
         else:
             x = 0.3 * x + float(name.endswith("scale"))
         weights[name] = jnp.asarray(x, wanted.dtype)
     return plan.assemble(weights)
 
 
-@pytest.fixture(name="model_of")
+@pytest.fixture(name="model_of", scope="session")
 def model_of_fixture() -> Callable[..., Any]:
     return model_of
 

@@ -65,6 +65,7 @@ def test_compiled_traced_and_eager_agree(name: str, small, inputs_for, model_of)
     assert np.abs(np.asarray(ahead(**inputs)) - wanted).max() <= TOLERANCE
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["continuous ada", "continuous only cross", "zero", "single"])
 def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for, model_of) -> None:
     kind, fields = KINDS[name]
@@ -85,6 +86,7 @@ def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for, mod
     assert np.abs(np.asarray(run(state, inputs["hidden_states"], conditioning)) - wanted).max() <= TOLERANCE
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["continuous ada", "discrete", "zero", "single"])
 def test_an_element_does_not_depend_on_its_batch(name: str, small, inputs_for, model_of) -> None:
     kind, fields = KINDS[name]
@@ -109,6 +111,7 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["continuous", "discrete", "zero", "single"])
 def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, small, inputs_for, pair_of, to_torch) -> None:
     torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")

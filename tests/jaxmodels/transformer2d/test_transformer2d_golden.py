@@ -40,6 +40,7 @@ def test_outputs_are_those_of_diffusers(name: str, golden_folder, differ) -> Non
     assert differ(model(**inputs).sample, wanted) <= TOLERANCE
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", NAMES)
 def test_prepared_outputs_are_those_of_diffusers(name: str, golden_folder, differ) -> None:
     inputs, wanted = recorded(name)

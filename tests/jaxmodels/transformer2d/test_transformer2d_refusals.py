@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -281,9 +282,9 @@ WRONG: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def models(model_of) -> Callable[[str], Transformer2DModel]:
-    return lambda name: model_of(HEADS | MODELS[name])
+    return cache(lambda name: model_of(HEADS | MODELS[name]))
 
 
 @pytest.mark.parametrize("name", MODELS)
