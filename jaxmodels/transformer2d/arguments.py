@@ -60,6 +60,12 @@ def read_arguments(
     Raises:
         InputError: which argument, what was found, what was wanted.
     """
+    for name, given in (
+        ("added_cond_kwargs", added_cond_kwargs),
+        ("cross_attention_kwargs", cross_attention_kwargs),
+    ):
+        if given is not None and not isinstance(given, Mapping):
+            raise InputError(f"{name} is a {type(given).__name__}; wanted a mapping of names to arrays")
     if conditioning is not None:
         _refuse_unprepared(encoder_hidden_states, timestep, added_cond_kwargs, class_labels)
     hidden = _hidden_states(config, dtype, hidden_states)
