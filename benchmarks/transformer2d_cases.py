@@ -31,6 +31,7 @@ _DIT = {
     "attention_bias": True,
     "activation_fn": "gelu-approximate",
 }
+DIT_S = {**_DIT, "num_attention_heads": 6, "attention_head_dim": 64}
 _POLICY = {"num_attention_heads": 8, "attention_head_dim": 64, "num_layers": 6, "cross_attention_dim": 512}
 _CHUNK = {**_POLICY, "in_channels": 512}
 _FLOW = {
@@ -120,12 +121,8 @@ class Case:
 
 CPU: Mapping[str, Case] = {
     "SD 1.5 block 320, 64x64, batch 2": Case(_SD, (2, 320, 64, 64), text=77),
-    "DiT-S/2, 32x32x4, batch 2": Case(
-        {**_DIT, "num_attention_heads": 6, "attention_head_dim": 64, "num_layers": 12}, (2, 4, 32, 32)
-    ),
-    "DiT-S/2, 32x32x4, batch 1": Case(
-        {**_DIT, "num_attention_heads": 6, "attention_head_dim": 64, "num_layers": 12}, (1, 4, 32, 32)
-    ),
+    "DiT-S/2, 32x32x4, batch 2": Case({**DIT_S, "num_layers": 12}, (2, 4, 32, 32)),
+    "DiT-S/2, 32x32x4, batch 1": Case({**DIT_S, "num_layers": 12}, (1, 4, 32, 32)),
     "VQ-Diffusion ITHQ, 4 layers, batch 1": Case({**_VQ, "num_layers": 4}, (1, 1024), text=77),
     "VQ-Diffusion ITHQ, 4 layers, batch 2": Case({**_VQ, "num_layers": 4}, (2, 1024), text=77),
     "continuous chunk of 16, 6 layers": Case(_CHUNK, (1, 512, 16, 1), text=300),

@@ -21,22 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformer2d_cases import DIT_S
 
 HERE = Path(__file__).parent
 SHALLOW, DEEP = 2, 28
-CONFIG = {
-    "num_attention_heads": 6,
-    "attention_head_dim": 64,
-    "in_channels": 4,
-    "out_channels": 8,
-    "patch_size": 2,
-    "sample_size": 32,
-    "norm_type": "ada_norm_zero",
-    "num_embeds_ada_norm": 1000,
-    "norm_elementwise_affine": False,
-    "attention_bias": True,
-    "activation_fn": "gelu-approximate",
-}
 
 
 def measure_once(layers: int, way: str) -> dict[str, float]:
@@ -48,7 +36,7 @@ def measure_once(layers: int, way: str) -> dict[str, float]:
     from jaxmodels.weights import blueprint
 
     # Weights without a program that draws them: nothing may be compiled before the clock starts.
-    plan = blueprint(lambda: Transformer2DModel(**CONFIG, num_layers=layers))
+    plan = blueprint(lambda: Transformer2DModel(**DIT_S, num_layers=layers))
     rng = np.random.default_rng(0)
     weights = {
         name: jnp.asarray(0.02 * rng.standard_normal(wanted.shape), wanted.dtype)
