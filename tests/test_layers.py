@@ -17,7 +17,10 @@ FORBIDDEN: dict[str, set[str]] = {
     "service": {*ACCELERATOR, "torch"},
 }
 # module of ours -> who may import it
-COMPOSITION_ONLY = {"hooks": {"service/app.py"}}
+# The console commands put together what runs in a process of their own.
+COMPOSITION_ONLY = {
+    "hooks": {"service/app.py", "service/cli/webhooks_manage.py", "service/cli/webhooks_receive.py"},
+}
 # third-party module -> the only places in jaxmodels that touch it
 ONE_PLACE = {"huggingface_hub": {"jaxmodels/hub.py"}}
 

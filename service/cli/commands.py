@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "check": ("service.cli.check", "check", "What a policy needs, how fast it is here, and whether it fits a rate."),
     "sessions": ("service.cli.sessions", "sessions", "List the sessions of a running server."),
     "stop": ("service.cli.sessions", "stop", "Stop a session, or with --all every robot (emergency stop, latched)."),
+    "webhooks": ("service.cli.webhooks", "app", "Manage webhooks of the Hub, receive them, replay what came."),
     "train": ("service.cli.train", "train", "Train a small ACT policy on demonstrations."),
     "transport": ("service.cli.transport", "transport", "Run a rooms server alone."),
 }

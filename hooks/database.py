@@ -1,0 +1,142 @@
+"""A SQLite file that survives a kill at any moment; one thread owns its connection.
+
+A commit is on the disk before ``run`` returns: WAL with ``synchronous=FULL``, so that an event which was acknowledged
+is there after a loss of power too.
+"""
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from hooks.errors import StoreError
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+# Another process may hold the lock for as long as one of its transactions takes.
+LOCK_PATIENCE = 10.0
+
+
+class Database:
+    """A file, or memory when ``path`` is None.
+
+    A transaction is a function of the connection (and of arguments): all of what it writes is kept, or none of it.
+
+    Raises:
+        StoreError: the file cannot be opened, is no database, or was written by a newer version.
+    """
+
+    def __init__(self, path: str | Path | None, schema: Sequence[str]):
+        """Open it.
+
+        Args:
+            schema: one SQL script per version; those that the file has not seen yet are run, in order.
+        """
+        self.path = None if path is None else Path(path)
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "database")
+        try:
+            self._connection = self._thread.submit(self._open, list(schema)).result()
+        except sqlite3.Error as error:
+            self._thread.shutdown()
+            raise StoreError(f"database {self._name}: {error}; wanted a SQLite file that can be written") from error
+        except BaseException:
+            self._thread.shutdown()
+            raise
+
+    @property
+    def _name(self) -> str:
+        return "in memory" if self.path is None else repr(str(self.path))
+
+    def _open(self, schema: list[str]) -> sqlite3.Connection:
+        if self.path is not None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(f"database {self._name}: its folder cannot be made ({error.strerror})") from error
+        connection = sqlite3.connect(self.path or ":memory:", timeout=LOCK_PATIENCE, isolation_level=None)
+        connection.row_factory = sqlite3.Row
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+            connection.execute("PRAGMA foreign_keys=ON")
+            if self.path is not None:
+                # Payloads may be private, and secrets of registered webhooks are in here.
+                self.path.chmod(0o600)
+            connection.execute("BEGIN IMMEDIATE")
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > len(schema):
+                raise StoreError(
+                    f"database {self._name}: version {version}, this robojax knows {len(schema)}; "
+                    "use the robojax that wrote it, or another file"
+                )
+            for script in schema[version:]:
+                for statement in filter(str.strip, script.split(";\n")):
+                    connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={len(schema)}")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def run_now(
+        self,
+        transaction: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        """Run a transaction and wait for it; for threads that may wait, never for an event loop.
+
+        Raises:
+            StoreError: it cannot be written (disk full, locked for too long, damaged).
+        """
+        try:
+            return self._thread.submit(self._transact, transaction, arguments, named).result()
+        except RuntimeError as error:
+            raise StoreError(f"database {self._name} is closed") from error
+
+    async def run(
+        self,
+        transaction: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        """Run a transaction. Cancelling this only ends the waiting: the transaction is still done whole.
+
+        Raises:
+            StoreError: it cannot be written (disk full, locked for too long, damaged).
+        """
+        try:
+            running = self._thread.submit(self._transact, transaction, arguments, named)
+        except RuntimeError as error:
+            raise StoreError(f"database {self._name} is closed") from error
+        return await asyncio.wrap_future(running)
+
+    def _transact(self, transaction: Callable[..., Result], arguments: tuple, named: dict) -> Result:
+        connection = self._connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = transaction(connection, *arguments, **named)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise StoreError(f"database {self._name}: {error}") from error
+        return result
+
+    def close(self) -> None:
+        """End, after what was asked for before."""
+        with self._lock:
+            try:
+                self._thread.submit(self._connection.close)
+            except RuntimeError:
+                return  # closed before
+            self._thread.shutdown()

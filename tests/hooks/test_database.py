@@ -1,0 +1,108 @@
+"""The file of events: versions, whole transactions, what happens when it cannot be used."""
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hooks.database import Database
+from hooks.errors import StoreError
+
+SCHEMA = ["CREATE TABLE words (word TEXT PRIMARY KEY) STRICT"]
+
+
+def add(connection: sqlite3.Connection, word: str, *, then_fail: bool = False) -> int:
+    connection.execute("INSERT INTO words VALUES (?)", (word,))
+    if then_fail:
+        raise KeyError(word)
+    return connection.execute("SELECT count(*) FROM words").fetchone()[0]
+
+
+def words(connection: sqlite3.Connection) -> list[str]:
+    return [row["word"] for row in connection.execute("SELECT word FROM words ORDER BY word")]
+
+
+async def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
+    database = Database(tmp_path / "deep" / "events.sqlite3", SCHEMA)
+    assert await database.run(add, "one") == 1
+    database.close()
+    again = Database(tmp_path / "deep" / "events.sqlite3", SCHEMA)
+    assert again.run_now(words) == ["one"]
+    again.close()
+
+
+def test_a_transaction_that_fails_leaves_nothing() -> None:
+    database = Database(None, SCHEMA)
+    with pytest.raises(KeyError):
+        database.run_now(add, "one", then_fail=True)
+    assert database.run_now(add, "two") == 1
+    with pytest.raises(StoreError, match="UNIQUE"):
+        database.run_now(add, "two")
+    database.close()
+
+
+async def test_a_waiter_that_is_cancelled_does_not_tear_its_transaction() -> None:
+    database = Database(None, SCHEMA)
+    waiting = [asyncio.create_task(database.run(add, str(number))) for number in range(20)]
+    await asyncio.sleep(0)
+    for task in waiting[10:]:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    found = await database.run(words)
+    assert set(found) >= {str(number) for number in range(10)}
+    database.close()
+
+
+def test_a_newer_version_adds_its_scripts_and_an_older_one_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "events.sqlite3"
+    Database(path, SCHEMA).close()
+    newer = Database(path, [*SCHEMA, "CREATE TABLE more (n INTEGER);\nCREATE INDEX more_n ON more (n)"])
+    newer.run_now(add, "kept")
+    newer.close()
+    with pytest.raises(StoreError, match="version 2, this robojax knows 1"):
+        Database(path, SCHEMA)
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database, but something that somebody wants to keep")
+    with pytest.raises(StoreError, match="not a database"):
+        Database(path, SCHEMA)
+    assert path.read_text().startswith("not a database")
+
+
+def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    Database(tmp_path / "events.sqlite3", SCHEMA).close()
+    assert (tmp_path / "events.sqlite3").stat().st_mode & 0o077 == 0
+
+
+def test_after_close_it_says_so() -> None:
+    database = Database(None, SCHEMA)
+    database.close()
+    database.close()
+    with pytest.raises(StoreError, match="is closed"):
+        database.run_now(words)
+
+
+def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+    script = f"""
+        from hooks.database import Database
+        database = Database({str(tmp_path / "events.sqlite3")!r}, {SCHEMA!r})
+        for number in range(1000):
+            database.run_now(lambda connection: connection.execute("INSERT INTO words VALUES (?)", (f"{{number:04}}",)))
+            print(f"{{number:04}}", flush=True)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        told = [process.stdout.readline().strip() for _ in range(20)]
+        process.kill()
+        told += process.stdout.read().split()
+    database = Database(tmp_path / "events.sqlite3", SCHEMA)
+    assert set(database.run_now(words)) >= {word for word in told if len(word) == 4}
+    database.close()
