@@ -1,0 +1,11 @@
+"""A small Hub on this machine that the real huggingface_hub client and its CLI talk to unchanged.
+
+From a test: ``with StubHub() as hub: hub.push("someone/arm", {"config.json": b"{}"})``. From a shell:
+``python -m tests.stub_hub`` prints its address. Nothing of it needs a network or an event loop.
+"""
+
+from tests.stub_hub.deliveries import Delivery, DeliveryPlan
+from tests.stub_hub.failures import Failure
+from tests.stub_hub.hub import Request, StubHub
+
+__all__ = ["Delivery", "DeliveryPlan", "Failure", "Request", "StubHub"]
