@@ -51,8 +51,10 @@ def load_policy(
     tell = on_progress or (lambda stage: None)
     where, compute = find_device(device), find_dtype(dtype)
     folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
+    commit = None
     if not str(path_or_repo) or not folder.is_dir():
         folder = fetch(str(path_or_repo), revision, on_progress=tell)
+        commit = folder.name  # the Hub's cache names a snapshot by its commit
     elif revision is not None:
         raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
     tell("reading")
@@ -62,6 +64,7 @@ def load_policy(
         policy = like.with_weights(checkpoint)
     else:
         policy = Policy(checkpoint, dtype=dtype, device=device)
+    policy.commit = commit
     tell("ready")
     return policy
 
@@ -70,6 +73,10 @@ class Policy:
     """Observations in, chunks of actions out. Safe to call from any one thread at a time.
 
     `compile` may run in one thread while `act` runs in another.
+
+    Attributes:
+        commit: what its files are called: the commit of a repo of the Hub; None for a folder, unless whoever loaded it
+            knows a name for its content and says so.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class Policy:
         _programs: Programs | None = None,
     ):
         config: Any = checkpoint.config
+        self.commit: str | None = None
         self._checkpoint = checkpoint
         self._kind = policy_type(config.type)
         self._dtype, self._device = find_dtype(dtype), find_device(device)

@@ -43,6 +43,24 @@ class ActionQueue:
         self.late += self._next
         return len(self)
 
+    def faded(self, chunk: np.ndarray, seen_at: float, now: float, steps: int) -> np.ndarray:
+        """The chunk, but its next ``steps`` actions lead over from what is left of the old one.
+
+        For a chunk of another policy: two that mean the same may still differ by a jolt. With nothing left to lead
+        over from, the chunk as it is.
+        """
+        shift = math.floor((seen_at - self._seen_at) / self.period + 0.5) if len(self) else -1
+        old = self._chunk[shift:] if shift >= 0 else self._chunk[:0]
+        first = max(math.ceil((now - seen_at) / self.period), 0)
+        steps = min(steps, len(old) - first, len(chunk) - first)
+        if steps <= 0:
+            return chunk
+        weight = np.linspace(0, 1, steps + 2, dtype=np.float32)[1:-1, None]
+        faded = np.array(chunk, np.float32)
+        faded[:first] = old[:first]
+        faded[first : first + steps] += (1 - weight) * (old[first : first + steps] - chunk[first : first + steps])
+        return faded
+
     def take(self, deadline: float, now: float) -> np.ndarray | None:
         """The action for this tick; those before it that no tick took are counted as late."""
         last = len(self._chunk) - 1

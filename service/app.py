@@ -231,9 +231,11 @@ def _forward_limits(settings: Settings) -> ForwardLimits:
 
 
 def _loader(settings: Settings) -> LoadPolicy:
-    def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Policy:
+    def load(path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
         _name_caches(settings)
-        return jaxmodels.load_policy(path, revision, settings.dtype, settings.device, on_progress=on_progress)
+        return jaxmodels.load_policy(
+            path, revision, settings.dtype, settings.device, like=like, on_progress=on_progress
+        )
 
     return load
 

@@ -91,6 +91,8 @@ class Control:
         rejected: chunks refused because they were not finite or not of the right shape.
         discarded: answers that came back after a hold or a stop and were thrown away.
         holds: how often each reason held the robot.
+        largest_step: (a,) the largest change of each joint's command from one tick to the next since it was last
+            set to zeros.
         lateness: seconds from a tick's deadline to its run.
         latency: seconds from asking to answer, on the event loop's side.
     """
@@ -102,6 +104,7 @@ class Control:
         self.fault: str | None = None
         self.is_running = False
         self.command: np.ndarray | None = None
+        self.largest_step = np.zeros(pace.width, np.float32)
         self.starvations = self.missed_ticks = self.ticks = self.chunks = 0
         self.rejected = self.discarded = 0
         self.holds = Tally()
@@ -207,6 +210,8 @@ class Control:
         action = self.actions.take(deadline, now)
         if action is not None:
             self.hold = None
+            if self.command is not None:
+                np.maximum(self.largest_step, np.abs(action - self.command), out=self.largest_step)
             self.command, self._moved_at = action, now
             self._is_moving, self._is_dry, self._holds_left = True, False, 0
             return Step(command=action, ask=self._ask(now))
@@ -247,8 +252,11 @@ class Control:
         is_running_dry = len(self.actions) <= math.ceil(delay) + 1
         return is_running_dry or self.actions.consumed + math.floor(delay) >= self.pace.action_steps
 
-    def answer(self, chunk: object, now: float) -> None:
-        """The policy's answer to the snapshot asked with: (1, t, a). Refused whole when anything of it is wrong."""
+    def answer(self, chunk: object, now: float, *, fade: int = 0) -> None:
+        """The policy's answer to the snapshot asked with: (1, t, a). Refused whole when anything of it is wrong.
+
+        ``fade`` is how many of its actions lead over from the chunk before; ensembling does that by itself.
+        """
         request = self._close_request()
         if request is None:
             return
@@ -262,7 +270,10 @@ class Control:
         self.latency.add(now - request.asked_at)
         self._usual_latency = self.latency.percentile(90) or 0.0
         self.chunks += 1
-        usable = self.actions.push(chunk[0], request.snapshot.seen_at, now)
+        seen_at, actions = request.snapshot.seen_at, chunk[0]
+        if fade and self.pace.ensemble is None:
+            actions = self.actions.faded(actions, seen_at, now, fade)
+        usable = self.actions.push(actions, seen_at, now)
         if not usable:
             covered = self.pace.chunk / self.pace.action_rate
             age = now - request.snapshot.seen_at

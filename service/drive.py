@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,19 +18,29 @@ from service.stats import Recent
 from service.transport.base import EmergencyStop, Link, LinkDown, LinkEvent, LinkUp
 
 STAGES = ("queue", "to_device", "compute", "to_host", "total")
+# Observations that a new policy is tried out on before it may move the robot.
+RECENT = 8
+
+
+@dataclass(frozen=True)
+class _Successor:
+    served: Served
+    fade: int
+    taken: asyncio.Future[None]
 
 
 class Drive:
     """Wires one robot's buffer, control, engine and link; it is the link's inbox.
 
     Attributes:
-        buffer, control, served: its parts.
+        table, buffer, control, served: its parts; ``served`` changes at a chunk boundary, see ``take_over``.
         commands_sent, commands_refused: what the link took, and what it did not.
         last_command: wire name to value, as last sent.
         inference: seconds per stage of the newest inferences.
         inference_errors: inferences that failed.
         lost: rooms that are down, with the reason.
         broken: fails when the link raises, which ends the session.
+        recent: newest observations, each with the chunk that the policy answered.
     """
 
     def __init__(
@@ -49,7 +61,10 @@ class Drive:
         self.inference = {stage: Recent(control.pace.samples) for stage in STAGES}
         self.lost: dict[str, str] = {}
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._table = table
+        self.recent: deque[tuple[Mapping[str, np.ndarray], np.ndarray]] = deque(maxlen=RECENT)
+        self.table = table
+        self._successor: _Successor | None = None
+        self._fading: tuple[Served, int] | None = None
         self._engine = engine
         self._notify = notify
         self._loop = ControlLoop(control, self._do)
@@ -83,6 +98,8 @@ class Drive:
         """Nothing goes out any more; the figures stay."""
         self._link = None
         self.broken.cancel()
+        if self._successor is not None:
+            self._successor.taken.cancel()
 
     async def idle(self) -> None:
         """Wait until a robot that was halted has all repeats of its hold."""
@@ -138,7 +155,7 @@ class Drive:
 
     def _send(self, values: np.ndarray) -> None:
         """The one way out: every command to the robot, a hold too, passes here."""
-        commands = self._table.to_commands(values)
+        commands = self.table.to_commands(values)
         if self._link is not None and self._link.send(commands):
             self.commands_sent += 1
             self.last_command = {command.name: command.value for command in commands}
@@ -147,7 +164,34 @@ class Drive:
 
     # Asking the policy.
 
+    def take_over(self, served: Served, fade: int = 0) -> asyncio.Future[None]:
+        """Ask another policy from the next chunk on; done when it has. What the old one planned is done until then.
+
+        Args:
+            served: its requirements are those of the one before, and it is compiled for the frames that come.
+            fade: how many of its first actions lead over from the plan of the one before.
+        """
+        if self._successor is not None:
+            self._successor.taken.cancel()
+        successor = _Successor(served, fade, asyncio.get_running_loop().create_future())
+        self._successor = successor
+        if not self.control.is_running:
+            self._change_over()
+        return successor.taken
+
+    def _change_over(self) -> None:
+        successor, self._successor = self._successor, None
+        if successor is None or successor.taken.done():
+            return
+        self.served = successor.served
+        self._fading = (successor.served, successor.fade)
+        # What the new one is compared with later is its own.
+        self.recent.clear()
+        successor.taken.set_result(None)
+
     def _infer(self, snapshot: Snapshot) -> None:
+        if self._successor is not None and self._successor.served.is_compiled(snapshot.sizes):
+            self._change_over()
         if not self._make_ready(snapshot.sizes):
             self.control.withdraw()
             self.control.obstruct("compiling", f"compiling for {in_words(snapshot.sizes)}")
@@ -156,11 +200,12 @@ class Drive:
         self._tasks.create_task(self._ask(snapshot))
 
     async def _ask(self, snapshot: Snapshot) -> None:
+        served = self.served
         observation = snapshot.observation()
-        if self.served.requirements.state is None:
+        if served.requirements.state is None:
             del observation["observation.state"]
         try:
-            inference = await self._engine.submit(self.served, observation)
+            inference = await self._engine.submit(served, observation)
         except InferenceStuck as error:
             self.inference_errors += 1
             self.control.withdraw()
@@ -171,7 +216,12 @@ class Drive:
             self.control.refuse(str(error), time.monotonic())
         else:
             self._note(inference)
-            self.control.answer(inference.chunk, time.monotonic())
+            fade = 0
+            if served is self.served:
+                self.recent.append((observation, inference.chunk))
+                if self._fading is not None and self._fading[0] is served:
+                    fade, self._fading = self._fading[1], None
+            self.control.answer(inference.chunk, time.monotonic(), fade=fade)
         if self.control.fault is not None:
             self._notify(Move.FAILED, self.control.fault)
 

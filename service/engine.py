@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,10 @@ class Policy(Protocol):
     def timings(self) -> Mapping[str, float]: ...
     @property
     def device(self) -> str: ...
+    @property
+    def commit(self) -> str | None:
+        """What its files are called, when that is known: a commit of the Hub, the hash of a folder."""
+        ...
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
         """Feature names to arrays with a batch axis -> (b, t, a) float32."""
@@ -49,9 +53,18 @@ class LoadPolicy(Protocol):
     """``jaxmodels.load_policy``, or a double."""
 
     def __call__(
-        self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
+        self,
+        path: str,
+        revision: str | None = None,
+        /,
+        *,
+        like: Any = None,
+        on_progress: Callable[[str], None] | None = None,
     ) -> Policy:
-        """Called in a worker thread; raises JaxModelsError with a text that may be shown."""
+        """Called in a worker thread; raises JaxModelsError with a text that may be shown.
+
+        ``like`` is a policy that it gave before: what was compiled for it may be used again.
+        """
         ...
 
 
@@ -78,7 +91,7 @@ class Served:
     """One policy in memory, shared by all sessions of the same path and revision.
 
     Attributes:
-        policy: the one that the next inference uses; ``Engine.swap`` changes it.
+        policy: itself.
         users: sessions that hold it.
     """
 
@@ -92,17 +105,17 @@ class Served:
         """What the policy needs."""
         return self.policy.requirements
 
+    @property
+    def commit(self) -> str | None:
+        """What its files are called, when that is known."""
+        return self.policy.commit
+
     def is_compiled(self, sizes: Sizes) -> bool:
         """Whether frames of these sizes can be acted on at once. Asked at every inference, so remembered."""
         key = frozenset(sizes.items())
         if key not in self._compiled and self.policy.is_compiled(1, sizes):
             self._compiled.add(key)
         return key in self._compiled
-
-    def use(self, policy: Policy) -> None:
-        """Take another policy in its place."""
-        self.policy = policy
-        self._compiled.clear()
 
 
 @dataclass
@@ -141,11 +154,21 @@ class Engine:
 
     @asynccontextmanager
     async def policy(
-        self, load: LoadPolicy, path: str, revision: str | None, on_progress: Callable[[str], None]
+        self,
+        load: LoadPolicy,
+        path: str,
+        revision: str | None,
+        on_progress: Callable[[str], None],
+        *,
+        folder: str | None = None,
+        like: Policy | None = None,
     ) -> AsyncIterator[Served]:
         """A loaded and compiled policy, for as long as the context lasts.
 
-        ``on_progress`` gets short words (``downloading``, ``reading``, ``compiling``) and is called in another thread.
+        Args:
+            on_progress: gets short words (``downloading``, ``reading``, ``compiling``), in another thread.
+            folder: where the files of this path and revision are already, when they are.
+            like: a policy that this one is expected to resemble.
 
         Raises:
             PolicyError: it cannot be loaded or compiled.
@@ -153,7 +176,7 @@ class Engine:
         key = (path, revision)
         entry = self._entries.get(key)
         if entry is None or (entry.loading.done() and entry.loading.exception() is not None):
-            entry = _Entry(asyncio.create_task(self._load(load, key), name=f"load {path}"))
+            entry = _Entry(asyncio.create_task(self._load(load, key, folder, like), name=f"load {path}"))
             entry.loading.add_done_callback(lambda task: self._drop_unused(key, task))
             self._entries[key] = entry
         entry.listeners.append(on_progress)
@@ -175,8 +198,11 @@ class Engine:
         if entry is not None and entry.loading is loading and (failed or not entry.users):
             del self._entries[key]
 
-    async def _load(self, load: LoadPolicy, key: tuple[str, str | None]) -> Served:
+    async def _load(
+        self, load: LoadPolicy, key: tuple[str, str | None], folder: str | None, like: Policy | None
+    ) -> Served:
         path, revision = key
+        place = (path, revision) if folder is None else (folder, None)
 
         def tell(stage: str) -> None:
             entry = self._entries.get(key)
@@ -184,7 +210,7 @@ class Engine:
                 listener(stage)
 
         def load_and_compile() -> Policy:
-            policy = load(path, revision, on_progress=tell)
+            policy = load(*place, like=like, on_progress=tell)
             tell("compiling")
             policy.compile(1)
             return policy
@@ -283,18 +309,26 @@ class Engine:
         while self._asked:
             await self._idle.wait()
 
-    def swap(self, served: Served, policy: Policy) -> None:
-        """From the next inference on, use another policy with the same requirements.
+    async def try_out(self, served: Served, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
+        """One inference that no robot waits for, in a thread that yields to the device thread: chunk and seconds.
 
         Raises:
-            PolicyError: its requirements differ.
+            PolicyFailed: the policy raised.
         """
-        if policy.requirements != served.requirements:
-            raise PolicyError(
-                f"the new policy needs {policy.requirements}, the running sessions have {served.requirements}; "
-                "create a new session for it"
-            )
-        served.use(policy)
+
+        def infer() -> tuple[np.ndarray, float]:
+            began = time.perf_counter()
+            chunk = served.policy.act(observation)
+            return chunk, time.perf_counter() - began
+
+        await self.until_idle()
+        try:
+            return await call_in_thread(infer, "policy-trial", 2 * self._niceness)
+        except JaxModelsError as error:
+            raise PolicyFailed(f"the policy refused its input: {error}") from error
+        except Exception as error:
+            logger.exception("a policy on trial raised")
+            raise PolicyFailed(f"the policy raised {type(error).__name__}; the server's log says more") from error
 
     def facts(self) -> dict[str, object]:
         """What is loaded, where it runs and how busy the device thread is."""

@@ -40,6 +40,7 @@ class ScriptedPolicy:
     compiled: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     device: str = "scripted:0"
+    commit: str | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -97,7 +98,13 @@ class ScriptedLoader:
     words: Sequence[str] = ("reading", "ready")
 
     def __call__(
-        self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
+        self,
+        path: str,
+        revision: str | None = None,
+        /,
+        *,
+        like: object = None,
+        on_progress: Callable[[str], None] | None = None,
     ) -> ScriptedPolicy:
         """Load, in the engine's loader thread."""
         self.loads.append(path)

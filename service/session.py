@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from service.buffer import Buffer
+from service.changeover import Changeover, Held
 from service.control import Control
 from service.drive import Drive
-from service.engine import Engine, LoadPolicy
-from service.errors import PolicyFailed, ServiceError, UnknownSession
+from service.engine import Engine, LoadPolicy, Served
+from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.fit import fit
 from service.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
@@ -17,6 +19,19 @@ from service.status import SessionStatus, queue_of, status_of
 from service.transport.base import Link, Rooms, Transport
 
 logger = logging.getLogger(__name__)
+
+
+# What others are told of a session; ``session.deleted`` comes when it has let go of everything.
+EVENTS = {
+    Move.LOADED: "session.created",
+    Move.START: "session.started",
+    Move.RESTART: "session.started",
+    Move.STOP: "session.stopped",
+    Move.EMERGENCY_STOP: "session.stopped",
+    Move.FAILED: "session.error",
+    Move.EXPIRED: "session.error",
+}
+Tell = Callable[[str, dict[str, object]], None]
 
 
 class Session:
@@ -27,6 +42,7 @@ class Session:
         progress: what it is doing while it initializes, in a word or two.
         rooms: its rooms, or None before they are made and after they are left.
         drive: its live parts, or None before the rooms are joined.
+        policies: those it holds.
         created_at: monotonic.
     """
 
@@ -38,6 +54,7 @@ class Session:
         engine: Engine,
         load: LoadPolicy,
         settings: SessionSettings,
+        tell: Tell = lambda event, about: None,
     ):
         self.new = new
         self.progress = "waiting"
@@ -45,9 +62,12 @@ class Session:
         self.drive: Drive | None = None
         self.created_at = time.monotonic()
         self._transport = transport
+        self.policies = Changeover(engine, load, new.policy_path)
         self._engine = engine
-        self._load = load
         self._settings = settings
+        self._tell_others = tell
+        self._changing = asyncio.Lock()
+        self._letting_go: set[asyncio.Task[None]] = set()
         self._life = Lifecycle(new.session_id)
         self._active_since = self.created_at
         self._settled = asyncio.Event()
@@ -110,12 +130,12 @@ class Session:
 
     def stop(self) -> None:
         """Stop the robot where it is."""
-        self._life.move(Move.STOP)
+        self._move(Move.STOP)
         self._halt()
 
     def emergency_stop(self, reason: str) -> None:
         """Stop the robot where it is, until somebody resets."""
-        self._life.move(Move.EMERGENCY_STOP, reason)
+        self._move(Move.EMERGENCY_STOP, reason)
         logger.warning("session %s: emergency stop: %s", self.id, reason)
         self._halt(always_hold=True)
 
@@ -143,7 +163,7 @@ class Session:
         return not hanging
 
     def _set_going(self, move: Move) -> None:
-        self._life.move(move)
+        self._move(move)
         self._active_since = time.monotonic()
         assert self.drive is not None, "the table lets only loaded sessions start"
         self.drive.begin()
@@ -161,11 +181,86 @@ class Session:
         if move is Move.EMERGENCY_STOP:
             self.emergency_stop(reason or "no reason given")
             return
-        stage = self._life.move(move, reason)
+        stage = self._move(move, reason)
         if move is not Move.LINK_BACK:
             logger.warning("session %s is %s: %s", self.id, stage, reason)
         if move in (Move.FAILED, Move.EXPIRED):
             self._halt()
+
+    # Its policies.
+
+    async def stage_policy(self, commit: str, folder: str, tell: Callable[[str], None]) -> Served:
+        """Load another policy beside the one that runs, compiled for the frames that come; nothing changes by it.
+
+        Raises:
+            ServiceError: it cannot be loaded, needs something else, or the session is not there for it.
+        """
+        async with self._changing:
+            drive = self._driven()
+            served = await self.policies.stage(commit, folder, tell)
+            sizes = drive.buffer.sizes()
+            if sizes and len(sizes) == len(drive.buffer.frames) and not served.is_compiled(sizes):
+                tell("compiling")
+                await self._engine.compile(served, sizes)
+            return served
+
+    async def discard_policy(self) -> None:
+        """Let go of the staged policy."""
+        async with self._changing:
+            await self.policies.discard()
+
+    async def change_policy(self, fade: int, patience: float) -> None:
+        """Let the staged policy take over at the next chunk boundary; returns when it has.
+
+        Args:
+            fade: how many of its first actions lead over from the old plan.
+            patience: seconds; a robot that is held for longer than that goes on with the policy it has.
+
+        Raises:
+            ServiceError: nothing is staged, the session ended, or the boundary did not come in time.
+        """
+        async with self._changing:
+            await self._take_over(self.policies.staged, "staged", self.policies.staged_took_over, fade, patience)
+
+    async def restore_policy(self, fade: int, patience: float) -> None:
+        """Let the policy from before take over again, likewise."""
+        async with self._changing:
+            await self._take_over(self.policies.before, "kept", self.policies.before_took_over, fade, patience)
+
+    async def _take_over(
+        self, held: Held | None, what: str, note: Callable[[], Held | None], fade: int, patience: float
+    ) -> None:
+        drive = self._driven()
+        if held is None:
+            raise MoveRefused(f"session {self.id!r} has no {what} policy")
+
+        def took_over(taken: asyncio.Future[None]) -> None:
+            if not taken.cancelled():
+                left = note()
+                if left is not None:
+                    self._letting_go.add(task := asyncio.create_task(left.hold.aclose()))
+                    task.add_done_callback(self._letting_go.discard)
+
+        taken = drive.take_over(held.served, fade)
+        # A callback, so that the books are right even when whoever waits here is cancelled at that moment.
+        taken.add_done_callback(took_over)
+        try:
+            async with asyncio.timeout(patience):
+                await taken
+        except TimeoutError:
+            raise MoveRefused(
+                f"session {self.id!r} asked for no chunk in {patience:g} s (it is held: "
+                f"{drive.control.hold.text if drive.control.hold else 'waiting for the policy'})"
+            ) from None
+        except asyncio.CancelledError:
+            if not taken.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise MoveRefused(f"session {self.id!r} ended, or another policy came first") from None
+
+    def _driven(self) -> Drive:
+        if self.drive is None or self.is_over or not self._life.is_loaded:
+            raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy")
+        return self.drive
 
     # Its life.
 
@@ -184,7 +279,8 @@ class Session:
 
     async def _live(self) -> None:
         new = self.new
-        async with self._engine.policy(self._load, new.policy_path, new.revision, self._tell) as served:
+        try:
+            served = await self.policies.begin(new.revision, self._tell)
             table, pace = fit(served.requirements, new, self._settings)
             buffer = Buffer(
                 new.camera_names,
@@ -211,6 +307,8 @@ class Session:
                 self.rooms = link.rooms
                 self.drive = drive
                 await self._drive_robot(drive, link)
+        finally:
+            await self.policies.close()
 
     async def _drive_robot(self, drive: Drive, link: Link) -> None:
         driving = asyncio.create_task(drive.run(link), name=f"drive {self.id}")
@@ -219,7 +317,7 @@ class Session:
         self._tell("ready")
         self._active_since = time.monotonic()
         self._life.is_loaded = True
-        self._life.move(Move.LOADED, self._life.reason)
+        self._move(Move.LOADED, self._life.reason)
         self._settled.set()
         first = [driving, watching, ending, drive.broken]
         try:
@@ -256,4 +354,20 @@ class Session:
     def _fail(self, error: ServiceError) -> None:
         self._error = self._error or error
         if self._life.can(Move.FAILED):
-            self._life.move(Move.FAILED, str(error))
+            self._move(Move.FAILED, str(error))
+
+    def _move(self, move: Move, reason: str | None = None) -> Stage:
+        """Go where the table says, and tell whoever wants to know."""
+        stage = self._life.move(move, reason)
+        if move in EVENTS:
+            about: dict[str, object] = {
+                "session_id": self.id,
+                "status": str(stage),
+                "policy_path": self.new.policy_path,
+            }
+            if reason is not None:
+                about["reason"] = reason
+            if move is Move.EMERGENCY_STOP:
+                about["emergency_stop"] = True
+            self._tell_others(EVENTS[move], about)
+        return stage

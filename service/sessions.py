@@ -5,7 +5,7 @@ import asyncio
 from service.engine import Engine, LoadPolicy
 from service.errors import MoveRefused, SessionExists, TooManySessions, UnknownSession
 from service.request import NewSession, SessionSettings
-from service.session import Session
+from service.session import Session, Tell
 from service.stage import Stage
 from service.status import SessionStatus
 from service.transport.base import Transport
@@ -17,12 +17,20 @@ class Sessions:
     """All sessions of one process. It owns the engine from here on: ``close`` ends it too."""
 
     def __init__(
-        self, *, transport: Transport, load: LoadPolicy, engine: Engine, settings: SessionSettings | None = None
+        self,
+        *,
+        transport: Transport,
+        load: LoadPolicy,
+        engine: Engine,
+        settings: SessionSettings | None = None,
+        tell: Tell = lambda event, about: None,
     ):
+        """``tell`` hears of every session what ``service.session.EVENTS`` lists, and when one is gone."""
         self.engine = engine
         self.settings = settings or SessionSettings()
         self._transport = transport
         self._load = load
+        self._tell = tell
         self._sessions: dict[str, Session] = {}
         self._ends: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -51,7 +59,14 @@ class Sessions:
             raise TooManySessions(f"{living} sessions, and no more are allowed; delete one first")
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
-        session = Session(new, transport=self._transport, engine=self.engine, load=self._load, settings=self.settings)
+        session = Session(
+            new,
+            transport=self._transport,
+            engine=self.engine,
+            load=self._load,
+            settings=self.settings,
+            tell=self._tell,
+        )
         self._sessions[new.session_id] = session
         await session.ready()
         return session
@@ -117,6 +132,7 @@ class Sessions:
         await session.end()
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
+        self._tell("session.deleted", {"session_id": session.id, "policy_path": session.new.policy_path})
 
     async def emergency_stop(self, reason: str, session_id: str | None = None) -> "list[str]":
         """Latch an emergency stop on one session, or on all of them; returns their ids."""

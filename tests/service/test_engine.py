@@ -3,7 +3,6 @@ import gc
 import os
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from jaxmodels.errors import ConfigError, ObservationError
 from service.engine import Engine, InferenceStuck, in_words
 from service.errors import PolicyError, PolicyFailed
-from service.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from service.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.worker import Worker, call_in_thread
 
 OBSERVATION = {
@@ -239,16 +238,34 @@ async def test_an_unwanted_request_that_has_not_begun_is_skipped(engine: Engine)
     assert policy.acted == 2
 
 
-async def test_a_swap_takes_effect_at_the_next_inference_and_must_fit(engine: Engine) -> None:
-    async with engine.policy(ScriptedLoader(lambda: ScriptedPolicy(step=1.0)), "p", None, ignore) as served:
-        before = await engine.submit(served, OBSERVATION)
-        engine.swap(served, ScriptedPolicy(step=2.0, compiled=[{"front": (48, 64)}]))
-        after = await engine.submit(served, OBSERVATION)
-        assert (before.chunk[0, 0, 0], after.chunk[0, 0, 0]) == (1, 2)
-        with pytest.raises(PolicyError, match="create a new session"):
-            engine.swap(served, ScriptedPolicy(replace(SO100_REQUIREMENTS, chunk=3)))
-        engine.swap(served, ScriptedPolicy())
-        assert not served.is_compiled({"front": (48, 64)})
+async def test_a_policy_is_tried_out_away_from_the_device_thread(engine: Engine) -> None:
+    policy = ScriptedPolicy(step=2.0)
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        chunk, seconds = await engine.try_out(served, OBSERVATION)
+        assert chunk[0, 0, 0] == 2
+        assert seconds >= 0
+        assert policy.threads == {"policy-trial"}
+        policy.failures.append(ValueError("its secret"))
+        with pytest.raises(PolicyFailed, match="ValueError") as caught:
+            await engine.try_out(served, OBSERVATION)
+        assert "secret" not in str(caught.value)
+
+
+async def test_a_revision_that_lies_in_a_folder_is_loaded_from_there_and_like_another(engine: Engine) -> None:
+    first, second = ScriptedPolicy(), ScriptedPolicy()
+    asked: list[tuple[object, ...]] = []
+
+    def load(path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
+        asked.append((path, revision, like))
+        return first if like is None else second
+
+    async with (
+        engine.policy(load, "owner/name", None, ignore) as running,
+        engine.policy(load, "owner/name", "1" * 40, ignore, folder="/files", like=running.policy) as other,
+        engine.policy(load, "owner/name", "1" * 40, ignore) as same,
+    ):
+        assert asked == [("owner/name", None, None), ("/files", None, first)]
+        assert same is other
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="niceness of a thread is Linux's")

@@ -66,7 +66,14 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None):
+def load(
+    path: str,
+    revision: str | None = None,
+    /,
+    *,
+    like: object = None,
+    on_progress: Callable[[str], None] | None = None,
+):
     return jaxmodels.load_policy(path, revision, on_progress=on_progress)
 
 
