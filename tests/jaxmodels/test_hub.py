@@ -1,9 +1,5 @@
 """Fetching from the Hub, against a small server on this machine that answers like it."""
 
-import hashlib
-import http.server
-import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,71 +12,7 @@ from jaxmodels.checkpoints import diffusers, lerobot
 from jaxmodels.checkpoints.diffusers_names import places
 from jaxmodels.errors import CheckpointError, HubError
 from jaxmodels.transformer2d import Transformer2DConfig
-
-FIRST, SECOND = "1" * 40, "2" * 40
-
-
-class StubHub:
-    """Repos of files at commits; `requests` is every path that was asked for."""
-
-    def __init__(self, repos: dict[str, dict[str, dict[str, bytes]]]):
-        self.repos = repos  # repo id -> commit -> file name -> content
-        self.refs = {"main": FIRST, "v1": FIRST}
-        self.denied: dict[str, tuple[int, str]] = {}  # repo id -> status and error code
-        self.requests: list[str] = []
-        stub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                stub.requests.append(self.path)
-                self.close_connection = True  # or a closed server would go on answering through kept connections
-                status, headers, body = stub.answer(self.path)
-                self.send_response(status)
-                for name, value in {"Content-Length": str(len(body)), "Connection": "close", **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
-
-            do_HEAD = do_GET
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        parts = path.partition("?")[0].strip("/").split("/")
-        is_api = parts[:2] == ["api", "models"]
-        repo = "/".join(parts[2:4] if is_api else parts[:2])
-        kind, revision, *rest = [*(parts[4:] if is_api else parts[2:]), "revision", "main"]
-        if repo in self.denied:
-            status, code = self.denied[repo]
-            return status, {"X-Error-Code": code}, b"{}"
-        if repo not in self.repos:
-            return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
-        commit = self.refs.get(revision, revision)
-        if commit not in self.repos[repo]:
-            return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
-        files = self.repos[repo][commit]
-        if kind == "revision":
-            return 200, {}, json.dumps({"id": repo, "sha": commit, "siblings": []}).encode()
-        if kind == "tree":
-            entries = [
-                {"type": "file", "path": name, "size": len(raw), "oid": hashlib.sha1(raw).hexdigest()}
-                for name, raw in files.items()
-            ]
-            return 200, {}, json.dumps(entries).encode()
-        raw = files["/".join(rest[:-2])]
-        return 200, {"ETag": f'"{hashlib.sha1(raw).hexdigest()}"', "X-Repo-Commit": commit}, raw
+from tests.stub_hub import StubHub
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +29,21 @@ def stub(policies, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
     monkeypatch.delenv("HF_TOKEN", raising=False)
     others = {"pytorch_model.bin": b"cos\nsystem\n", "README.md": b"# hello", "train_config.json": b"{}"}
-    stub = StubHub({"someone/arm": {FIRST: {**policies[0], **others}, SECOND: policies[1]}})
-    yield stub
-    stub.close()
+    with StubHub() as stub:
+        first = stub.push("someone/arm", {**policies[0], **others}, tag="v1")
+        stub.push("someone/arm", {**policies[1], **dict.fromkeys(others)})
+        stub.repo("someone/arm").refs["refs/heads/main"] = first
+        yield stub
+
+
+@pytest.fixture
+def commits(stub: StubHub) -> list[str]:
+    """Both commits of that repo; its branch and a tag are at the first."""
+    return list(stub.repo("someone/arm").commits)
+
+
+def asked(stub: StubHub) -> list[str]:
+    return [request.path for request in stub.requests]
 
 
 @pytest.fixture
@@ -110,53 +54,56 @@ def fetch(stub: StubHub, tmp_path: Path):
     return call
 
 
-def test_a_repo_is_fetched_at_the_commit_its_branch_points_to(fetch, stub: StubHub, observation_of, small) -> None:
+def test_a_repo_is_fetched_at_the_commit_its_branch_points_to(
+    fetch, stub: StubHub, commits, observation_of, small
+) -> None:
     told: list[str] = []
     folder = fetch(on_progress=told.append)
     assert told == ["downloading"]
-    assert folder.name == FIRST
-    downloads = [path for path in stub.requests if "/resolve/" in path]
+    assert folder.name == commits[0]
+    downloads = [path for path in asked(stub) if "/resolve/" in path]
     assert downloads
-    assert all(f"/resolve/{FIRST}/" in path for path in downloads)
+    assert all(f"/resolve/{commits[0]}/" in path for path in downloads)
     policy = jaxmodels.load_policy(folder)
     assert policy.requirements.rate == 25.0
     assert np.isfinite(policy.act(observation_of(small()))).all()
 
 
-def test_only_files_of_a_policy_are_fetched(fetch, stub: StubHub) -> None:
+def test_only_files_of_a_policy_are_fetched(fetch, stub: StubHub, commits) -> None:
     names = {path.name for path in fetch().iterdir()}
-    assert names == {path.name for path in fetch(revision=SECOND).iterdir()}
+    assert names == {path.name for path in fetch(revision=commits[1]).iterdir()}
     assert "robojax.json" in names
-    assert not [path for path in stub.requests if "pytorch_model" in path or "README" in path or "train_" in path]
+    assert not [path for path in asked(stub) if "pytorch_model" in path or "README" in path or "train_" in path]
 
 
-def test_a_revision_may_be_a_tag_or_a_commit(fetch, stub: StubHub) -> None:
-    assert fetch(revision="v1").name == FIRST
-    assert fetch(revision=SECOND).name == SECOND
-    stub.refs["main"] = SECOND
-    assert fetch().name == SECOND
+def test_a_revision_may_be_a_tag_or_a_commit(fetch, stub: StubHub, commits) -> None:
+    first, second = commits
+    assert fetch(revision="v1").name == first
+    assert fetch(revision=second).name == second
+    stub.repo("someone/arm").refs["refs/heads/main"] = second
+    assert fetch().name == second
 
 
 def test_what_is_cached_is_not_fetched_again(fetch, stub: StubHub) -> None:
     first = fetch()
     stub.requests.clear()
     assert fetch() == first
-    assert not [path for path in stub.requests if "/resolve/" in path]
+    assert not [path for path in asked(stub) if "/resolve/" in path]
 
 
-def test_without_the_hub_the_cached_copy_is_used(fetch, stub: StubHub) -> None:
-    first, second = fetch(), fetch(revision=SECOND)
+def test_without_the_hub_the_cached_copy_is_used(fetch, stub: StubHub, commits) -> None:
+    first, second = fetch(), fetch(revision=commits[1])
     stub.close()
     assert fetch() == first
-    assert fetch(revision=SECOND) == second
+    assert fetch(revision=commits[1]) == second
 
 
-def test_without_the_hub_and_without_a_copy_the_error_says_what_to_do(fetch, stub: StubHub) -> None:
+def test_without_the_hub_and_without_a_copy_the_error_says_what_to_do(fetch, stub: StubHub, commits) -> None:
     stub.close()
     with pytest.raises(HubError, match=r"'someone/arm'.*cannot be reached.*connect once, or give a local folder"):
         fetch()
     with pytest.raises(HubError, match="cannot be reached"):
-        fetch(revision=SECOND)
+        fetch(revision=commits[1])
 
 
 def test_half_a_copy_is_no_copy(fetch, stub: StubHub) -> None:
@@ -209,14 +156,14 @@ def model(stub: StubHub, tmp_path: Path) -> dict[str, np.ndarray]:
     diffusers.write(folder, CONFIG, halves, variant="fp16")
     others = {"model_index.json": b"{}", "vae/config.json": b"{}", "transformer/diffusion_pytorch_model.bin": b"cos"}
     written = {f"transformer/{path.name}": path.read_bytes() for path in folder.iterdir()}
-    stub.repos["someone/painter"] = {FIRST: {**written, **others}}
+    stub.push("someone/painter", {**written, **others})
     return weights
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_a_model_of_a_pipeline_is_fetched_alone(fetch, stub: StubHub, model, variant: str | None) -> None:
     folder = fetch("someone/painter", files=diffusers.files(subfolder="transformer", variant=variant))
-    assert folder.name == FIRST
+    assert folder.name == stub.head("someone/painter")
     config, weights = diffusers.read(folder, subfolder="transformer", variant=variant, dtype=np.float32)
     assert config == CONFIG
     wanted = {name: array.astype(np.float16) for name, array in model.items()} if variant else model

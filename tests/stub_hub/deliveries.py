@@ -131,16 +131,19 @@ class Deliveries:
                 self._waiting.task_done()
 
     def _send(self, delivery: Delivery) -> None:
+        webhook = self._find(delivery.webhook_id)
         for attempt in range(self.plan.attempts):
-            webhook = self._find(delivery.webhook_id)
-            if webhook is None or webhook.disabled is not False:
-                return
             if attempt:
                 time.sleep(self.plan.pause)
+                webhook = self._find(delivery.webhook_id)
+            if webhook is None or webhook.disabled is not False:
+                return
             delivery.statuses.append(self._post(webhook, delivery))
             if 200 <= delivery.statuses[-1] < 300:
                 webhook.failures = 0
                 return
+        if webhook is None:
+            return
         webhook.failures += 1
         if self.plan.suspend_after is not None and webhook.failures >= self.plan.suspend_after:
             webhook.disabled = SUSPENDED

@@ -287,12 +287,12 @@ class _Server(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: _Server
 
     def do_GET(self) -> None:
         self.close_connection = True  # or a closed server would go on answering through kept connections
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {name.lower(): value for name, value in self.headers.items()}
+        assert isinstance(self.server, _Server)
         answer = self.server.hub.answer(Request(self.command, self.path, headers, body))
         if isinstance(answer, Failure):
             if answer.how == "hang":
@@ -313,5 +313,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_DELETE = do_PUT = do_GET
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, format: str, *arguments: object) -> None:
         pass

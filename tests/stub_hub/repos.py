@@ -56,6 +56,13 @@ class File:
             facts["lfs"] = {"oid": self.sha256, "size": len(self.content), "pointerSize": len(self.pointer)}
         return facts
 
+    def as_sibling(self) -> dict[str, Any]:
+        """As the repo's info lists it; what is called ``oid`` in the tree is ``sha256`` there."""
+        facts = {"rfilename": self.path, "size": len(self.content), "blobId": self.blob}
+        if self.is_large:
+            facts["lfs"] = {"sha256": self.sha256, "size": len(self.content), "pointerSize": len(self.pointer)}
+        return facts
+
 
 @dataclass(frozen=True)
 class Commit:
@@ -115,11 +122,12 @@ class Repo:
 
     def answer(self, url: str, parts: list[str], query: Mapping[str, str], page: int) -> Answer:
         """One request of its API; ``parts`` is the path after ``/api/models/{repo}``, ``url`` the whole of it."""
+        with_blobs = query.get("blobs", "").lower() == "true"
         match parts:
             case []:
-                return as_json(self._info("main"))
+                return as_json(self._info("main", with_blobs))
             case ["revision", revision]:
-                return as_json(self._info(revision))
+                return as_json(self._info(revision, with_blobs))
             case ["refs"]:
                 return as_json(self._refs())
             case ["commits", revision]:
@@ -133,13 +141,9 @@ class Repo:
             case _:
                 raise Refusal(404, "Not found")
 
-    def _info(self, revision: str) -> dict[str, Any]:
+    def _info(self, revision: str, with_blobs: bool) -> dict[str, Any]:
         commit = self.at(revision)
-        siblings = [
-            {"rfilename": file.path, "size": len(file.content), "blobId": file.blob} | ({"lfs": lfs} if lfs else {})
-            for file in commit.files.values()
-            for lfs in [file.as_json().get("lfs")]
-        ]
+        siblings = [file.as_sibling() if with_blobs else {"rfilename": path} for path, file in commit.files.items()]
         return {
             "id": self.id,
             "modelId": self.id,
