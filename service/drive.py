@@ -26,6 +26,7 @@ RECENT = 8
 class _Successor:
     served: Served
     fade: int
+    then: Callable[[], None]
     taken: asyncio.Future[None]
 
 
@@ -41,6 +42,7 @@ class Drive:
         lost: rooms that are down, with the reason.
         broken: fails when the link raises, which ends the session.
         recent: newest observations, each with the chunk that the policy answered.
+        guard: told the code and text of every inference that fails, before anything else is done about it.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Drive:
         self.lost: dict[str, str] = {}
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.recent: deque[tuple[Mapping[str, np.ndarray], np.ndarray]] = deque(maxlen=RECENT)
+        self.guard: Callable[[str, str], None] | None = None
         self.table = table
         self._successor: _Successor | None = None
         self._fading: tuple[Served, int] | None = None
@@ -164,16 +167,17 @@ class Drive:
 
     # Asking the policy.
 
-    def take_over(self, served: Served, fade: int = 0) -> asyncio.Future[None]:
+    def take_over(self, served: Served, fade: int = 0, then: Callable[[], None] = lambda: None) -> asyncio.Future[None]:
         """Ask another policy from the next chunk on; done when it has. What the old one planned is done until then.
 
         Args:
             served: its requirements are those of the one before, and it is compiled for the frames that come.
             fade: how many of its first actions lead over from the plan of the one before.
+            then: called at that very moment, whether or not somebody still waits.
         """
         if self._successor is not None:
             self._successor.taken.cancel()
-        successor = _Successor(served, fade, asyncio.get_running_loop().create_future())
+        successor = _Successor(served, fade, then, asyncio.get_running_loop().create_future())
         self._successor = successor
         if not self.control.is_running:
             self._change_over()
@@ -187,6 +191,7 @@ class Drive:
         self._fading = (successor.served, successor.fade)
         # What the new one is compared with later is its own.
         self.recent.clear()
+        successor.then()
         successor.taken.set_result(None)
 
     def _infer(self, snapshot: Snapshot) -> None:
@@ -209,10 +214,12 @@ class Drive:
         except InferenceStuck as error:
             self.inference_errors += 1
             self.control.withdraw()
+            self._warn("stuck", str(error))
             self._notify(Move.FAILED, str(error))
             return
         except PolicyFailed as error:
             self.inference_errors += 1
+            self._warn("policy_failed", str(error))
             self.control.refuse(str(error), time.monotonic())
         else:
             self._note(inference)
@@ -221,9 +228,16 @@ class Drive:
                 self.recent.append((observation, inference.chunk))
                 if self._fading is not None and self._fading[0] is served:
                     fade, self._fading = self._fading[1], None
+            rejected = self.control.rejected
             self.control.answer(inference.chunk, time.monotonic(), fade=fade)
+            if self.control.rejected > rejected and self.control.hold is not None:
+                self._warn("not_finite", self.control.hold.text)
         if self.control.fault is not None:
             self._notify(Move.FAILED, self.control.fault)
+
+    def _warn(self, code: str, text: str) -> None:
+        if self.guard is not None:
+            self.guard(code, text)
 
     def _note(self, inference: Inference) -> None:
         for stage in STAGES:

@@ -4,10 +4,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from service.errors import InvalidRequest
 from service.transport.names import rooms_of
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -19,6 +21,7 @@ class NewSession:
         rate: control ticks per second; the policy's own rate when None, else the default of the settings.
         revision: branch, tag or commit of a policy from the Hub.
         joint_names: names of the policy's joints in order, for checkpoints that do not say.
+        auto_update: what a push to ``revision`` does: nothing, another policy is made ready, or it takes over.
     """
 
     session_id: str
@@ -31,6 +34,7 @@ class NewSession:
     rate: float | None = None
     revision: str | None = None
     joint_names: tuple[str, ...] | None = None
+    auto_update: Literal["off", "stage", "swap"] = "off"
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,12 @@ class SessionSettings:
             _check_name(new.workspace_id, "workspace_id")
         if not new.policy_path.strip():
             raise InvalidRequest("policy_path is empty; send a folder or a Hub repo id", ("body", "policy_path"))
+        if new.auto_update != "off" and new.revision is not None and _COMMIT.fullmatch(new.revision):
+            raise InvalidRequest(
+                f"auto_update is {new.auto_update!r}, but the revision is a commit, which never moves; "
+                "name a branch or a tag, or leave revision out",
+                ("body", "auto_update"),
+            )
         cameras = ("body", "camera_names")
         if len(new.camera_names) > self.max_cameras:
             raise InvalidRequest(f"{len(new.camera_names)} cameras; at most {self.max_cameras} are taken", cameras)

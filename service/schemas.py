@@ -1,7 +1,7 @@
 """Bodies of the session API, field for field as its OpenAPI document has them."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -129,6 +129,11 @@ class NewSessionRequest(CreateSessionRequest):
     )
     revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description="Branch, tag or commit of a policy from the Hub."
+    )
+    auto_update: Literal["off", "stage", "swap"] = Field(
+        default="off",
+        description="What a push to the revision (a branch or tag) or a change of the folder does: nothing; the new "
+        "policy is checked and waits for POST /sessions/{session_id}/policy; or it takes over by itself.",
     )
     joint_names: list[Annotated[str, Field(min_length=1, max_length=50)]] | None = Field(
         default=None, max_length=256, description="Names of the policy's joints in order, when its checkpoint has none."

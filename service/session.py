@@ -234,16 +234,13 @@ class Session:
         if held is None:
             raise MoveRefused(f"session {self.id!r} has no {what} policy")
 
-        def took_over(taken: asyncio.Future[None]) -> None:
-            if not taken.cancelled():
-                left = note()
-                if left is not None:
-                    self._letting_go.add(task := asyncio.create_task(left.hold.aclose()))
-                    task.add_done_callback(self._letting_go.discard)
+        def took_over() -> None:
+            left = note()
+            if left is not None:
+                self._letting_go.add(task := asyncio.create_task(left.hold.aclose()))
+                task.add_done_callback(self._letting_go.discard)
 
-        taken = drive.take_over(held.served, fade)
-        # A callback, so that the books are right even when whoever waits here is cancelled at that moment.
-        taken.add_done_callback(took_over)
+        taken = drive.take_over(held.served, fade, took_over)
         try:
             async with asyncio.timeout(patience):
                 await taken

@@ -46,10 +46,22 @@ def status_of(session: Session, now: float) -> SessionStatus:
             "joint_output_room_id": rooms.joint_output if rooms else None,
         },
         stats={"progress": session.progress, "age_s": round(now - session.created_at, 1)}
+        | _policies(session)
         | (_stats(session, drive, now) if drive else _nothing_yet(session)),
         inference_stats=_inference_stats(drive, session) if drive else None,
         error_message=session.reason,
     )
+
+
+def _policies(session: Session) -> dict[str, object]:
+    held = session.policies
+    return {
+        "auto_update": session.new.auto_update,
+        "policy_commit": held.running.commit if held.running else None,
+        "policy_staged": held.staged.commit if held.staged else None,
+        "policy_before": held.before.commit if held.before else None,
+        "policy_changes": held.changes,
+    }
 
 
 def _nothing_yet(session: Session) -> dict[str, object]:

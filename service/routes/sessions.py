@@ -36,6 +36,7 @@ async def create_session(request: Request) -> HTTPResponse:
         rate=body.rate,
         revision=body.revision,
         joint_names=None if body.joint_names is None else tuple(body.joint_names),
+        auto_update=body.auto_update,
     )
     try:
         session = await request.app.ctx.sessions.create(new)

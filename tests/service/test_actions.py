@@ -152,3 +152,26 @@ def test_clearing_forgets_the_predictions_of_an_ensemble() -> None:
     queue.clear()
     queue.push(numbered(10, first=50), seen_at=0.0, now=0.0)
     assert first_of(queue.take(0.0, 0.0)) == 50
+
+
+def test_a_chunk_of_another_policy_leads_over_from_the_old_one() -> None:
+    queue = ActionQueue(0.1)
+    queue.push(np.zeros((10, 2), np.float32), 0.0, 0.0)
+    other = np.full((10, 2), 4, np.float32)
+    # Seen at the old chunk's action 2, answered at its action 4: actions 2 to 4 of the new chunk are led over.
+    faded = queue.faded(other, 0.2, 0.4, 3)
+    assert faded[:, 0].tolist() == [0, 0, 1, 2, 3, 4, 4, 4, 4, 4]
+    assert other.min() == 4, "the chunk itself is left as it is"
+    # Fewer actions are left of the old one than asked for.
+    assert queue.faded(other, 0.7, 0.7, 9)[:5, 1].tolist() == [1, 2, 3, 4, 4]
+
+
+def test_with_nothing_left_to_lead_over_from_a_chunk_stays_as_it_is() -> None:
+    queue = ActionQueue(0.1)
+    other = np.full((4, 2), 4, np.float32)
+    assert queue.faded(other, 0.0, 0.0, 3) is other
+    queue.push(np.zeros((3, 2), np.float32), 0.0, 0.0)
+    assert queue.faded(other, 0.3, 0.3, 3) is other
+    assert queue.faded(other, 0.1, 0.1, 0) is other
+    queue.clear()
+    assert queue.faded(other, 0.1, 0.1, 3) is other

@@ -1,0 +1,296 @@
+"""Another policy for a running robot: it is let in at a chunk boundary, or not at all, or taken back."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.engine import Engine
+from service.rollout import Rollout, RolloutSettings
+from service.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
+from service.sessions import NewSession, Session, Sessions, SessionSettings
+from service.transport.memory import MemoryTransport
+
+POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
+SHA, NEXT = "a" * 40, "b" * 40
+NEW = NewSession("s", "owner/name", "memory://", rate=100, auto_update="swap")
+
+
+class Rig:
+    """Sessions of scripted policies by folder, and robots that show and tell."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.transport = MemoryTransport()
+        self.policies = {"owner/name": ScriptedPolicy(commit=SHA)}
+        self.events: list[tuple[str, dict[str, object]]] = []
+        self.sessions = Sessions(
+            transport=self.transport,
+            load=self.load,
+            engine=Engine(switch_interval=None),
+            settings=SessionSettings(),
+            tell=lambda event, about: self.events.append((event, about)),
+        )
+        self.rollout = Rollout(self.sessions, settings)
+        self.told: list[str] = []
+        self.robots: list[asyncio.Task[None]] = []
+
+    def load(self, path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
+        return self.policies[path]
+
+    async def running(self, new: NewSession = NEW) -> Session:
+        session = await self.sessions.create(new)
+        link = self.transport.link
+
+        async def send() -> None:
+            while True:
+                for camera in link.rooms.cameras:
+                    link.deliver_frame(camera, np.zeros((48, 64, 3), np.uint8))
+                link.deliver_joints(POSE)
+                await asyncio.sleep(0.01)
+
+        self.robots.append(asyncio.create_task(send()))
+        await self.sessions.start(new.session_id)
+        await until(lambda: len(link.sent) > 5)
+        return session
+
+    async def prepare(self, policy: ScriptedPolicy, sha: str = NEXT):
+        self.policies[f"/files/{sha}"] = policy
+        return await self.rollout.prepare("s", "owner/name", sha, Path(f"/files/{sha}"), self.told.append)
+
+
+async def until(claim: Callable[[], bool], within: float = 5.0) -> None:
+    end = time.monotonic() + within
+    while not claim():
+        assert time.monotonic() < end, "it never came true"
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def rigged(**settings: object) -> AsyncIterator[Rig]:
+    made = Rig(RolloutSettings(**({"probation": 0.3, "patience": 2.0} | settings)))  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        for robot in made.robots:
+            robot.cancel()
+        await made.sessions.close()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with rigged() as made:
+        yield made
+
+
+async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig) -> None:
+    session = await rig.running()
+    (follower,) = rig.rollout.followers()
+    assert (follower.repo, follower.ref, follower.sha, follower.mode) == ("owner/name", None, SHA, "swap")
+    better = ScriptedPolicy(step=0.2)
+    verdict = await rig.prepare(better)
+    assert verdict.reason is None, verdict.text
+    assert verdict.figures["compared"] > 0  # type: ignore[operator]
+    assert rig.told == ["loading", "reading", "compiling", "checking"] or "checking" in rig.told
+    assert session.policies.staged is not None
+    assert "device" not in {name for name in better.threads}, "it was tried out away from the robots"
+    verdict = await rig.rollout.swap("s", NEXT)
+    assert verdict.reason is None, verdict.text
+    assert verdict.figures["missed_ticks"] == 0
+    assert verdict.figures["starvations"] == 0
+    assert "device" in better.threads
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert verdict.reason is None, verdict.text
+    stats = session.status().stats
+    assert (stats["policy_commit"], stats["policy_before"], stats["policy_changes"]) == (NEXT, SHA, 1)
+    assert rig.rollout.followers()[0].sha == NEXT
+
+
+async def test_a_policy_that_needs_something_else_is_refused_with_what_differs(rig: Rig) -> None:
+    session = await rig.running()
+    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, cameras={"front": (48, 64), "wrist": (48, 64)}, chunk=7))
+    verdict = await rig.prepare(other)
+    assert verdict.reason == "requirements"
+    assert "cameras" in verdict.text
+    assert "chunk: the session has 20, the new policy needs 7" in verdict.text
+    assert session.policies.staged is None
+    assert other.acted == 0
+    assert session.status().stats["policy_commit"] == SHA
+
+
+class Poisoned(ScriptedPolicy):
+    def act(self, observation):
+        return np.full_like(super().act(observation), np.nan)
+
+
+class Short(ScriptedPolicy):
+    def act(self, observation):
+        return super().act(observation)[:, :3]
+
+
+class Raising(ScriptedPolicy):
+    def act(self, observation):
+        raise ValueError("a secret of the file")
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (Poisoned(), "not_finite"),
+        (Short(), "shape"),
+        (Raising(), "policy_failed"),
+        (ScriptedPolicy(step=3.0), "differs"),
+        (ScriptedPolicy(step=30.0), "out_of_range"),
+        (ScriptedPolicy(latency=0.15), "slow"),
+        (ScriptedPolicy(compile_failure=ValueError("a secret of the file")), "load"),
+    ],
+)
+async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(policy: ScriptedPolicy, reason: str) -> None:
+    async with rigged() as rig:
+        session = await rig.running()
+        assert session.drive is not None
+        missed = session.drive.control.missed_ticks
+        verdict = await rig.prepare(policy)
+        assert verdict.reason == reason, verdict.text
+        assert "secret" not in verdict.text
+        assert session.policies.staged is None
+        assert (await rig.rollout.swap("s", NEXT)).reason == "not_staged"
+        sent = len(rig.transport.link.sent)
+        await until(lambda: len(rig.transport.link.sent) > sent + 5)
+        assert session.drive.control.hold is None
+        assert session.drive.control.missed_ticks - missed <= 1
+
+
+async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_session_fails(rig: Rig) -> None:
+    session = await rig.running()
+    later = ScriptedPolicy(step=0.2)
+    assert (await rig.prepare(later)).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    later.failures.extend(np.full((1, 20, 6), np.nan, np.float32) for _ in range(50))
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert verdict.reason == "not_finite"
+    assert session.status().stats["policy_commit"] == SHA
+    sent = len(rig.transport.link.sent)
+    await until(lambda: len(rig.transport.link.sent) > sent + 10)
+    assert str(session.stage) == "running"
+
+
+async def test_a_failure_of_the_very_first_inference_is_the_new_policys(rig: Rig) -> None:
+    await rig.running()
+    later = ScriptedPolicy()
+    assert (await rig.prepare(later)).reason is None
+    later.failures.extend(RuntimeError("x") for _ in range(50))
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert verdict.reason == "policy_failed"
+    assert rig.rollout.followers()[0].sha == SHA
+
+
+async def test_an_emergency_stop_on_probation_takes_the_policy_back_and_stays_latched(rig: Rig) -> None:
+    session = await rig.running()
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.05)
+    await rig.sessions.emergency_stop("a hand in the way")
+    verdict = await watching
+    assert verdict.reason == "emergency_stop"
+    assert session.status().stats["policy_commit"] == SHA
+    assert session.is_latched
+
+
+async def test_a_plain_stop_only_pauses_the_probation(rig: Rig) -> None:
+    session = await rig.running()
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await rig.sessions.stop("s")
+    await asyncio.sleep(0.5)
+    assert not watching.done()
+    await rig.sessions.start("s")
+    assert (await watching).reason is None
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_a_jump_on_probation_takes_the_policy_back() -> None:
+    async with rigged(step=0.01) as rig:
+        await rig.running()
+        jumpy = ScriptedPolicy(step=0.1)
+        assert (await rig.prepare(jumpy)).reason is None
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        jumpy.step = 4.0
+        verdict = await rig.rollout.probation("s", NEXT)
+        assert verdict.reason == "jump"
+        assert "'" in verdict.text
+        assert rig.rollout.followers()[0].sha == SHA
+
+
+async def test_a_policy_taken_back_by_hand_is_in_memory_still(rig: Rig) -> None:
+    session = await rig.running()
+    assert (await rig.rollout.rollback("s")).reason == "session"
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    began = time.monotonic()
+    assert (await rig.rollout.rollback("s")).reason is None
+    assert time.monotonic() - began < 1.0
+    assert session.status().stats["policy_commit"] == SHA
+
+
+async def test_a_stopped_robot_changes_at_once_and_a_robot_that_never_ran_too(rig: Rig) -> None:
+    session = await rig.sessions.create(NEW)
+    verdict = await rig.prepare(ScriptedPolicy())
+    assert verdict.reason is None
+    assert "not compared" in verdict.text
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_a_robot_that_is_held_gives_no_boundary_and_keeps_its_policy() -> None:
+    async with rigged(patience=0.3) as rig:
+        session = await rig.running()
+        assert (await rig.prepare(ScriptedPolicy())).reason is None
+        rig.robots[0].cancel()
+        await until(lambda: session.status().stats["hold_code"] == "camera_stale")
+        verdict = await rig.rollout.swap("s", NEXT)
+        assert verdict.reason == "session"
+        assert "camera 'front'" in verdict.text
+        assert session.status().stats["policy_commit"] == SHA
+
+
+async def test_a_session_that_ends_while_a_policy_is_loaded_leaves_nothing_behind(rig: Rig) -> None:
+    await rig.running()
+    gate = threading.Event()
+    load = rig.load
+
+    def slow(path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
+        assert gate.wait(10)
+        return load(path, revision)
+
+    rig.sessions.get("s").policies._load = slow
+    preparing = asyncio.create_task(rig.prepare(ScriptedPolicy()))
+    await asyncio.sleep(0.05)
+    await rig.sessions.delete("s")
+    gate.set()
+    assert (await preparing).reason == "session"
+    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+
+
+async def test_what_happens_to_a_session_is_told(rig: Rig) -> None:
+    await rig.running()
+    await rig.sessions.stop("s")
+    await rig.sessions.emergency_stop("test")
+    await rig.sessions.delete("s")
+    assert [event for event, _ in rig.events] == [
+        "session.created",
+        "session.started",
+        "session.stopped",
+        "session.stopped",
+        "session.deleted",
+    ]
+    assert rig.events[3][1]["emergency_stop"] is True
+    assert rig.events[3][1]["reason"] == "test"
