@@ -24,7 +24,7 @@ from service.models import Models
 from service.openapi import full_document, specified_document
 from service.origins import Origins, preflight
 from service.punctual import PunctualProtocol
-from service.routes import control, debug, docs, health, metrics, models, sessions
+from service.routes import control, debug, deployments, docs, health, metrics, models, sessions
 from service.routes.answers import install_errors, request_id
 from service.routes.context import App, Context, Request
 from service.routes.route import Route
@@ -41,6 +41,7 @@ ROUTES: tuple[Route, ...] = (
     *health.ROUTES,
     *sessions.ROUTES,
     *control.ROUTES,
+    *deployments.ROUTES,
     *models.ROUTES,
     *debug.ROUTES,
     *metrics.ROUTES,

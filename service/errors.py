@@ -8,6 +8,9 @@ ServiceError                  500 internal
 ├── TooManySessions           429 too_many_sessions
 ├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
 ├── PolicyFailed              500 policy_failed    a loaded policy raised, or gave something that is not a chunk
+├── UnknownDeployment         404 unknown_deployment
+├── UpdateFailed              409 update_failed    another policy cannot be brought to a session now
+├── SourceFailed              502 source           where policies come from refused, vanished or gave something broken
 ├── UnknownModel              404 unknown_model
 ├── ModelError                422 model            a model cannot be loaded
 ├── ModelFailed               500 model_failed     a loaded model raised
@@ -86,6 +89,27 @@ class PolicyFailed(ServiceError):
 
     status = 500
     code = "policy_failed"
+
+
+class UnknownDeployment(ServiceError):
+    """No policy update has this id."""
+
+    status = 404
+    code = "unknown_deployment"
+
+
+class UpdateFailed(ServiceError):
+    """Another policy cannot be brought to a session now; the message says why."""
+
+    status = 409
+    code = "update_failed"
+
+
+class SourceFailed(ServiceError):
+    """Where policies come from refused, vanished, or gave something broken."""
+
+    status = 502
+    code = "source"
 
 
 class UnknownModel(ServiceError):

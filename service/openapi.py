@@ -11,10 +11,13 @@ from service.routes.route import Route
 from service.schemas import (
     CreateSessionRequest,
     CreateSessionResponse,
+    Deployment,
+    DeploymentStage,
     ErrorResponse,
     FastApiSchema,
     HTTPValidationError,
     NewSessionRequest,
+    PolicyRequest,
     SessionStatusResponse,
     ValidationError,
 )
@@ -31,7 +34,7 @@ SPECIFIED_MODELS: tuple[type[BaseModel], ...] = (
     SessionStatusResponse,
     ValidationError,
 )
-FULL_MODELS = (*SPECIFIED_MODELS, NewSessionRequest, ErrorResponse)
+FULL_MODELS = (*SPECIFIED_MODELS, NewSessionRequest, PolicyRequest, Deployment, DeploymentStage, ErrorResponse)
 SECURITY = {
     "BearerAuth": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT"},
     "ApiKeyAuth": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -44,6 +47,7 @@ TAGS = {
 }
 FULL_TAGS = {
     **TAGS,
+    "Policies": "A running session gets another policy, by a push or by hand",
     "Models": "Models that were loaded when the server started, run forward over arrays",
     "Documents": "The API described",
 }
@@ -58,7 +62,7 @@ _ANYWHERE = (400, 403, 408, 413, 500, 503)
 _MEANINGS = {
     400: "Not HTTP that can be read",
     403: "A web page of another origin, which the settings do not allow",
-    404: "No such session or model",
+    404: "No such session, model, deployment or commit",
     406: "No form of answer that is asked for is written; the text names those that are",
     408: "The request did not arrive in time",
     409: "Refused in the present state; the text names what is allowed",
@@ -66,7 +70,7 @@ _MEANINGS = {
     415: "The body's form is not read; the text names those that are",
     429: "As many sessions as the settings allow",
     500: "An error of the server's; its log says more under the request id",
-    502: "The transport server refused, vanished or broke the wire",
+    502: "The transport server or the Hub refused, vanished or broke the wire",
     503: "The answer took too long, or as much is asked for already as is allowed",
 }
 

@@ -140,6 +140,44 @@ class NewSessionRequest(CreateSessionRequest):
     )
 
 
+class PolicyRequest(BaseModel):
+    """What POST /sessions/{session_id}/policy takes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None,
+        description="Branch, tag or commit; null for the one that is staged, else the newest that the session follows.",
+    )
+    force: bool = Field(default=False, description="Take a commit out of the quarantine for it.")
+
+
+class DeploymentStage(BaseModel):
+    """One step of a policy update."""
+
+    name: str
+    at: float = Field(description="Seconds since 1970.")
+    seconds: float | None = Field(default=None, description="How long it took; null while it goes on.")
+
+
+class Deployment(BaseModel):
+    """One policy update: what set it off, which commit, what was done when, what became of it."""
+
+    id: str
+    repo: str
+    ref: str | None
+    sha: str | None
+    trigger: str = Field(description="webhook, poll, request or folder.")
+    webhook_id: str | None
+    delivery_ids: list[str] = Field(description="Webhook-Id of every delivery that told of it.")
+    sessions: dict[str, Any] = Field(description="What became of it in each session.")
+    stages: list[DeploymentStage]
+    result: str | None = Field(description="null while it goes on.")
+    reason: str | None = Field(description="Stable code of why it was refused or taken back.")
+    text: str
+    figures: dict[str, Any]
+
+
 class ErrorResponse(BaseModel):
     """Every answer that is neither 200 nor 422."""
 

@@ -198,6 +198,71 @@ class TransportSettings(_Group):
     ice_servers: Names = Field(default=(), description="STUN and TURN URLs; none are needed on a local network.")
 
 
+class UpdateSettings(_Group):
+    """Policy updates"""
+
+    update_quiet: Seconds = Field(
+        default=20.0, description="Seconds without another push after which a push is looked at; a publish is several."
+    )
+    update_latest: Seconds = Field(default=300.0, description="Seconds after which it is looked at anyway.")
+    update_poll: FiniteFloat = Field(
+        default=300.0, ge=0, description="Seconds between looks at the Hub for pushes nobody told of; 0 for never."
+    )
+    update_probation: Seconds = Field(
+        default=30.0, description="Seconds that a new policy has to run well before the old one is not gone back to."
+    )
+    update_fade: FiniteFloat = Field(
+        default=0.2, ge=0, le=10, description="Seconds over which the first actions of a new policy are led over to."
+    )
+    update_patience: Seconds = Field(
+        default=60.0, description="Seconds that a held robot is waited for before a new policy is given up."
+    )
+    update_difference: FiniteFloat = Field(
+        default=0.25,
+        gt=0,
+        description="How far an action of a new policy may be from the running one's, as a part of its joint's range.",
+    )
+    update_step: FiniteFloat = Field(
+        default=0.15,
+        gt=0,
+        description="How far a command may move a joint in one tick on probation, as a part of its range.",
+    )
+    update_slow: FiniteFloat = Field(
+        default=0.5, gt=0, description="Part of the time a chunk is executed in that an inference may take."
+    )
+    update_cache_bytes: int = Field(
+        default=20 << 30, ge=1 << 20, description="Bytes that one revision of a policy may have."
+    )
+
+
+class WebhookSettings(_Group):
+    """Webhooks"""
+
+    state: str | None = Field(
+        default=None,
+        description="Folder that keeps webhooks and policy updates over restarts, or off; default: robojax/PORT in the "
+        "user's state folder.",
+    )
+    webhook_secret_file: str | None = Field(
+        default=None,
+        description="File with the secrets that deliveries may carry, one per line; default: WEBHOOK_SECRET of the "
+        "environment. Without one only this machine may deliver.",
+    )
+    registry: bool = Field(default=False, description="Keep webhooks of this server's own, at /api/settings/webhooks.")
+    registry_token_file: str | None = Field(
+        default=None,
+        description="File with the tokens that may manage them, one per line; default: one made in the state folder.",
+    )
+    registry_allow: Names = Field(
+        default=(),
+        description="Networks that deliveries may go to although they are private, as 192.168.1.0/24.",
+    )
+    registry_watch: Names = Field(
+        default=(), description="Policy folders whose changes are events, as owner/name=path."
+    )
+    registry_jobs: str | None = Field(default=None, description="TOML file with the jobs that webhooks may start.")
+
+
 class LogSettings(_Group):
     """Log"""
 
@@ -217,12 +282,22 @@ GROUPS: tuple[type[_Group], ...] = (
     PolicySettings,
     ModelSettings,
     TransportSettings,
+    UpdateSettings,
+    WebhookSettings,
     LogSettings,
 )
 
 
 class Settings(
-    LogSettings, TransportSettings, ModelSettings, PolicySettings, ControlSettings, LimitSettings, ServerSettings
+    LogSettings,
+    WebhookSettings,
+    UpdateSettings,
+    TransportSettings,
+    ModelSettings,
+    PolicySettings,
+    ControlSettings,
+    LimitSettings,
+    ServerSettings,
 ):
     """A setting has one name: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``, ``frame_age_limit`` in the file."""
 
@@ -258,6 +333,10 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
         settings = Settings(**merged)
     except ValidationError as error:
         raise SettingsError(_explain(error, origin)) from error
+    if settings.update_quiet > settings.update_latest:
+        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("update_quiet", "update_latest"))
+        found = f"{settings.update_quiet:g} and {settings.update_latest:g}"
+        raise SettingsError(f"{where}: found {found}; wanted update_quiet <= update_latest")
     if settings.rate > settings.max_rate:
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))
         raise SettingsError(f"{where}: found {settings.rate:g} and {settings.max_rate:g}; wanted rate <= max_rate")

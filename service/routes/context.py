@@ -15,6 +15,7 @@ from service.models import Models
 from service.sessions import Sessions
 from service.settings import Settings
 from service.transport.rooms import RoomTable
+from service.updates import Updates
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Context:
         page: the documentation's HTML and its Content-Security-Policy.
         versions: of this and of what matters below it.
         table: the embedded transport's rooms, or None when it is off.
-        sessions, models: there from the server's start to its stop.
+        sessions, models, updates: there from the server's start to its stop.
         started_at: monotonic.
     """
 
@@ -40,6 +41,7 @@ class Context:
     started_at: float = field(default_factory=time.monotonic)
     sessions: Sessions = field(init=False)
     models: Models = field(init=False)
+    updates: Updates = field(init=False)
 
 
 App: TypeAlias = sanic.Sanic[Config, Context]

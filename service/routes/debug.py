@@ -16,6 +16,16 @@ from service.routes.context import Request
 from service.routes.route import Query, Route
 from service.transport.address import Kind
 
+FOLDERS = {
+    "compile_cache",
+    "policy_cache",
+    "models",
+    "state",
+    "webhook_secret_file",
+    "registry_token_file",
+    "registry_watch",
+    "registry_jobs",
+}
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -59,7 +69,7 @@ async def get_system_info(request: Request) -> HTTPResponse:
             "engine": context.sessions.engine.facts(),
             "embedded_rooms": rooms,
             # Folders are this machine's own business.
-            "settings": context.settings.model_dump(mode="json", exclude={"compile_cache", "policy_cache", "models"}),
+            "settings": context.settings.model_dump(mode="json", exclude=FOLDERS),
             "models": [served.name for served in context.models.list()],
         }
     )

@@ -81,7 +81,12 @@ def test_the_full_document_is_a_superset():
             assert set(operation["responses"]) <= set(full["paths"][path][method]["responses"])
     assert specified["components"]["schemas"].items() <= full["components"]["schemas"].items()
     request, more = (full["components"]["schemas"][name] for name in ("CreateSessionRequest", "NewSessionRequest"))
-    assert set(more["properties"]) - set(request["properties"]) == {"rate", "revision", "joint_names"}
+    assert set(more["properties"]) - set(request["properties"]) == {
+        "rate",
+        "revision",
+        "joint_names",
+        "auto_update",
+    }
     assert more["required"] == request["required"]
 
 

@@ -1,0 +1,99 @@
+"""Another policy for a running session: asked for, looked at, taken back."""
+
+from pydantic import BaseModel
+from sanic import HTTPResponse
+
+from service.errors import InvalidRequest, UnknownDeployment
+from service.routes.answers import answer
+from service.routes.body import read_body
+from service.routes.context import Request
+from service.routes.route import Query, Route
+from service.schemas import Deployment, PolicyRequest
+
+LIMIT = 500
+
+
+async def list_deployments(request: Request) -> HTTPResponse:
+    """Policy updates, newest first: what set each off, its commit, its stages with their times, what became of it."""
+    asked = request.get_args(keep_blank_values=True)
+    limit, session_id = str(asked.get("limit", "50")), asked.get("session_id")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= LIMIT):
+        raise InvalidRequest(f"limit should be a whole number from 1 to {LIMIT}", ("query", "limit"))
+    return answer(request.app.ctx.updates.list(int(limit), None if session_id is None else str(session_id)))
+
+
+async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
+    """One policy update."""
+    return answer(request.app.ctx.updates.get(deployment_id))
+
+
+async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
+    """Bring a revision of its policy to a session: fetched by commit, verified, compiled and judged beside the running
+    one, which it replaces at a chunk boundary without a missed tick.
+
+    Without a revision: the one that is staged, else the newest of the branch or tag the session was made with. An older
+    commit is taken too. The answer comes when the session runs it, or when it was refused; `result` says which. The
+    probation that follows is seen in `GET /deployments/{deployment_id}`.
+    """
+    request.app.ctx.sessions.get(session_id)
+    body = read_body(request, PolicyRequest) if request.body else PolicyRequest()
+    return answer(await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force))
+
+
+async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
+    """Bring back the policy that the session ran before the last update; it is in memory still."""
+    request.app.ctx.sessions.get(session_id)
+    return answer(await request.app.ctx.updates.rollback(session_id))
+
+
+async def list_quarantine(request: Request) -> HTTPResponse:
+    """Commits that were refused or taken back; they are not deployed again by themselves."""
+    return answer(request.app.ctx.updates.quarantine())
+
+
+async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse:
+    """Let a commit out of the quarantine."""
+    if not await request.app.ctx.updates.release(commit):
+        raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists those that are")
+    return answer({"message": f"Commit {commit} released"})
+
+
+def _list_of(model: type[BaseModel]) -> dict[str, object]:
+    return {"type": "array", "items": {"$ref": f"#/components/schemas/{model.__name__}"}}
+
+
+ROUTES = (
+    Route(
+        "GET",
+        "/deployments",
+        list_deployments,
+        "Policies",
+        _list_of(Deployment),
+        query=(
+            Query("limit", {"type": "integer", "minimum": 1, "maximum": LIMIT, "default": 50}, "How many."),
+            Query("session_id", {"type": "string"}, "Only those of this session."),
+        ),
+    ),
+    Route("GET", "/deployments/{deployment_id}", get_deployment, "Policies", Deployment, errors=(404,)),
+    Route(
+        "POST",
+        "/sessions/{session_id}/policy",
+        set_session_policy,
+        "Policies",
+        Deployment,
+        body=PolicyRequest,
+        errors=(404, 409, 502),
+        is_patient=True,
+    ),
+    Route(
+        "POST",
+        "/sessions/{session_id}/rollback",
+        rollback_session_policy,
+        "Policies",
+        Deployment,
+        errors=(404, 409),
+        is_patient=True,
+    ),
+    Route("GET", "/quarantine", list_quarantine, "Policies", {"type": "array", "items": {"type": "object"}}),
+    Route("DELETE", "/quarantine/{commit}", release_from_quarantine, "Policies", errors=(404,)),
+)
