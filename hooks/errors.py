@@ -2,10 +2,13 @@
 
 HooksError
 ├── InvalidWebhook      an argument of a webhook (url, secret, watched, ...) cannot be used; also a ValueError
+├── InvalidSettings     a setting of ours cannot be used; also a ValueError
 ├── HubTrouble          the Hub (or a registry with its API) refused, did not answer in time, or answered nonsense
 │   └── UnknownWebhook  it has no webhook of this id
 ├── DeliveryRefused     a delivery was not accepted; carries the HTTP status
 ├── StoreError          the database of events cannot be opened or written
+├── UnknownEvent        there is no event of this id
+├── RetryableError      raised by a handler: not now, try again later
 ├── TunnelFailed        the program that makes a public address did not give one
 ├── UnsafeTarget        an address that nothing is sent to
 └── SourceError         a revision of a policy cannot be found, fetched or verified
@@ -21,6 +24,10 @@ class HooksError(Exception):
 
 class InvalidWebhook(HooksError, ValueError):
     """An argument of a webhook cannot be used."""
+
+
+class InvalidSettings(HooksError, ValueError):
+    """A setting of a receiver, sender or registry cannot be used."""
 
 
 class HubTrouble(HooksError):
@@ -55,6 +62,22 @@ class DeliveryRefused(HooksError):
 
 class StoreError(HooksError):
     """The database of events cannot be opened or written."""
+
+
+class UnknownEvent(HooksError):
+    """There is no event of this id."""
+
+
+class RetryableError(HooksError):
+    """Raised by a handler that wants to be run again later; meanwhile its sender is told that the event is accepted.
+
+    Attributes:
+        after: seconds until then; as the receiver's backoff says when None.
+    """
+
+    def __init__(self, message: str = "", after: float | None = None):
+        super().__init__(message)
+        self.after = after
 
 
 class TunnelFailed(HooksError):

@@ -1,0 +1,1 @@
+"""Everything between a raw POST and a handler's effect."""

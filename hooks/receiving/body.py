@@ -1,0 +1,77 @@
+"""The body of a streamed request, held to a size and a time while it comes in."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any, cast
+
+from sanic import Request
+from sanic.exceptions import SanicException
+
+DRAINED = 1 << 26  # bytes that are read and thrown away so that a sender hears why it is refused
+DRAINED_WITHIN = 2.0
+
+
+class TooLarge(Exception):
+    """It has more bytes than it may have."""
+
+
+class TooSlow(Exception):
+    """It did not come in time."""
+
+
+class Broken(Exception):
+    """Its encoding is broken, or its sender has gone."""
+
+
+def declared(request: Request) -> int:
+    """Bytes that it says it has; 0 when it does not say."""
+    text = request.headers.get("content-length", "0")
+    return int(text[:20]) if text.isdecimal() else 0
+
+
+async def read(request: Request, most: int, within: float) -> bytes:
+    """All of it.
+
+    Raises:
+        TooLarge, TooSlow, Broken: it cannot be had.
+    """
+    pieces: list[bytes] = []
+    count = 0
+    try:
+        async with asyncio.timeout(within):
+            async for piece in _pieces(request):
+                count += len(piece)
+                if count > most:
+                    raise TooLarge
+                pieces.append(piece)
+    except TimeoutError:
+        raise TooSlow from None
+    except SanicException as error:
+        raise Broken from error
+    return b"".join(pieces)
+
+
+async def discard(request: Request) -> None:
+    """Read on what is not looked at: a sender that writes before it listens would not hear the answer."""
+    # Who asks before sending will not send.
+    if request.headers.get("expect") is not None:
+        return
+    count = 0
+    with suppress(TimeoutError, SanicException):
+        async with asyncio.timeout(DRAINED_WITHIN):
+            async for piece in _pieces(request):
+                count += len(piece)
+                if count > DRAINED:
+                    return
+
+
+def _pieces(request: Request) -> AsyncIterator[bytes]:
+    if request.stream is None:
+        return _whole(request.body)
+    # Sanic calls the type of its own stream Stream, which is less than it is.
+    return cast(Any, request.stream).__aiter__()
+
+
+async def _whole(body: bytes) -> AsyncIterator[bytes]:
+    yield body

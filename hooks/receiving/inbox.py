@@ -1,0 +1,97 @@
+"""The log of events in a SQLite file, which a receiver writes and any other process may read and replay from."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from hooks.database import Database
+from hooks.errors import StoreError
+from hooks.receiving import ledger
+from hooks.receiving.event import Event
+from hooks.receiving.settings import DAY
+
+try:
+    import fcntl
+except ImportError:  # Windows has none; there, two receivers on one file are not found out
+    fcntl = None
+
+
+class Inbox:
+    """Events of a file, or of memory when ``path`` is None.
+
+    The methods here wait for the database: they are for programs that read and replay beside a running receiver.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+
+    def __init__(self, path: str | Path | None):
+        self.path = None if path is None else Path(path)
+        self.database = Database(path, ledger.SCHEMA)
+        self._lock: IO[str] | None = None
+
+    def own(self) -> None:
+        """Be the one receiver of this file, until it is closed or the process ends.
+
+        Raises:
+            StoreError: another one has it: both would run the same events.
+        """
+        if self.path is None or fcntl is None:
+            return
+        lock = open(self.path.with_name(self.path.name + ".lock"), "a")  # noqa: SIM115 (held until close)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise StoreError(
+                f"database {str(self.path)!r}: another receiver works on it; end that one, give this one a file of its "
+                "own, and serve with one worker process"
+            ) from error
+        self._lock = lock
+
+    def list(
+        self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
+    ) -> list[Event]:
+        """Newest first, without headers and bodies.
+
+        Args:
+            status: one of ``Status``; ``dead`` lists the dead letters.
+            before: the ``number`` of the last one of the page before.
+        """
+        return self.database.run_now(ledger.newest, status=status, path=path, limit=limit, before=before)
+
+    def get(self, event_id: str) -> Event:
+        """One event, whole.
+
+        Raises:
+            UnknownEvent: there is none of this id.
+        """
+        return self.database.run_now(ledger.get, event_id)
+
+    def replay(self, event_id: str) -> Event:
+        """Have it run again; a running receiver begins within a second, else the next one that starts.
+
+        Raises:
+            UnknownEvent: there is none of this id.
+        """
+        return self.database.run_now(ledger.replay, event_id, now=time.time())
+
+    def counts(self, within: float = DAY) -> dict[str, int]:
+        """Deliveries of the last seconds by webhook id."""
+        return self.database.run_now(ledger.counts, since=time.time() - within)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.database.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,391 @@
+"""The statements of the inbox: each function is one transaction of a connection."""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from hooks.errors import UnknownEvent
+from hooks.receiving.event import OPEN, Answer, Effect, Event, Status
+
+SCHEMA = [
+    """CREATE TABLE events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    path TEXT NOT NULL,
+    webhook_id TEXT NOT NULL,
+    identity TEXT NOT NULL,
+    lane TEXT NOT NULL,
+    delivery_id TEXT,
+    repo TEXT,
+    repo_type TEXT,
+    scope TEXT,
+    action TEXT,
+    status TEXT NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0,
+    crashes INTEGER NOT NULL DEFAULT 0,
+    is_acknowledged INTEGER NOT NULL DEFAULT 0,
+    due REAL NOT NULL,
+    received_at REAL NOT NULL,
+    finished_at REAL,
+    error TEXT,
+    size INTEGER NOT NULL,
+    answer_status INTEGER,
+    answer_type TEXT,
+    answer_headers TEXT,
+    answer_body BLOB,
+    headers TEXT NOT NULL,
+    body BLOB NOT NULL,
+    UNIQUE (path, webhook_id, identity)
+) STRICT;
+CREATE INDEX events_open ON events (number) WHERE status IN ('waiting', 'running');
+CREATE INDEX events_by_webhook ON events (webhook_id, received_at);
+CREATE INDEX events_by_status ON events (status, number);
+CREATE INDEX events_by_end ON events (finished_at)"""
+]
+BRIEF = (
+    "number, id, path, webhook_id, delivery_id, repo, repo_type, scope, action, status, attempt, received_at, "
+    "finished_at, error, failures, size"
+)
+ENDED = (Status.DONE, Status.IGNORED, Status.SUPERSEDED)
+DEAD = (Status.DEAD, Status.FAILED)
+
+
+class Verdict(Enum):
+    """What became of a delivery."""
+
+    NEW = auto()
+    AGAIN = auto()  # it failed while its sender waited, and the sender sends it again
+    DUPLICATE = auto()
+    FULL = auto()
+
+
+class EffectFailed(Exception):
+    """What a handler wanted written with its end could not be; the cause is the effect's own error."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A delivery that passed every check.
+
+    Attributes:
+        lane: events with the same are run in order; empty for none.
+        identity: of the body, for a delivery without an id; empty when it is never a duplicate.
+    """
+
+    id: str
+    path: str
+    body: bytes
+    headers: str
+    lane: str
+    identity: str
+    webhook_id: str
+    delivery_id: str | None
+    repo: str | None
+    repo_type: str | None
+    scope: str | None
+    action: str | None
+    status: Status
+
+
+@dataclass(frozen=True)
+class Place:
+    """An event that is to run: which, where in order, and when (seconds since 1970)."""
+
+    id: str
+    path: str
+    lane: str
+    due: float
+
+
+def accept(
+    connection: sqlite3.Connection,
+    arrival: Arrival,
+    *,
+    now: float,
+    window: float,
+    is_full: bool,
+    coalesce: bool,
+) -> tuple[Verdict, Event]:
+    """Tell duplicates from new deliveries and keep a new one, in one transaction."""
+    known = _known(connection, arrival, now - window)
+    if known is not None:
+        status = Status(known["status"])
+        if status is Status.FAILED:
+            if is_full:
+                return Verdict.FULL, _event(known)
+            connection.execute(
+                "UPDATE events SET status=?, due=?, finished_at=NULL, is_acknowledged=0 WHERE number=?",
+                (Status.WAITING, now, known["number"]),
+            )
+            return Verdict.AGAIN, _event(known)
+        if status in OPEN:
+            # The sender is told that it is accepted: a failure may not be handed back to it any more.
+            connection.execute("UPDATE events SET is_acknowledged=1 WHERE number=?", (known["number"],))
+        return Verdict.DUPLICATE, _event(known)
+    is_ignored = arrival.status is Status.IGNORED
+    if is_full and not is_ignored:
+        return Verdict.FULL, Event(arrival.id, 0, arrival.path, arrival.status, 0, now)
+    if coalesce and arrival.lane and not is_ignored:
+        connection.execute(
+            "UPDATE events SET status=?, finished_at=? WHERE path=? AND lane=? AND status=?",
+            (Status.SUPERSEDED, now, arrival.path, arrival.lane, Status.WAITING),
+        )
+    identity = f"id:{arrival.delivery_id}" if arrival.delivery_id is not None else f"{arrival.identity}:{arrival.id}"
+    connection.execute(
+        "INSERT INTO events (id, path, webhook_id, identity, lane, delivery_id, repo, repo_type, scope, action, status,"
+        " due, received_at, finished_at, size, headers, body) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        (
+            arrival.id,
+            arrival.path,
+            arrival.webhook_id,
+            identity,
+            arrival.lane,
+            arrival.delivery_id,
+            arrival.repo,
+            arrival.repo_type,
+            arrival.scope,
+            arrival.action,
+            arrival.status,
+            now,
+            now,
+            now if is_ignored else None,
+            len(arrival.body),
+            arrival.headers,
+            arrival.body,
+        ),
+    )
+    return Verdict.NEW, get(connection, arrival.id)
+
+
+def _known(connection: sqlite3.Connection, arrival: Arrival, since: float) -> sqlite3.Row | None:
+    place = (arrival.path, arrival.webhook_id)
+    if arrival.delivery_id is not None:
+        return connection.execute(
+            "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity=?", (*place, f"id:{arrival.delivery_id}")
+        ).fetchone()
+    if not arrival.identity:
+        return None
+    return connection.execute(
+        "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity>=? AND identity<? AND received_at>?"
+        " ORDER BY number DESC LIMIT 1",
+        (*place, f"{arrival.identity}:", f"{arrival.identity};", since),
+    ).fetchone()
+
+
+def begin(connection: sqlite3.Connection, event_id: str) -> Event | None:
+    """An event that begins to run; None when it does not wait any more."""
+    row = connection.execute(
+        "UPDATE events SET status=?, attempt=attempt+1 WHERE id=? AND status=? RETURNING *",
+        (Status.RUNNING, event_id, Status.WAITING),
+    ).fetchone()
+    return None if row is None else _event(row)
+
+
+def finish(
+    connection: sqlite3.Connection, event_id: str, answer: Answer, effects: Sequence[Effect], *, now: float
+) -> None:
+    """An event that is done, and what its handler wanted written with that.
+
+    Raises:
+        EffectFailed: the latter could not be; nothing is written.
+    """
+    connection.execute(
+        "UPDATE events SET status=?, finished_at=?, error=NULL, answer_status=?, answer_type=?, answer_headers=?,"
+        " answer_body=? WHERE id=?",
+        (
+            Status.DONE,
+            now,
+            answer.status,
+            answer.content_type,
+            json.dumps(dict(answer.headers)),
+            answer.body,
+            event_id,
+        ),
+    )
+    for effect in effects:
+        try:
+            effect(connection)
+        except Exception as error:
+            raise EffectFailed from error
+
+
+def fail(
+    connection: sqlite3.Connection,
+    event_id: str,
+    error: str,
+    *,
+    now: float,
+    attempts: int,
+    retry_at: float | None,
+    to_sender: bool,
+) -> Status:
+    """An event whose run failed.
+
+    Args:
+        attempts: runs that may fail.
+        retry_at: when it may run again; None for never.
+        to_sender: its sender still waits and would be told.
+
+    Returns:
+        ``failed`` when its sender has to send it again, ``waiting`` when it is tried again here, else ``dead``.
+    """
+    row = connection.execute("SELECT failures, is_acknowledged FROM events WHERE id=?", (event_id,)).fetchone()
+    failures = row["failures"] + 1
+    if failures >= attempts or (retry_at is None and not (to_sender and not row["is_acknowledged"])):
+        status = Status.DEAD
+    elif to_sender and not row["is_acknowledged"]:
+        status = Status.FAILED
+    else:
+        status = Status.WAITING
+    is_open = status is Status.WAITING
+    connection.execute(
+        "UPDATE events SET status=?, failures=?, error=?, due=?, finished_at=? WHERE id=?",
+        (status, failures, error, retry_at if is_open else now, None if is_open else now, event_id),
+    )
+    return status
+
+
+def again(connection: sqlite3.Connection, event_id: str, *, now: float) -> Status:
+    """An event whose end could not be written runs again."""
+    connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (Status.WAITING, now, event_id))
+    return Status.WAITING
+
+
+def resume(connection: sqlite3.Connection, *, now: float, crashes: int) -> list[Place]:
+    """All that wait, in order, after a start; what ran when the process ended waits again, too often and it is dead."""
+    connection.execute(
+        "UPDATE events SET crashes=crashes+1, status=CASE WHEN crashes+1>? THEN ? ELSE ? END,"
+        " finished_at=CASE WHEN crashes+1>? THEN ? END,"
+        " error='the process ended while it ran' WHERE status=?",
+        (crashes, Status.DEAD, Status.WAITING, crashes, now, Status.RUNNING),
+    )
+    return waiting(connection)
+
+
+def changed(connection: sqlite3.Connection, seen: int | None) -> tuple[int, list[Place] | None]:
+    """What waits, if another process wrote since ``seen`` (which this returns for the next time), else None."""
+    version = connection.execute("PRAGMA data_version").fetchone()[0]
+    return version, None if version == seen else waiting(connection)
+
+
+def waiting(connection: sqlite3.Connection) -> list[Place]:
+    """All that wait, in order."""
+    found = connection.execute(
+        "SELECT id, path, lane, due FROM events WHERE status IN ('waiting', 'running') AND status=? ORDER BY number",
+        (Status.WAITING,),
+    )
+    return [Place(row["id"], row["path"], row["lane"], row["due"]) for row in found]
+
+
+def release(connection: sqlite3.Connection) -> int:
+    """What still runs when the server stops waits again."""
+    return connection.execute("UPDATE events SET status=? WHERE status=?", (Status.WAITING, Status.RUNNING)).rowcount
+
+
+def replay(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
+    """Have an event run again, whatever became of it before; one that waits runs now.
+
+    Raises:
+        UnknownEvent: there is none of this id.
+    """
+    event = get(connection, event_id)
+    if event.status is not Status.RUNNING:
+        connection.execute(
+            "UPDATE events SET status=?, failures=0, crashes=0, is_acknowledged=1, due=?, finished_at=NULL WHERE id=?",
+            (Status.WAITING, now, event_id),
+        )
+    return get(connection, event_id)
+
+
+def get(connection: sqlite3.Connection, event_id: str) -> Event:
+    """One event, whole.
+
+    Raises:
+        UnknownEvent: there is none of this id.
+    """
+    row = connection.execute("SELECT * FROM events WHERE id=?", (event_id,)).fetchone()
+    if row is None:
+        raise UnknownEvent(f"there is no event {event_id!r}; it may have been pruned")
+    return _event(row)
+
+
+def newest(
+    connection: sqlite3.Connection, *, status: str | None, path: str | None, limit: int, before: int | None
+) -> list[Event]:
+    """Newest first, without headers, bodies and answers."""
+    clauses, values = ["1"], []
+    for clause, value in (("status=?", status), ("path=?", path), ("number<?", before)):
+        if value is not None:
+            clauses.append(clause)
+            values.append(value)
+    found = connection.execute(
+        f"SELECT {BRIEF} FROM events WHERE {' AND '.join(clauses)} ORDER BY number DESC LIMIT ?", (*values, limit)
+    )
+    return [_event(row) for row in found]
+
+
+def counts(connection: sqlite3.Connection, *, since: float) -> dict[str, int]:
+    """Deliveries by webhook id."""
+    found = connection.execute(
+        "SELECT webhook_id, count(*) AS count FROM events WHERE webhook_id<>'' AND received_at>? GROUP BY webhook_id",
+        (since,),
+    )
+    return {row["webhook_id"]: row["count"] for row in found}
+
+
+def prune(
+    connection: sqlite3.Connection, *, now: float, kept: float, kept_dead: float, kept_bytes: int, at_once: int = 500
+) -> int:
+    """Forget what ended long ago, or the oldest of it where bodies take too much; how many events that were."""
+    count = 0
+    for statuses, age in ((ENDED, kept), (DEAD, kept_dead)):
+        marks = ",".join("?" * len(statuses))
+        count += connection.execute(
+            "DELETE FROM events WHERE number IN"
+            f" (SELECT number FROM events WHERE finished_at<=? AND status IN ({marks}) LIMIT ?)",
+            (now - age, *statuses, at_once),
+        ).rowcount
+    marks = ",".join("?" * len(ENDED))
+    held = connection.execute(f"SELECT total(size) AS size FROM events WHERE status IN ({marks})", ENDED).fetchone()
+    excess = held["size"] - kept_bytes
+    if excess > 0:
+        for row in connection.execute(
+            f"SELECT number, size FROM events WHERE status IN ({marks}) ORDER BY number LIMIT ?", (*ENDED, at_once)
+        ).fetchall():
+            if excess <= 0:
+                break
+            connection.execute("DELETE FROM events WHERE number=?", (row["number"],))
+            excess -= row["size"]
+            count += 1
+    return count
+
+
+def _event(row: sqlite3.Row) -> Event:
+    is_whole = "body" in row.keys()  # noqa: SIM118 (a Row is no dict)
+    answer = None
+    if is_whole and row["answer_status"] is not None:
+        answer = Answer(row["answer_status"], row["answer_body"], row["answer_type"], json.loads(row["answer_headers"]))
+    return Event(
+        id=row["id"],
+        number=row["number"],
+        path=row["path"],
+        status=Status(row["status"]),
+        attempt=row["attempt"],
+        received_at=row["received_at"],
+        delivery_id=row["delivery_id"],
+        webhook_id=row["webhook_id"] or None,
+        repo=row["repo"],
+        repo_type=row["repo_type"],
+        scope=row["scope"],
+        action=row["action"],
+        finished_at=row["finished_at"],
+        error=row["error"],
+        failures=row["failures"],
+        size=row["size"],
+        headers=json.loads(row["headers"]) if is_whole else {},
+        body=row["body"] if is_whole else b"",
+        answer=answer,
+    )

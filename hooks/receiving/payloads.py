@@ -1,0 +1,123 @@
+"""Bodies become payloads: what has to be there is checked, all else is taken as it comes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic_core
+from pydantic import BaseModel, ValidationError
+
+from hooks.payload import WebhookPayload
+
+NEEDED = ("event", "repo", "webhook")
+SHOWN = 5
+
+
+class Unusable(Exception):
+    """A body that is no payload.
+
+    Attributes:
+        fields: names of what is missing or wrong, by the model and never from the body.
+    """
+
+    def __init__(self, message: str, fields: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.fields = fields
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What filters, order and duplicates go by; None where a payload does not say."""
+
+    webhook_id: str | None = None
+    repo_id: str | None = None
+    repo: str | None = None
+    repo_type: str | None = None
+    scope: str | None = None
+    action: str | None = None
+    refs: tuple[str, ...] = ()
+
+
+def parse(body: bytes) -> Any:
+    """The JSON of a body.
+
+    Raises:
+        Unusable: it is none.
+    """
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError:
+        raise Unusable("the body is no JSON") from None
+
+
+def facts_of(data: object) -> Facts:
+    """From any JSON; it need not be a payload of the Hub."""
+    event, repo, webhook = (_part(data, name) for name in NEEDED)
+    refs = data.get("updatedRefs") if isinstance(data, Mapping) else None
+    return Facts(
+        webhook_id=_text(webhook, "id"),
+        repo_id=_text(repo, "id"),
+        repo=_text(repo, "name"),
+        repo_type=_text(repo, "type"),
+        scope=_text(event, "scope"),
+        action=_text(event, "action"),
+        refs=tuple(ref for moved in refs if isinstance(ref := _text(moved, "ref"), str))
+        if isinstance(refs, list)
+        else (),
+    )
+
+
+def payload_of(model: type[BaseModel] | None, data: Any) -> Any:
+    """What a handler gets: the JSON object itself without a model, else an instance of it.
+
+    A model with the Hub's three parts (ours, or huggingface_hub's) is read leniently: parts beside those three that are
+    not as documented are None, and where the model refuses a type, action or version that it does not know, the
+    handler gets our ``WebhookPayload``, whose attributes have the same names.
+
+    Raises:
+        Unusable: it is no object, or not what the model needs.
+    """
+    if not isinstance(data, dict):
+        raise Unusable("the body is no JSON object")
+    if model is None:
+        return data
+    if issubclass(model, WebhookPayload) or all(name in model.model_fields for name in NEEDED):
+        return _hub_payload(model, data)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        known = {*model.model_fields, *(field.alias for field in model.model_fields.values())}
+        names = (str(one["loc"][0]) for one in error.errors(include_input=False) if one["loc"])
+        raise Unusable("the payload is not as the endpoint needs it", _few(n for n in names if n in known)) from None
+
+
+def _hub_payload(model: type[BaseModel], data: dict[str, Any]) -> BaseModel:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        if issubclass(model, WebhookPayload):
+            refused = error
+        else:
+            return _hub_payload(WebhookPayload, data)
+    wrong = {str(one["loc"][0]) for one in refused.errors(include_input=False) if one["loc"]}
+    unusable = [one["loc"] for one in refused.errors(include_input=False) if one["loc"] and one["loc"][0] in NEEDED]
+    if not unusable:
+        try:
+            return model.model_validate({name: value for name, value in data.items() if name not in wrong})
+        except ValidationError as error:
+            # A subclass may need more than the three parts.
+            unusable = [one["loc"] for one in error.errors(include_input=False)]
+    raise Unusable("the payload is not usable", _few(".".join(map(str, place)) for place in unusable))
+
+
+def _few(names: Any) -> tuple[str, ...]:
+    return tuple(sorted(set(names)))[:SHOWN]
+
+
+def _part(data: object, name: str) -> object:
+    return data.get(name) if isinstance(data, Mapping) else None
+
+
+def _text(data: object, name: str) -> str | None:
+    found = _part(data, name)
+    return found if isinstance(found, str) else None

@@ -1,0 +1,100 @@
+"""A receiver on a port of this machine, in the test's own loop."""
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+from sanic import Sanic
+
+from hooks.receiving.receiver import Receiver
+
+
+@dataclass
+class Told:
+    """An answer, read."""
+
+    status: int
+    json: Any
+    headers: Mapping[str, str]
+
+
+@dataclass
+class Sender:
+    """What sends to one server."""
+
+    url: str
+    session: aiohttp.ClientSession
+
+    async def post(self, path: str, payload: object = None, *, method: str = "POST", **more: Any) -> Told:
+        """Send; a payload goes as JSON."""
+        if payload is not None:
+            more["json"] = payload
+        async with self.session.request(method, self.url + path, **more) as answer:
+            assert answer.content_type == "application/json"
+            body = None if method == "HEAD" else await answer.json()
+            return Told(answer.status, body, answer.headers)
+
+
+@asynccontextmanager
+async def serve(receiver: Receiver, prepare: Callable[[Sanic], None] = lambda app: None) -> AsyncIterator[Sender]:
+    """The receiver's blueprint in an app of its own."""
+    app = Sanic(f"test-{secrets.token_hex(4)}", configure_logging=False)
+    app.config.update(TOUCHUP=False, MOTD=False, AUTO_EXTEND=False)
+    prepare(app)
+    app.blueprint(receiver.blueprint())
+    try:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = await app.create_server(sock=listener, return_asyncio_server=True, access_log=False)
+        assert server is not None
+        assert server.server is not None
+        await server.startup()
+        await server.before_start()
+        await server.after_start()
+        port = server.server.sockets[0].getsockname()[1]
+        try:
+            async with aiohttp.ClientSession() as session:
+                yield Sender(f"http://127.0.0.1:{port}", session)
+        finally:
+            await server.before_stop()
+            server.server.close()
+            for connection in list(server.connections):
+                connection.abort()
+            await server.after_stop()
+    finally:
+        Sanic.unregister_app(app)
+
+
+@pytest.fixture
+def serving() -> Callable[..., AbstractAsyncContextManager[Sender]]:
+    return serve
+
+
+@pytest.fixture
+def make_payload() -> Callable[..., dict[str, Any]]:
+    """A delivery of the Hub about a push."""
+
+    def make(
+        name: str = "robots/act", *, repo_id: str | None = None, sha: str = "a" * 40, **more: Any
+    ) -> dict[str, Any]:
+        return {
+            "event": {"action": "update", "scope": "repo.content"},
+            "repo": {
+                "id": repo_id or f"id-of-{name}",
+                "owner": {"id": "owner-1"},
+                "headSha": sha,
+                "name": name,
+                "private": False,
+                "type": "model",
+                "url": {"web": f"https://hub.example/{name}", "api": f"https://hub.example/api/models/{name}"},
+            },
+            "updatedRefs": [{"ref": "refs/heads/main", "oldSha": "b" * 40, "newSha": sha}],
+            "webhook": {"id": "webhook-1", "version": 3},
+            **more,
+        }
+
+    return make
