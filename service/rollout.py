@@ -16,7 +16,7 @@ import numpy as np
 from service.changeover import Misfit
 from service.drive import Drive
 from service.engine import Engine, Served
-from service.errors import ServiceError
+from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.gates import Limits, Trial, Verdict, judge
 from service.session import Session
 from service.sessions import Sessions
@@ -159,7 +159,7 @@ class Rollout:
         except Misfit as error:
             return Verdict("requirements", str(error))
         except ServiceError as error:
-            return Verdict("load" if error.code == "policy" else "session", _without(str(error), folder))
+            return _refusal(error, folder)
         drive = session.drive
         assert drive is not None, "only a session with a drive stages"
         try:
@@ -205,12 +205,12 @@ class Rollout:
             session = self._sessions.get(session_id)
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
-                return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
+                return Verdict("not_prepared", f"session {session_id!r} has not staged {sha}; deploy it again")
             drive = _drive_of(session)
             before = _Counters.of(drive)
             await session.change_policy(self._fade(drive), self.settings.patience)
         except ServiceError as error:
-            return Verdict("session", str(error))
+            return _refusal(error)
         trouble: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
         watched = _Watched(drive, _Counters.of(drive), drive.control.largest_step.copy(), trouble)
         watched.watch(lambda: self.rollback(session_id))
@@ -296,19 +296,33 @@ class Rollout:
         try:
             session = self._sessions.get(session_id)
             drive = _drive_of(session)
+            if session.policies.before is None:
+                return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
             before = _Counters.of(drive)
             await session.restore_policy(self._fade(drive), self.settings.patience)
         except ServiceError as error:
-            return Verdict("session", str(error))
+            return _refusal(error)
         return Verdict(None, "", _cost(before, _Counters.of(drive)))
 
     def _fade(self, drive: Drive) -> int:
         return round(self.settings.fade * drive.control.pace.action_rate)
 
 
+def _refusal(error: ServiceError, folder: Path | None = None) -> Verdict:
+    """Why a step was not done: ``gone`` and ``busy`` are the session's matter and say nothing against the policy."""
+    text = str(error) if folder is None else str(error).replace(str(folder), "the new policy")
+    match error:
+        case UnknownSession():
+            return Verdict("gone", text)
+        case MoveRefused():
+            return Verdict("busy", text)
+        case _:
+            return Verdict("load", text)
+
+
 def _drive_of(session: Session) -> Drive:
     if session.drive is None:
-        raise ServiceError(f"session {session.id!r} is {session.stage} and runs no policy")
+        raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
     return session.drive
 
 
@@ -345,8 +359,3 @@ def _cost(before: _Counters, after: _Counters) -> dict[str, object]:
         else None,
         "chunks": after.chunks - before.chunks,
     }
-
-
-def _without(text: str, folder: Path) -> str:
-    """An error's text without the folder of this machine."""
-    return text.replace(str(folder), "the new policy")

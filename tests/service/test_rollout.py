@@ -159,7 +159,7 @@ async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(policy: Scripte
         assert verdict.reason == reason, verdict.text
         assert "secret" not in verdict.text
         assert session.policies.staged is None
-        assert (await rig.rollout.swap("s", NEXT)).reason == "not_staged"
+        assert (await rig.rollout.swap("s", NEXT)).reason == "not_prepared"
         sent = len(rig.transport.link.sent)
         await until(lambda: len(rig.transport.link.sent) > sent + 5)
         assert session.drive.control.hold is None
@@ -232,7 +232,7 @@ async def test_a_jump_on_probation_takes_the_policy_back() -> None:
 
 async def test_a_policy_taken_back_by_hand_is_in_memory_still(rig: Rig) -> None:
     session = await rig.running()
-    assert (await rig.rollout.rollback("s")).reason == "session"
+    assert (await rig.rollout.rollback("s")).reason == "no_previous"
     assert (await rig.prepare(ScriptedPolicy())).reason is None
     assert (await rig.rollout.swap("s", NEXT)).reason is None
     began = time.monotonic()
@@ -257,7 +257,7 @@ async def test_a_robot_that_is_held_gives_no_boundary_and_keeps_its_policy() -> 
         rig.robots[0].cancel()
         await until(lambda: session.status().stats["hold_code"] == "camera_stale")
         verdict = await rig.rollout.swap("s", NEXT)
-        assert verdict.reason == "session"
+        assert verdict.reason == "busy"
         assert "camera 'front'" in verdict.text
         assert session.status().stats["policy_commit"] == SHA
 
@@ -276,7 +276,7 @@ async def test_a_session_that_ends_while_a_policy_is_loaded_leaves_nothing_behin
     await asyncio.sleep(0.05)
     await rig.sessions.delete("s")
     gate.set()
-    assert (await preparing).reason == "session"
+    assert (await preparing).reason == "busy"
     assert rig.sessions.engine.facts()["policies_loaded"] == 0
 
 
