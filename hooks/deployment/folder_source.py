@@ -1,0 +1,140 @@
+"""Policies in folders on this machine: the "commit" of one is a hash of its files' names and contents."""
+
+import asyncio
+import hashlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from hooks.deployment.source import SHA, check_complete, is_policy_file
+from hooks.errors import SourceError
+from hooks.management.limits import begin
+
+Result = TypeVar("Result")
+
+# A file that was written so short before it was read may be written again within the same tick of the file system.
+FRESH = 2.0
+CHUNK = 1 << 20
+
+
+class FolderSource:
+    """Folders; ``repo`` is the path of one. What is fetched is a copy: the folder may be written to at any time."""
+
+    def __init__(self, cache: Path, *, kept: int = 4, seconds: float = 600.0):
+        """Nothing is read yet.
+
+        Args:
+            cache: where copies are kept, the newest so many of each folder.
+            seconds: for reading or copying a folder.
+        """
+        self.kept = kept
+        self._cache = Path(cache)
+        self._seconds = seconds
+        self._hashes: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+    async def head(self, repo: str, ref: str | None) -> str:
+        """The hash of the folder now; a hash as ``ref`` if that is what it is, or if a copy of it is kept."""
+        if ref is not None and SHA.fullmatch(ref) and _is_folder(self._copies(repo) / ref):
+            return ref
+        sha = await self._work(repo, lambda: self._hash(Path(repo)))
+        if ref not in (None, "main", sha):
+            raise SourceError(
+                "unknown_revision", f"{repo}: a folder has no revision {ref!r}, and no copy of it is kept"
+            )
+        return sha
+
+    async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
+        """A folder has no history."""
+        return None
+
+    async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
+        """Copy it; the copy is hashed again, so that one torn by a writer is refused with ``changed_meanwhile``."""
+        tell("copying")
+        return await self._work(repo, lambda: self._copy(Path(repo), sha))
+
+    def _copies(self, repo: str | Path) -> Path:
+        return self._cache / hashlib.sha256(str(Path(repo).absolute()).encode()).hexdigest()[:16]
+
+    def _copy(self, folder: Path, sha: str) -> Path:
+        kept = self._copies(folder) / sha
+        if kept.is_dir():
+            if _hash_of(_files(kept), _content_hash) == sha:
+                os.utime(kept)
+                return kept
+            shutil.rmtree(kept)
+        part = kept.with_name(f".{sha}.{uuid.uuid4().hex[:8]}")
+        part.mkdir(parents=True)
+        try:
+            files = _files(folder)
+            check_complete(str(folder), {path.name for path in folder.iterdir()})
+            for path in files:
+                shutil.copyfile(path, part / path.name)
+            if _hash_of(_files(part), _content_hash) != sha:
+                raise SourceError("changed_meanwhile", f"{folder}: was written to while it was copied")
+            part.rename(kept)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        self._prune(kept)
+        return kept
+
+    def _prune(self, newest: Path) -> None:
+        copies = [path for path in newest.parent.iterdir() if SHA.fullmatch(path.name) and path != newest]
+        for old in sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)[self.kept - 1 :]:
+            shutil.rmtree(old, ignore_errors=True)
+        for part in newest.parent.glob(".*"):  # of a process that was killed
+            if time.time() - part.stat().st_mtime > self._seconds:
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _hash(self, folder: Path) -> str:
+        return _hash_of(_files(folder), self._known_hash)
+
+    def _known_hash(self, path: Path) -> str:
+        status = path.stat()
+        mark = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        held = self._hashes.get(path)
+        if held is not None and held[0] == mark:
+            return held[1]
+        content = _content_hash(path)
+        if time.time() - max(status.st_mtime, status.st_ctime) > FRESH:
+            self._hashes[path] = (mark, content)
+        return content
+
+    async def _work(self, repo: str, call: Callable[[], Result]) -> Result:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(begin(call)), self._seconds)
+        except TimeoutError as error:
+            raise SourceError("timeout", f"{repo}: could not be read within {self._seconds:g} s") from error
+        except FileNotFoundError as error:
+            # A writer that replaces files takes them away for a moment.
+            code = "changed_meanwhile" if _is_folder(Path(repo)) else "unknown_repo"
+            raise SourceError(code, f"{repo}: {error.filename or 'a file'} is not there") from error
+        except OSError as error:
+            raise SourceError("disk", f"{repo}: {error.strerror or type(error).__name__}") from error
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if is_policy_file(path.name) and path.is_file())
+
+
+def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
+    """As long as a commit's sha, so that both fit into the same places."""
+    told = hashlib.sha256()
+    for path in files:
+        told.update(f"{content(path)}  {path.name}\n".encode())
+    return told.hexdigest()[:40]
+
+
+def _content_hash(path: Path) -> str:
+    read = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            read.update(chunk)
+    return read.hexdigest()

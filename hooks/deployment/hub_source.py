@@ -1,0 +1,227 @@
+"""Policies of the Hugging Face Hub: by commit, within limits of time and space, every byte compared with the tree."""
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import tqdm
+
+from hooks.deployment.source import POLICY_FILES, SHA, check_complete, is_policy_file
+from hooks.deployment.trigger import BRANCH, TAG, is_about, is_pattern
+from hooks.errors import SourceError
+from hooks.management.limits import begin
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HubLimits:
+    """What fetching may take.
+
+    Attributes:
+        answer: seconds for a question to the Hub.
+        download: seconds for all files of a commit.
+        largest: bytes of all files of a commit.
+        kept_free: bytes of the disk that stay free.
+        niceness: by how much the download's threads stand back behind the control of robots; on Linux.
+    """
+
+    answer: float = 30.0
+    download: float = 1800.0
+    largest: int = 20 << 30
+    kept_free: int = 1 << 30
+    niceness: int = 10
+
+
+class _Silent(tqdm):
+    """The client draws bars on the terminal of whatever process it runs in."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **{**options, "disable": True})
+
+
+class HubSource:
+    """Repos of one Hub.
+
+    Its client's own calls have no time limit, so they run in threads that are left behind when they take too long.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        token: str | None = None,
+        cache: Path | None = None,
+        limits: HubLimits | None = None,
+    ):
+        """Nothing is asked yet.
+
+        Args:
+            endpoint, token: as of `huggingface_hub.HfApi`.
+            cache: where commits are kept; the client's usual folder when None.
+        """
+        self.limits = limits or HubLimits()
+        self._api = HfApi(endpoint=endpoint, token=token)
+        self._cache = Path(cache or constants.HF_HUB_CACHE)
+
+    async def head(self, repo: str, ref: str | None) -> str:
+        """The commit of a branch, tag, commit or pattern of tags (the highest name, numbers compared as numbers)."""
+        if ref is not None and is_pattern(ref):
+            return await self._highest(repo, ref)
+        asked = None if ref is None else ref.removeprefix(BRANCH).removeprefix(TAG)
+        answer = self.limits.answer
+        info = await self._ask(repo, ref, lambda: self._api.model_info(repo, revision=asked, timeout=answer))
+        if not SHA.fullmatch(info.sha or ""):
+            raise SourceError("bad_answer", f"{_named(repo, ref)}: the Hub names {info.sha!r}, wanted a commit's sha")
+        return str(info.sha)
+
+    async def _highest(self, repo: str, pattern: str) -> str:
+        refs = await self._ask(repo, pattern, lambda: self._api.list_repo_refs(repo))
+        tags = [tag for tag in refs.tags if is_about(pattern, tag.ref)]
+        if not tags:
+            raise SourceError("unknown_revision", f"{repo}: no tag is like {pattern!r}")
+        return max(tags, key=lambda tag: _natural(tag.name)).target_commit
+
+    async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
+        """Whether a commit is among those before another."""
+        if sha == than:
+            return False
+        try:
+            history = await self._ask(repo, than, lambda: self._api.list_repo_commits(repo, revision=than))
+        except SourceError as error:
+            if error.code == "unknown_revision":
+                return None  # the history was rewritten, or what runs came from elsewhere
+            raise
+        return sha in {commit.commit_id for commit in history}
+
+    async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
+        """Fetch by sha, then compare each file with the tree; a file that differs is taken out of the cache."""
+        tell("listing")
+        tree = await self._ask(
+            repo, sha, lambda: list(self._api.list_repo_tree(repo, revision=sha, recursive=True)), self.limits.answer
+        )
+        files = [entry for entry in tree if isinstance(entry, RepoFile)]
+        check_complete(f"{repo} at {sha[:12]}", {file.path for file in files})
+        wanted = [file for file in files if is_policy_file(file.path)]
+        self._check_space(repo, sha, wanted)
+        tell("downloading")
+        folder = Path(await self._ask(repo, sha, lambda: self._download(repo, sha), self.limits.download))
+        tell("verifying")
+        await self._ask(repo, sha, lambda: self._verify(repo, sha, folder, wanted), self.limits.download)
+        return folder
+
+    def _check_space(self, repo: str, sha: str, files: Sequence[RepoFile]) -> None:
+        size = sum(file.size for file in files)
+        if size > self.limits.largest:
+            raise SourceError(
+                "too_large", f"{repo} at {sha[:12]}: {size} bytes, allowed are {self.limits.largest}; raise the limit"
+            )
+        self._cache.mkdir(parents=True, exist_ok=True)
+        folder = self._cache / f"models--{repo.replace('/', '--')}" / "snapshots" / sha
+        needed = sum(file.size for file in files if not (folder / file.path).exists())
+        free = shutil.disk_usage(self._cache).free
+        if needed and needed + self.limits.kept_free > free:
+            raise SourceError(
+                "disk",
+                f"{repo} at {sha[:12]}: needs {needed} bytes and {self.limits.kept_free} kept free, "
+                f"{free} are free; make room",
+            )
+
+    def _download(self, repo: str, sha: str) -> str:
+        # On Linux niceness belongs to a thread and those that it starts.
+        if self.limits.niceness and sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.limits.niceness)
+        return snapshot_download(
+            repo,
+            revision=sha,
+            allow_patterns=list(POLICY_FILES),
+            endpoint=self._api.endpoint,
+            token=self._api.token,
+            cache_dir=self._cache,
+            max_workers=4,
+            tqdm_class=_Silent,  # pyright: ignore[reportArgumentType] - declared as its asyncio variant
+        )
+
+    def _verify(self, repo: str, sha: str, folder: Path, wanted: Sequence[RepoFile]) -> None:
+        found = self._api.verify_repo_checksums(repo, revision=sha, cache_dir=self._cache)
+        bad = [mismatch["path"] for mismatch in found.mismatches]
+        for name in bad:
+            # The blob too: other commits' snapshots would take it for the right one.
+            (folder / name).resolve().unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
+        if bad:
+            raise SourceError(
+                "checksum", f"{repo} at {sha[:12]}: {', '.join(sorted(bad))} came with other bytes than the commit has"
+            )
+        lacking = sorted({file.path for file in wanted} & set(found.missing_paths))
+        if lacking:
+            raise SourceError("transfer", f"{repo} at {sha[:12]}: {', '.join(lacking)} did not arrive")
+
+    async def _ask(self, repo: str, ref: str | None, call: Callable[[], Result], limit: float | None = None) -> Result:
+        """Call in a thread; whatever goes wrong becomes a `SourceError`."""
+        what = _named(repo, ref)
+        # A little longer than the client's own limit, whose error says more.
+        seconds = self.limits.answer + 1 if limit is None else limit
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(begin(call)), seconds)
+        except SourceError:
+            raise
+        except GatedRepoError as error:
+            raise SourceError("denied", f"{what}: the repo is gated; accept its terms and set a token") from error
+        except RevisionNotFoundError as error:
+            raise SourceError("unknown_revision", f"{what}: the repo has no such revision") from error
+        except RepositoryNotFoundError as error:
+            raise SourceError(
+                "unknown_repo", f"{what}: no such repo, or private; check its name, or set a token"
+            ) from error
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            code = {401: "denied", 403: "denied", 429: "limited"}.get(status, "bad_answer")
+            raise SourceError(code, f"{what}: the Hub answered {status}") from error
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            raise SourceError("timeout", f"{what}: the Hub did not answer within {seconds:g} s") from error
+        except (httpx2.TransportError, ConnectionError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+            raise SourceError(
+                "unreachable", f"{what}: the Hub cannot be reached ({_cause(error)}); is there a network?"
+            ) from error
+        except OSError as error:
+            # The client's check of lengths is a plain OSError; those of the system have a number.
+            if error.errno is not None:
+                raise SourceError("disk", f"{what}: cannot be written ({error.strerror})") from error
+            raise SourceError("transfer", f"{what}: a file did not arrive whole") from error
+        except ValueError as error:
+            raise SourceError(
+                "bad_answer", f"{what}: the Hub's answer makes no sense ({type(error).__name__})"
+            ) from error
+
+
+def _named(repo: str, ref: str | None) -> str:
+    return f"{repo} at {ref[:12] if SHA.fullmatch(ref) else ref!r}" if ref else repo
+
+
+def _cause(error: BaseException) -> str:
+    return type(error.__cause__ or error).__name__
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]

@@ -1,0 +1,148 @@
+"""What was deployed, when, because of what, and how it ended; kept in the database, the newest in memory."""
+
+import json
+import sqlite3
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hooks.database import Database
+
+RESULTS = ("swapped", "staged", "rejected", "rolled_back", "superseded", "failed", "noop", "alert")
+
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS deployments (id TEXT PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL) STRICT;
+CREATE INDEX IF NOT EXISTS deployments_at ON deployments (at);
+CREATE TABLE IF NOT EXISTS quarantine (
+    repo TEXT NOT NULL, sha TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, text TEXT NOT NULL,
+    deployment TEXT, PRIMARY KEY (repo, sha)) STRICT""",
+)
+
+
+@dataclass
+class Stage:
+    """One step of a deployment.
+
+    Attributes:
+        name: ``resolving``, ``downloading``, ``verifying``, ``loading``, ..., ``swapping``, ``probation``.
+        at: seconds since 1970 when it began.
+        seconds: how long it took; None while it lasts.
+    """
+
+    name: str
+    at: float
+    seconds: float | None = None
+
+
+@dataclass
+class Record:
+    """One deployment.
+
+    Attributes:
+        at: seconds since 1970.
+        trigger: ``webhook``, ``poll``, ``folder`` or ``request``.
+        webhook_id, delivery_ids: of the deliveries that led to it.
+        sessions: those it was for; the first went ahead of the others.
+        result: one of ``RESULTS``; None while it goes on.
+        reason: a stable code when it did not go well.
+        figures: what was measured, per session.
+    """
+
+    repo: str
+    ref: str | None
+    trigger: str
+    sha: str | None = None
+    webhook_id: str | None = None
+    delivery_ids: list[str] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    result: str | None = None
+    reason: str | None = None
+    text: str = ""
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    at: float = field(default_factory=time.time)
+
+    def begin(self, stage: str) -> None:
+        """End the present stage and begin another; the same name again is the same stage."""
+        if self.stages and self.stages[-1].name == stage and self.stages[-1].seconds is None:
+            return
+        self._end_stage()
+        self.stages.append(Stage(stage, time.time()))
+
+    def end(self, result: str, reason: str | None = None, text: str = "") -> None:
+        """Say how it ended."""
+        self._end_stage()
+        self.result, self.reason, self.text = result, reason, text
+
+    def _end_stage(self) -> None:
+        if self.stages and self.stages[-1].seconds is None:
+            self.stages[-1].seconds = round(max(0.0, time.time() - self.stages[-1].at), 4)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the wire; times are seconds."""
+        return asdict(self)
+
+    def in_words(self) -> str:
+        """One line for the log."""
+        took = ", ".join(f"{stage.name} {stage.seconds:.2f}s" for stage in self.stages if stage.seconds is not None)
+        because = f" ({self.reason}: {self.text})" if self.reason else f" ({self.text})" if self.text else ""
+        what = f"{self.repo}@{self.ref or 'main'} {(self.sha or '?')[:12]}"
+        cause = f"webhook {self.webhook_id}" if self.webhook_id else self.trigger
+        return f"deployment {self.id}: {cause} -> {what} -> {took or 'nothing done'} -> {self.result}{because}"
+
+
+def from_json(told: dict[str, Any]) -> Record:
+    """The record that ``as_json`` gave."""
+    return Record(**{**told, "stages": [Stage(**stage) for stage in told["stages"]]})
+
+
+class Records:
+    """The newest ``kept`` records; older ones are dropped."""
+
+    def __init__(self, database: Database, kept: int):
+        self.kept = kept
+        self._database = database
+        self._records = {record.id: record for record in database.run_now(_load, kept)}
+
+    def list(self, limit: int = 50) -> Sequence[Record]:
+        """Newest first."""
+        return list(self._records.values())[: -limit - 1 : -1]
+
+    def get(self, id: str) -> Record:
+        """One; KeyError when there is none, or no more."""
+        return self._records[id]
+
+    async def save(self, record: Record) -> None:
+        """Write one as it is now."""
+        self._remember(record)
+        await self._database.run(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
+
+    def save_now(self, record: Record) -> None:
+        """The same, for who cannot await any more."""
+        self._remember(record)
+        self._database.run_now(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
+
+    def _remember(self, record: Record) -> None:
+        self._records[record.id] = record
+        while len(self._records) > self.kept:
+            del self._records[next(iter(self._records))]
+
+
+def _load(connection: sqlite3.Connection, kept: int) -> Sequence[Record]:
+    newest = connection.execute("SELECT record FROM deployments ORDER BY at DESC LIMIT ?", (kept,)).fetchall()
+    records = [from_json(json.loads(row["record"])) for row in reversed(newest)]
+    for record in records:
+        if record.result is None:
+            record.end("failed", "interrupted", "the process ended before the deployment did")
+            _save(connection, record.id, record.at, json.dumps(record.as_json()), kept)
+    return records
+
+
+def _save(connection: sqlite3.Connection, id: str, at: float, record: str, kept: int) -> None:
+    connection.execute("INSERT OR REPLACE INTO deployments VALUES (?, ?, ?)", (id, at, record))
+    connection.execute(
+        "DELETE FROM deployments WHERE id NOT IN (SELECT id FROM deployments ORDER BY at DESC LIMIT ?)", (kept,)
+    )
