@@ -14,8 +14,8 @@ def sessions(url: Url = None, as_json: AsJson = False) -> None:
     """List the sessions of a running server."""
     import json
 
-    base = _base(url)
-    found = _call(base, "GET", "/sessions")
+    base = base_url(url)
+    found = call(base, "GET", "/sessions")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -69,11 +69,11 @@ def stop(
         fail(
             Code.USAGE, "nothing was stopped", "one of ID and --all is needed", "robojax stop ID, or robojax stop --all"
         )
-    base = _base(url)
+    base = base_url(url)
     if session_id is not None:
-        found = _call(base, "POST", f"/sessions/{quote(session_id, safe='')}/stop")
+        found = call(base, "POST", f"/sessions/{quote(session_id, safe='')}/stop")
     else:
-        found = _call(base, "POST", "/debug/emergency_stop", {"reason": reason or "robojax stop --all"})
+        found = call(base, "POST", "/debug/emergency_stop", {"reason": reason or "robojax stop --all"})
     typer.echo(json.dumps(found, indent=2) if as_json else _told(found))
 
 
@@ -85,7 +85,8 @@ def _told(found: Any) -> str:
     return found["message"] + names
 
 
-def _base(url: str | None) -> str:
+def base_url(url: str | None) -> str:
+    """Where the server is: as said, or as the settings say."""
     if url is not None:
         if not url.startswith(("http://", "https://")):
             fail(
@@ -102,7 +103,7 @@ def _base(url: str | None) -> str:
     return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
 
 
-def _call(base: str, method: str, path: str, body: object = None) -> Any:
+def call(base: str, method: str, path: str, body: object = None, *, patience: float = 10) -> Any:
     """The server's JSON answer, or the end of this command."""
     import json
     from http.client import HTTPException
@@ -113,7 +114,7 @@ def _call(base: str, method: str, path: str, body: object = None) -> Any:
     request = Request(base + path, data=data, method=method, headers={"content-type": "application/json"})
     try:
         # A robot's server is on this machine or network: a proxy from the environment has no business in between.
-        with build_opener(ProxyHandler({})).open(request, timeout=10) as answer:
+        with build_opener(ProxyHandler({})).open(request, timeout=patience) as answer:
             return json.load(answer)
     except HTTPError as error:
         try:

@@ -1,0 +1,95 @@
+"""``robojax deployments``, ``policy`` and ``rollback``: another policy for a running session, from the command line."""
+
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from service.cli.failure import Code, fail
+from service.cli.sessions import AsJson, Url, base_url, call
+
+SESSION = Annotated[str, typer.Argument(help="The session.")]
+
+
+def deployments(
+    session_id: Annotated[str | None, typer.Argument(help="Only those of this session.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="How many.")] = 20,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what became of pushes to the policies of running sessions, the newest first."""
+    import json
+
+    base = base_url(url)
+    path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
+    found = call(base, "GET", path)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        typer.echo(f"no policy updates at {base}")
+        return
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+    for column in ("deployment", "policy", "commit", "set off by", "sessions", "stages", "result", "why"):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        row = (
+            one["id"],
+            one["repo"] + (f"@{one['ref']}" if one["ref"] else ""),
+            (one["sha"] or "")[:12],
+            one["trigger"],
+            " ".join(one["sessions"]),
+            " ".join(_stage(stage) for stage in one["stages"]),
+            one["result"] or "under way",
+            one["text"],
+        )
+        table.add_row(*map(escape, row))
+    Console(highlight=False).print(table)
+
+
+def policy(
+    session_id: SESSION,
+    revision: Annotated[
+        str | None,
+        typer.Argument(help="Branch, tag or commit; default: the one that is staged, else the newest it follows."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Take a commit out of the quarantine for it.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
+    body = {"revision": revision, "force": force}
+    found = call(base_url(url), "POST", f"/sessions/{quote(session_id, safe='')}/policy", body, patience=1800)
+    _tell(session_id, found, as_json)
+
+
+def rollback(session_id: SESSION, url: Url = None, as_json: AsJson = False) -> None:
+    """Bring back the policy that a session ran before its last update."""
+    found = call(base_url(url), "POST", f"/sessions/{quote(session_id, safe='')}/rollback", patience=120)
+    _tell(session_id, found, as_json)
+
+
+def _tell(session_id: str, found: Any, as_json: bool) -> None:
+    import json
+
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    result = found["result"] or "on probation"
+    if result in ("rejected", "failed"):
+        fail(
+            Code.POLICY,
+            f"session {session_id!r} goes on with the policy it has",
+            found["text"] or str(found["reason"]),
+            f"robojax deployments {session_id} shows the stages",
+        )
+    if not as_json:
+        typer.echo(f"{session_id}: {result} {(found['sha'] or '')[:12]} {found['text']}".rstrip())
+
+
+def _stage(stage: Any) -> str:
+    return stage["name"] + (f" {stage['seconds']:.1f}s" if stage["seconds"] is not None else " ...")

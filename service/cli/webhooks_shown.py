@@ -1,0 +1,128 @@
+"""How webhooks are shown: a table or lines for people, JSON for programs; never a secret."""
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import typer
+
+
+class Format(StrEnum):
+    """Of what is printed; the names of ``hf``'s ``--format``."""
+
+    AUTO = "auto"
+    HUMAN = "human"
+    AGENT = "agent"
+    JSON = "json"
+    QUIET = "quiet"
+
+
+def shape(webhook: Any) -> dict[str, Any]:
+    """A webhook as JSON.
+
+    Args:
+        webhook: ours, or huggingface_hub's.
+    """
+    from hooks.management.webhooks import masked_job, masked_url, status_of
+
+    job = None if webhook.job is None else {k: v for k, v in vars(masked_job(webhook.job)).items() if v is not None}
+    return {
+        "id": webhook.id,
+        "url": None if webhook.url is None else masked_url(webhook.url),
+        **({} if job is None else {"job": job}),
+        "watched": [{"type": item.type, "name": item.name} for item in webhook.watched],
+        "domains": list(webhook.domains),
+        "has_secret": getattr(webhook, "has_secret", webhook.secret is not None),
+        "disabled": webhook.disabled,
+        "status": status_of(webhook.disabled),
+    }
+
+
+def print_list(shapes: Sequence[Mapping[str, Any]], form: Format, endpoint: str) -> None:
+    """All of them."""
+    if form is Format.JSON:
+        rows = [{**one, "watched": _watched(one)} for one in shapes]
+        typer.echo(json.dumps(rows, indent=2))
+    elif form is Format.QUIET:
+        for one in shapes:
+            typer.echo(one["id"])
+    elif not shapes:
+        typer.echo(f"No results found: no webhooks at {endpoint}")
+    else:
+        from rich.box import SIMPLE
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+        for column in ("id", "sends to", "status", "secret", "domains", "watched"):
+            # An id that is cut or folded cannot be copied.
+            table.add_column(column, overflow="fold", no_wrap=column == "id")
+        for one in shapes:
+            target = one["url"] or f"(job) {_job(one)}"
+            row = (one["id"], target, one["status"], _secret(one), " ".join(one["domains"]), "\n".join(_watched(one)))
+            table.add_row(*(escape(_printable(cell)) for cell in row))
+        Console(highlight=False).print(table)
+
+
+def print_one(one: Mapping[str, Any], form: Format, *, is_terminal: bool) -> None:
+    """All of one: lines on a terminal, else JSON, as ``hf webhooks info``."""
+    if form is Format.QUIET:
+        typer.echo(one["id"])
+    elif form in (Format.JSON, Format.AGENT) or (form is Format.AUTO and not is_terminal):
+        typer.echo(json.dumps(one, indent=2))
+    else:
+        _print_lines({name: value for name, value in _lines(one).items()})
+
+
+def print_done(done: str, one: Mapping[str, Any], form: Format, **more: Any) -> None:
+    """What was done, and to which; ``more`` is for programs too."""
+    if form is Format.JSON:
+        typer.echo(json.dumps({**one, "did": done, **more}, indent=2))
+    elif form is Format.QUIET:
+        typer.echo(one["id"])
+    else:
+        typer.echo(f"Webhook {done}")
+        _print_lines(_lines(one) | more)
+
+
+def warn(text: str) -> None:
+    """A warning on standard error, where no program reads its JSON."""
+    typer.secho(f"Warning: {text}", fg="yellow", err=True)
+
+
+def _lines(one: Mapping[str, Any]) -> dict[str, str]:
+    if "status" not in one:
+        return {name: str(value) for name, value in one.items()}
+    return {
+        "id": one["id"],
+        **({"job": _job(one)} if one.get("job") else {"url": one["url"] or ""}),
+        "status": one["status"],
+        "secret": _secret(one),
+        "domains": " ".join(one["domains"]),
+        "watched": " ".join(_watched(one)),
+    }
+
+
+def _print_lines(lines: Mapping[str, Any]) -> None:
+    for name, value in lines.items():
+        typer.echo(f"  {name + ':':<9}{_printable(str(value))}")
+
+
+def _watched(one: Mapping[str, Any]) -> list[str]:
+    return [f"{item['type']}:{item['name']}" for item in one["watched"]]
+
+
+def _secret(one: Mapping[str, Any]) -> str:
+    return "set" if one["has_secret"] else "none"
+
+
+def _job(one: Mapping[str, Any]) -> str:
+    job = one.get("job") or {}
+    return str(job.get("docker_image") or job.get("space_id") or "")
+
+
+def _printable(text: str) -> str:
+    """Without what would change the terminal: it comes from a server."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

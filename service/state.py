@@ -1,0 +1,61 @@
+"""Where a server keeps what has to survive it, and the secrets it reads from files."""
+
+import os
+import secrets
+from pathlib import Path
+
+from service.settings import Settings, SettingsError
+
+OFF = "off"
+
+
+def state_folder(settings: Settings) -> Path | None:
+    """The folder, or None when nothing is kept.
+
+    Two servers of one machine have two ports, so each gets its own; a server on any free port has nothing to come
+    back to.
+    """
+    if settings.state == OFF or (settings.state is None and settings.port == 0):
+        return None
+    if settings.state is not None:
+        return Path(settings.state).expanduser()
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "robojax" / str(settings.port)
+
+
+def read_secrets(name: str, path: str | None) -> tuple[str, ...]:
+    """The lines of a secret file, without empty ones and comments; none when there is no path.
+
+    Raises:
+        SettingsError: it cannot be read, or has nothing in it.
+    """
+    if path is None:
+        return ()
+    try:
+        lines = Path(path).expanduser().read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise SettingsError(f"{name} {path!r}: {why}; wanted a file with one secret per line") from error
+    found = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not found:
+        raise SettingsError(f"{name} {path!r}: it is empty; wanted a file with one secret per line")
+    return found
+
+
+def own_token(folder: Path) -> tuple[str, Path]:
+    """The token that a server made for its registry, and the file that only its owner can read; made the first time.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+    path = folder / "registry-token"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"rjx_{secrets.token_urlsafe(32)}\n")
+        return path.read_text().strip(), path
+    except OSError as error:
+        raise SettingsError(
+            f"state: the registry's token cannot be kept at {str(path)!r} ({error.strerror}); set registry_token_file"
+        ) from error
