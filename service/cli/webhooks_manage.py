@@ -1,4 +1,4 @@
-"""Webhooks of the Hub from the command line: ``list``, ``info``, ``create`` and so on, with ``hf webhooks``' options."""
+"""Webhooks of the Hub from the command line: ``list``, ``info``, ``create`` and so on, as in ``hf webhooks``."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli.failure import Code, fail
-from service.cli.webhooks_shown import Format, print_done, print_list, print_one, shape, warn
+from service.cli.webhooks_given import job_secrets, token_of
+from service.cli.webhooks_shown import Format, print_done, print_list, print_one, warn
 
 if TYPE_CHECKING:
     from hooks.management import WebhooksClient, WebhookWatchedItem
@@ -81,9 +82,9 @@ def list_(
 ) -> None:
     """List the webhooks of the account."""
     with _failing("the webhooks cannot be listed"):
-        client = connect(endpoint, _token(token_file, token), timeout=timeout)
+        client = connect(endpoint, token_of(token_file, token), timeout=timeout)
         found = client.list_webhooks()
-        print_list([shape(webhook) for webhook in found], _form(as_json, form, quiet), str(client.endpoint))
+        print_list([_shape(webhook) for webhook in found], _form(as_json, form, quiet), str(client.endpoint))
 
 
 def info(
@@ -98,8 +99,8 @@ def info(
 ) -> None:
     """Show all of one webhook."""
     with _failing("the webhook cannot be shown"):
-        found = connect(endpoint, _token(token_file, token), timeout=timeout).get_webhook(webhook_id)
-        print_one(shape(found), _form(as_json, form, quiet), is_terminal=sys.stdout.isatty())
+        found = connect(endpoint, token_of(token_file, token), timeout=timeout).get_webhook(webhook_id)
+        print_one(_shape(found), _form(as_json, form, quiet), is_terminal=sys.stdout.isatty())
 
 
 def create(
@@ -125,15 +126,15 @@ def create(
 ) -> None:
     """Make a webhook that sends to --url, or starts the job --job-id. See `ensure` for one that may be there."""
     with _failing("no webhook was made"):
-        made = connect(endpoint, _token(token_file, token), timeout=timeout, allow_http=allow_http).create_webhook(
+        made = connect(endpoint, token_of(token_file, token), timeout=timeout, allow_http=allow_http).create_webhook(
             url=url,
             job_id=job_id,
             watched=_watched(watch, any_type),
             domains=_domains(domain),
             secret=_secret(secret, secret_file, secret_env, generate),
-            secrets=_job_secrets(secrets, secrets_file),
+            secrets=job_secrets(secrets, secrets_file),
         )
-        print_done("created", shape(made), _form(as_json, form, quiet))
+        print_done("created", _shape(made), _form(as_json, form, quiet))
 
 
 def update(
@@ -167,7 +168,7 @@ def update(
             "watched": [] if watch_nothing else _watched(watch, any_type) if watch else None,
             "domains": _domains(domain),
             "secret": _secret(secret, secret_file, secret_env, generate),
-            "secrets": _job_secrets(secrets, secrets_file),
+            "secrets": job_secrets(secrets, secrets_file),
         }
         if watch_nothing:
             if watch:
@@ -175,8 +176,8 @@ def update(
             named["allow_empty"] = True
         if all(value is None for value in named.values()):
             fail(Code.USAGE, "the webhook was not changed", "nothing was named that is to change", "see --help")
-        client = connect(endpoint, _token(token_file, token), timeout=timeout, allow_http=allow_http)
-        print_done("updated", shape(client.update_webhook(webhook_id, **named)), _form(as_json, form, quiet))
+        client = connect(endpoint, token_of(token_file, token), timeout=timeout, allow_http=allow_http)
+        print_done("updated", _shape(client.update_webhook(webhook_id, **named)), _form(as_json, form, quiet))
 
 
 def ensure(
@@ -205,18 +206,18 @@ def ensure(
     """Have exactly one webhook like this: it is made, changed or enabled as need be. Twice is once."""
     with _failing("it is not sure that there is such a webhook"):
         steps: list[str] = []
-        found = connect(endpoint, _token(token_file, token), timeout=timeout, allow_http=allow_http).ensure(
+        found = connect(endpoint, token_of(token_file, token), timeout=timeout, allow_http=allow_http).ensure(
             url=url,
             job_id=job_id,
             watched=_watched(watch, any_type),
             domains=_domains(domain),
             secret=_secret(secret, secret_file, secret_env, generate),
-            secrets=_job_secrets(secrets, secrets_file),
+            secrets=job_secrets(secrets, secrets_file),
             webhook_id=webhook_id,
             enable=enabled,
             tell=steps.append,
         )
-        print_done(" and ".join(steps), shape(found), _form(as_json, form, quiet))
+        print_done(" and ".join(steps), _shape(found), _form(as_json, form, quiet))
 
 
 def enable(
@@ -231,8 +232,8 @@ def enable(
 ) -> None:
     """Let a webhook deliver (again)."""
     with _failing("the webhook was not enabled"):
-        found = connect(endpoint, _token(token_file, token), timeout=timeout).enable_webhook(webhook_id)
-        print_done("enabled", shape(found), _form(as_json, form, quiet))
+        found = connect(endpoint, token_of(token_file, token), timeout=timeout).enable_webhook(webhook_id)
+        print_done("enabled", _shape(found), _form(as_json, form, quiet))
 
 
 def disable(
@@ -247,8 +248,8 @@ def disable(
 ) -> None:
     """Let a webhook deliver nothing until it is enabled."""
     with _failing("the webhook was not disabled"):
-        found = connect(endpoint, _token(token_file, token), timeout=timeout).disable_webhook(webhook_id)
-        print_done("disabled", shape(found), _form(as_json, form, quiet))
+        found = connect(endpoint, token_of(token_file, token), timeout=timeout).disable_webhook(webhook_id)
+        print_done("disabled", _shape(found), _form(as_json, form, quiet))
 
 
 def heal(
@@ -269,9 +270,9 @@ def heal(
 
     with _failing("the webhooks were not healed"):
         secret = _secret(None, secret_file, secret_env, False)
-        client = connect(endpoint, _token(token_file, token), timeout=timeout)
+        client = connect(endpoint, token_of(token_file, token), timeout=timeout)
         found = client.heal(webhook_id, try_first=try_first, secret=secret)
-    rows = [{**shape(one.webhook), "is_healed": one.is_healed, "reason": one.reason} for one in found]
+    rows = [{**_shape(one.webhook), "is_healed": one.is_healed, "reason": one.reason} for one in found]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     for row in [] if as_json else rows:
@@ -300,7 +301,7 @@ def delete(
             fail(Code.USAGE, "the webhook was not deleted", "nobody can be asked with this format", "give --yes")
         typer.confirm(f"Delete webhook {webhook_id!r} for good?", abort=True)
     with _failing("the webhook was not deleted"):
-        connect(endpoint, _token(token_file, token), timeout=timeout).delete_webhook(webhook_id)
+        connect(endpoint, token_of(token_file, token), timeout=timeout).delete_webhook(webhook_id)
         print_done("deleted", {"id": webhook_id}, shown)
 
 
@@ -317,7 +318,7 @@ def replay(
 ) -> None:
     """Deliver something again. Ends with 1 when the receiver did not take it."""
     with _failing("nothing was replayed"):
-        status = connect(endpoint, _token(token_file, token), timeout=timeout).replay(webhook_id, log_id)
+        status = connect(endpoint, token_of(token_file, token), timeout=timeout).replay(webhook_id, log_id)
         done = {"log_id": log_id, "status_code": status}
         print_done("replayed", {"id": webhook_id}, _form(as_json, form, quiet), **done)
     if not 200 <= status < 300:
@@ -353,23 +354,6 @@ def _form(as_json: bool, form: Format, quiet: bool) -> Format:
     return Format.JSON if as_json else Format.QUIET if quiet else form
 
 
-def _token(file: Path | None, token: str | None) -> str | None:
-    from hooks.errors import InvalidWebhook
-
-    if token is not None:
-        warn("--token stays in the shell's history and in process listings; log in once, or set HF_TOKEN")
-    if file is None:
-        return token
-    try:
-        found = file.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise InvalidWebhook(f"token file {str(file)!r} cannot be read: {why}") from None
-    if not found:
-        raise InvalidWebhook(f"token file {str(file)!r} is empty")
-    return found
-
-
 def _watched(watch: list[str], any_type: bool) -> "list[WebhookWatchedItem]":
     """Strict, other than the library: at a prompt an unknown type is a slip of the finger."""
     import warnings
@@ -399,45 +383,22 @@ def _secret(given: str | None, file: Path | None, variable: str | None, generate
     return find_secret(given, variable=variable, file=file, generate=generate)
 
 
-def _job_secrets(named: list[str] | None, file: str | None) -> dict[str, str] | None:
-    """Of the job: lines of a file, then what was named."""
-    from hooks.errors import InvalidWebhook
+def _shape(webhook: Any) -> dict[str, Any]:
+    """A webhook as JSON.
 
-    found: dict[str, str] = {}
-    if file is not None:
-        try:
-            text = sys.stdin.read() if file == "-" else Path(file).read_text()
-        except (OSError, UnicodeDecodeError):
-            raise InvalidWebhook(f"secrets file {file!r} cannot be read; wanted lines NAME=value") from None
-        for line in map(str.strip, text.splitlines()):
-            if line and not line.startswith("#"):
-                found |= _job_secret(line.removeprefix("export ").strip())
-    for one in named or []:
-        if "=" in one:
-            warn("--secrets NAME=value stays in the shell's history; --secrets NAME reads it from the environment")
-        found |= _job_secret(one)
-    return found or None
+    Args:
+        webhook: ours, or huggingface_hub's.
+    """
+    from hooks.management.webhooks import masked_job, masked_url, status_of
 
-
-def _job_secret(line: str) -> dict[str, str]:
-    import os
-
-    from hooks.errors import InvalidWebhook
-
-    name, equals, value = line.partition("=")
-    name = name.strip()
-    if not name.isidentifier():
-        # Not quoted: without its name it may be nothing but a secret.
-        raise InvalidWebhook("a secret of the job has no name; wanted NAME, or NAME=value")
-    if equals:
-        value = value.strip()
-        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        return {name: value[1:-1] if is_quoted else value}
-    found: Any = os.environ.get(name)
-    if found is None and name == "HF_TOKEN":
-        from huggingface_hub import get_token
-
-        found = get_token()
-    if found is None:
-        raise InvalidWebhook(f"secret {name} of the job is not in the environment; set it, or give {name}=value")
-    return {name: found}
+    job = None if webhook.job is None else {k: v for k, v in vars(masked_job(webhook.job)).items() if v is not None}
+    return {
+        "id": webhook.id,
+        "url": None if webhook.url is None else masked_url(webhook.url),
+        **({} if job is None else {"job": job}),
+        "watched": [{"type": item.type, "name": item.name} for item in webhook.watched],
+        "domains": list(webhook.domains),
+        "has_secret": getattr(webhook, "has_secret", webhook.secret is not None),
+        "disabled": webhook.disabled,
+        "status": status_of(webhook.disabled),
+    }

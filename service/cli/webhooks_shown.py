@@ -18,27 +18,6 @@ class Format(StrEnum):
     QUIET = "quiet"
 
 
-def shape(webhook: Any) -> dict[str, Any]:
-    """A webhook as JSON.
-
-    Args:
-        webhook: ours, or huggingface_hub's.
-    """
-    from hooks.management.webhooks import masked_job, masked_url, status_of
-
-    job = None if webhook.job is None else {k: v for k, v in vars(masked_job(webhook.job)).items() if v is not None}
-    return {
-        "id": webhook.id,
-        "url": None if webhook.url is None else masked_url(webhook.url),
-        **({} if job is None else {"job": job}),
-        "watched": [{"type": item.type, "name": item.name} for item in webhook.watched],
-        "domains": list(webhook.domains),
-        "has_secret": getattr(webhook, "has_secret", webhook.secret is not None),
-        "disabled": webhook.disabled,
-        "status": status_of(webhook.disabled),
-    }
-
-
 def print_list(shapes: Sequence[Mapping[str, Any]], form: Format, endpoint: str) -> None:
     """All of them."""
     if form is Format.JSON:
