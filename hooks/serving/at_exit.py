@@ -1,0 +1,130 @@
+"""Something to do when the script has reached its end, while the interpreter can still do everything.
+
+``atexit`` is too late: by then thread pools are shut, and with them ``asyncio.to_thread`` and name look-ups. The hook
+that ``concurrent.futures`` shuts its pools by runs earlier, and the last one registered goes first.
+"""
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hooks.errors import HooksError
+
+SWITCH = "ROBOJAX_WEBHOOKS_AT_EXIT"
+# There the hook is called, but no thread can be started in it any more (CPython gh-113964).
+TOO_LATE = ((3, 12, 0), (3, 12, 1))
+RUNNER = "hooks.serving.script"
+
+
+def is_interactive() -> bool:
+    """Whether a person types here (REPL, ``python -i``, IPython, a notebook): such a session has no end to wait for."""
+    ipython = sys.modules.get("IPython")
+    return (
+        hasattr(sys, "ps1")
+        or bool(sys.flags.interactive)
+        or (ipython is not None and getattr(ipython, "get_ipython", lambda: None)() is not None)
+    )
+
+
+def is_wanted() -> bool:
+    """Whether a server may start by itself at the end of this process."""
+    return not (
+        os.environ.get(SWITCH, "").lower() in ("0", "off", "no", "false")
+        or is_interactive()
+        # Test runs and child processes import scripts; that is no running of them.
+        or "pytest" in sys.modules
+        or "unittest.__main__" in sys.modules
+        or multiprocessing.parent_process() is not None
+    )
+
+
+def has_crashed() -> bool:
+    """Whether the script ended by an exception that nobody caught; its own error is then the last word."""
+    return hasattr(sys, "last_exc") or getattr(sys, "last_type", None) is not None
+
+
+class AtExit:
+    """One call at the end of the script, unless it is cancelled, the script crashed, or nobody wants it here."""
+
+    def __init__(self, call: Callable[[], object]):
+        self._call = call
+        self._process = os.getpid()
+        self._is_on = False
+        self._is_registered = False
+
+    def arm(self) -> None:
+        """Do it when the script has ended. Once is enough."""
+        self._is_on = is_wanted()
+        if not self._is_on or self._is_registered:
+            return
+        self._is_registered = True
+        register = hook()
+        if register is not None:
+            register(self._run)
+        else:
+            atexit.register(self._run_anew)
+
+    def cancel(self) -> bool:
+        """Do not; whether it would have been done."""
+        was_on, self._is_on = self._is_on, False
+        return was_on
+
+    def _is_due(self) -> bool:
+        return self._is_on and not has_crashed() and os.getpid() == self._process
+
+    def _run(self) -> None:
+        if not self._is_due():
+            return
+        self._is_on = False
+        try:
+            self._call()
+        except HooksError as error:
+            # An exception would only be printed here, and the process would end with 0.
+            sys.stderr.write(f"webhooks: {error}\n")
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _run_anew(self) -> None:
+        if self._is_due():
+            self._is_on = False
+            again = command()
+            if again is None:
+                sys.stderr.write("webhooks: this Python cannot serve at the end of a script; call .run() in it\n")
+                return
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.execv(again[0], again)
+
+
+def hook(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Callable[[Callable[[], Any]], None] | None:
+    """What to register with, or None where this Python has nothing that would do."""
+    # Imported now: both register themselves at import, which fails later, and have to be shut after us.
+    for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
+        try:
+            importlib.import_module(pools)
+        except ImportError:  # the second one, where there are no semaphores
+            continue
+    return None if version in TOO_LATE else getattr(threading, "_register_atexit", None)
+
+
+def command() -> list[str] | None:
+    """How to run this script again in a process that serves at its end; None when it came from no file."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__")
+        script = ["-m", name]
+    elif file := getattr(main, "__file__", None):
+        script = [os.path.abspath(file)]
+    else:
+        return None
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-m", RUNNER, *script, *sys.argv[1:]]

@@ -1,0 +1,104 @@
+"""The landing page, the description of the endpoints and their events as routes, for any app that has a receiver."""
+
+import inspect
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sanic import Blueprint, HTTPResponse, Request
+from sanic.response import html, json
+
+from hooks.receiving.endpoint import Endpoint
+from hooks.receiving.receiver import Receiver
+from hooks.serving import documents, landing
+from hooks.serving.landing import Shown
+from hooks.serving.visitor import is_here
+
+# What a URL may be made of: a Host header is anybody's text.
+HOST = re.compile(r"[A-Za-z0-9.-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+
+
+def shown(receiver: Receiver) -> list[Shown]:
+    """The endpoints of a receiver."""
+    return [_shown(endpoint) for endpoint in receiver.endpoints.values()]
+
+
+def _shown(endpoint: Endpoint) -> Shown:
+    text = inspect.getdoc(endpoint.handler.function) if inspect.isroutine(endpoint.handler.function) else None
+    return Shown(endpoint.path, (text or "").split("\n\n")[0], endpoint.filter, not endpoint.proofs.is_open)
+
+
+async def landing_page(receiver: Receiver, base: str, *, links: dict[str, str], with_events: bool) -> str:
+    """The landing page's HTML.
+
+    Args:
+        base: URL of the app, without a path.
+        links: other pages, by their name.
+        with_events: whether this visitor may see what came.
+    """
+    return landing.page(
+        base,
+        shown(receiver),
+        events=await receiver.recent() if with_events else None,
+        links=links,
+        is_space=bool(os.environ.get("SPACE_ID")),
+    )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Paths; an empty one is not served."""
+
+    landing: str = "/webhooks"
+    docs: str = "/webhooks/_docs"
+    document: str = "/webhooks/_openapi.json"
+
+
+def blueprint(
+    receiver: Receiver,
+    places: Places = Places(),
+    *,
+    base: Callable[[], str | None] = lambda: None,
+    links: dict[str, str] | None = None,
+) -> Blueprint:
+    """Routes for people: the landing page and the documents.
+
+    Args:
+        base: public URL of the app, if it is known; else that of the request.
+        links: of other pages of the app to show.
+    """
+    made = Blueprint(f"pages-{secrets.token_hex(4)}")
+    named = {"Endpoints": places.docs, "OpenAPI": places.document, **(links or {})}
+    shown_links = {name: path for name, path in named.items() if path} | {"Webhooks on the Hub": landing.SETTINGS_PAGE}
+
+    async def show_landing(request: Request) -> HTTPResponse:
+        text = await landing_page(
+            receiver, base() or _base_of(request), links=shown_links, with_events=is_here(request)
+        )
+        return html(text, headers=landing.HEADERS)
+
+    async def show_docs(request: Request) -> HTTPResponse:
+        back = {"Back": places.landing} if places.landing else {}
+        text = documents.page(documents.openapi(shown(receiver)), {**back, "OpenAPI": places.document})
+        return html(text, headers=landing.HEADERS)
+
+    async def show_document(request: Request) -> HTTPResponse:
+        return json(documents.openapi(shown(receiver)))
+
+    routes: Sequence[tuple[str, Any]] = (
+        (places.landing, show_landing),
+        (places.docs, show_docs),
+        (places.document, show_document),
+    )
+    for path, handler in routes:
+        if path:
+            made.add_route(handler, path, methods=["GET", "HEAD"], name=handler.__name__)
+    return made
+
+
+def _base_of(request: Request) -> str:
+    host = request.headers.get("host", "")
+    return f"{request.scheme}://{host}" if HOST.fullmatch(host) else "http://127.0.0.1"

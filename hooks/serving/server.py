@@ -1,0 +1,338 @@
+"""``WebhooksServer``: functions that are called when the Hub delivers an event."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar, overload
+
+from sanic import HTTPResponse, Request
+from sanic.response import json
+
+from hooks.errors import InvalidWebhook
+from hooks.receiving.receiver import Receiver
+from hooks.receiving.settings import ReceiverSettings
+from hooks.serving import address, event_routes, interface, notices, pages
+from hooks.serving.application import WebhooksApp, new_app
+from hooks.serving.at_exit import AtExit, hook, is_interactive
+from hooks.serving.background import Background
+from hooks.serving.functions import check_function, kind_of
+from hooks.serving.tunnel import Program, choose, tunnel
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+RESERVED = ("_events",)
+SECRET, DATABASE = "WEBHOOK_SECRET", "ROBOJAX_WEBHOOKS_DATABASE"
+
+
+class WebhooksServer:
+    """A server whose endpoints are functions, each at ``/webhooks/<name>``.
+
+    Args:
+        ui: what stands at ``/`` in place of the landing page: HTML, a file or folder, or a Sanic blueprint.
+        webhook_secret: what the Hub sends as ``X-Webhook-Secret``; ``WEBHOOK_SECRET`` when None or empty; several while
+            one replaces another. Without any the server is open to everyone, and says so.
+        host: to listen on; 127.0.0.1, or all addresses on a Space.
+        port: the first free one from 7860 on when None, any free one when 0.
+        share: ask ``cloudflared``, ``ngrok`` or ``tunnel`` for a public address; without a secret one is made.
+        tunnel: a command that makes a public address, with ``{url}``, ``{host}`` and ``{port}`` in it.
+        database: file that keeps events over a restart; ``ROBOJAX_WEBHOOKS_DATABASE`` when None, else memory.
+        settings: all else about receiving; arguments here win over it.
+
+    Raises:
+        TypeError: ``ui`` is none of these.
+        InvalidWebhook: a secret cannot be one.
+    """
+
+    def __init__(
+        self,
+        ui: object = None,
+        webhook_secret: str | Sequence[str] | None = None,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        share: bool = False,
+        tunnel: str | Sequence[str] | None = None,
+        database: str | Path | None = None,
+        settings: ReceiverSettings | None = None,
+    ):
+        self._ui = None if ui is None else interface.checked(ui)
+        self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
+        self._settings = _settings(settings, webhook_secret, database)
+        self._added: list[tuple[Callable[..., Any], str | None, dict[str, Any]]] = []
+        self._receiver = Receiver(self._settings)
+        self._app: WebhooksApp | None = None
+        self._background: Background | None = None
+        self._local: str | None = None
+        self._public: str | None = None
+        self._stop = threading.Event()
+        self._at_exit = AtExit(self.launch)
+        notices.say(notices.CLOSED if self._has_secret else notices.OPEN)
+
+    @property
+    def _has_secret(self) -> bool:
+        kept = self._settings
+        return bool(kept.secrets or kept.standard_secrets or kept.github_secrets)
+
+    @property
+    def registered_webhooks(self) -> Mapping[str, Callable[..., Any]]:
+        """The functions by their absolute paths."""
+        return self._receiver.registered
+
+    @property
+    def receiver(self) -> Receiver:
+        """What takes the deliveries."""
+        return self._receiver
+
+    @property
+    def app(self) -> WebhooksApp:
+        """The Sanic app. Endpoints that are added later are in it too, until it runs."""
+        if self._app is None:
+            self._app = self._new_app()
+        return self._app
+
+    @property
+    def fastapi_app(self) -> WebhooksApp:
+        """The app by the name that huggingface_hub's server has for it; an ASGI test client takes it."""
+        return self.app
+
+    @property
+    def url(self) -> str | None:
+        """The public address if there is one, else the local one; None while it does not run."""
+        return (self._public or self._local) if self.is_running else None
+
+    @property
+    def local_url(self) -> str | None:
+        """The address on this machine; None while it does not run."""
+        return self._local if self.is_running else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it answers."""
+        return self._background is not None and self._background.is_running
+
+    @overload
+    def add_webhook(self, path: Function, /) -> Function: ...
+
+    @overload
+    def add_webhook(self, path: str | None = None, **options: Any) -> Callable[[Function], Function]: ...
+
+    def add_webhook(self, path: Any = None, **options: Any) -> Any:
+        """Register a function: ``@server.add_webhook``, ``@server.add_webhook("path")``, with filters or without.
+
+        Args:
+            path: under ``/webhooks``; the function's name when None. Slashes at both ends do not count.
+            options: filters (``events``, ``repos``, ``repo_types``, ``scopes``, ``actions``, ``refs``) and how it is
+                run (``mode``, ``concurrency``, ``timeout``, ``secret``, ``coalesce``, ``retry``): see ``Receiver.add``.
+
+        Returns:
+            The function as it is.
+
+        Raises:
+            ValueError: there is a webhook of this path already, or the function takes what there is not.
+            TypeError: it was put on something that is no function.
+        """
+        if callable(path):
+            return self._add(path, None, options)
+        if path is not None and not isinstance(path, str):
+            raise TypeError(f"add_webhook: found {kind_of(path)}, wanted a function, or a path as text")
+        return lambda function: self._add(function, path, options)
+
+    def _add(self, function: Any, path: str | None, options: dict[str, Any]) -> Any:
+        check_function(function)
+        if self.is_running:
+            raise RuntimeError("the server runs already: close() it, add the webhook, launch() it again")
+        if self._app is not None:
+            self._renew()
+        if path is not None and path.strip("/").split("/")[0] in RESERVED:
+            raise InvalidWebhook(f"webhook path {path!r} is a page of the server's; give it another one")
+        self._receiver.add(function, path, **options)
+        self._added.append((function, path, options))
+        return function
+
+    def _renew(self) -> None:
+        """Another receiver with the same endpoints: the routes of one that has an app are fixed."""
+        self._receiver, self._app = Receiver(self._settings), None
+        for function, path, options in self._added:
+            self._receiver.add(function, path, **options)
+
+    def start_at_exit(self) -> None:
+        """Serve when the script has reached its end, unless ``launch`` was called before or the script crashed."""
+        self._at_exit.arm()
+
+    def cancel_start_at_exit(self) -> bool:
+        """Do not; whether it would have started."""
+        return self._at_exit.cancel()
+
+    def run(self) -> None:
+        """Serve now, until Ctrl-C or SIGTERM: ``launch()``."""
+        self.launch(prevent_thread_lock=False)
+
+    def launch(
+        self,
+        prevent_thread_lock: bool = False,
+        *,
+        share: bool | None = None,
+        host: str | None = None,
+        port: int | None = None,
+    ) -> None:
+        """Serve now, and print the addresses. One that runs already goes on.
+
+        Args:
+            prevent_thread_lock: return when it answers, and serve in the background; always so in a notebook, in a REPL
+                and where an event loop runs. Else this returns when Ctrl-C, SIGTERM or ``close`` has ended the server.
+
+        Raises:
+            CannotListen: the port is taken.
+            TunnelFailed: there is no public address to be had.
+        """
+        self._at_exit.cancel()
+        if not self.is_running:
+            self._start(
+                self._share if share is None else share, host or self._host, self._port if port is None else port
+            )
+        assert self._local is not None
+        notices.say(notices.ready(self._local, self._public, list(self.registered_webhooks)))
+        if not (prevent_thread_lock or is_interactive() or _has_running_loop()):
+            self.block_thread()
+
+    def _start(self, share: bool, host: str | None, port: int | None) -> None:
+        program: Program | None = None
+        if share:
+            program = choose(self._tunnel)
+            if not self._has_secret:
+                self._make_secret()
+        where, ports = address.chosen(host, port)
+        listener = address.listen(where, ports)
+        self._stop.clear()
+        app, self._local = self.app, address.url_of(listener)
+        space = os.environ.get("SPACE_HOST")
+        self._public = f"https://{space}" if space else None
+        self._background = Background(app, listener, lambda: self._sharing(program, address.url_of(listener)))
+        _close_at_exit(self)
+        notices.say(notices.limits(is_kept=self._settings.database is not None, version=_version()))
+
+    @asynccontextmanager
+    async def _sharing(self, program: Program | None, local: str) -> AsyncIterator[None]:
+        if program is None:
+            yield
+            return
+        async with tunnel(program, local, ended=notices.say) as public:
+            self._public = public
+            try:
+                yield
+            finally:
+                self._public = None
+
+    def _make_secret(self) -> None:
+        secret = secrets.token_urlsafe(32)
+        self._settings = replace(self._settings, secrets=(secret,))
+        self._renew()
+        notices.say(notices.generated(secret))
+
+    def block_thread(self) -> None:
+        """Wait until Ctrl-C, SIGTERM or ``close`` ends the server. A second signal ends the process at once."""
+        is_main = threading.current_thread() is threading.main_thread()
+        before: dict[int, Any] = {}
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            for known in before:
+                signal.signal(known, signal.SIG_DFL)
+            self._stop.set()
+
+        if is_main:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, ask)
+        try:
+            # With a time limit, because Windows would not let a signal in.
+            while self.is_running and not self._stop.wait(1.0):
+                pass
+        finally:
+            self.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def close(self) -> None:
+        """End it: answers under way and running handlers get a moment, then the port is free again."""
+        self._at_exit.cancel()
+        self._stop.set()
+        background, self._background = self._background, None
+        if background is not None:
+            background.stop()
+            self._renew()
+
+    def __enter__(self) -> "WebhooksServer":
+        """Serve in the background for the length of a ``with``."""
+        self.launch(prevent_thread_lock=True)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """End it."""
+        self.close()
+
+    def _new_app(self) -> WebhooksApp:
+        app = new_app(self._settings.max_body)
+        app.blueprint(self._receiver.blueprint())
+        app.blueprint(event_routes.blueprint(self._receiver, lambda: self._settings.secrets))
+        places = pages.Places("/" if self._ui is None else "", "/docs", "/openapi.json")
+        links = {"Health": "/healthz"}
+        app.blueprint(pages.blueprint(self._receiver, places, base=lambda: self._public, links=links))
+        if self._ui is not None:
+            app.blueprint(interface.blueprint(self._ui))
+
+        @app.get("/healthz", name="healthz")
+        async def healthz(request: Request) -> HTTPResponse:
+            return json({"status": "ok"})
+
+        return app
+
+
+def _settings(
+    given: ReceiverSettings | None, secret: str | Sequence[str] | None, database: str | Path | None
+) -> ReceiverSettings:
+    settings = given or ReceiverSettings()
+    if secret is not None and not isinstance(secret, str):
+        settings = replace(settings, secrets=tuple(secret))
+    elif secret := secret or (None if settings.secrets else os.environ.get(SECRET)):
+        settings = replace(settings, secrets=(secret,))
+    database = database or (None if settings.database else os.environ.get(DATABASE))
+    return replace(settings, database=Path(database)) if database else settings
+
+
+def _has_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _close_at_exit(server: WebhooksServer) -> None:
+    """End a background server while its loop, its threads and its database still can be used."""
+    known = weakref.ref(server)
+
+    def close() -> None:
+        if (found := known()) is not None:
+            found.close()
+
+    # At the end of the script itself nothing can be registered any more; there `launch` waits and closes.
+    with contextlib.suppress(RuntimeError):
+        register = hook(())
+        if register is not None:
+            register(close)
+
+
+def _version() -> str:
+    try:
+        return version("robojax")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,38 @@
+"""``python tunnel_watch.py PROGRAM ...``: a program that ends with whoever holds this one's standard input open.
+
+A server that is killed cannot end what it started; its end of the pipe is closed all the same. Only the standard
+library is imported, so that this starts quickly and without the packages of the server.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+
+PATIENCE = 5.0  # seconds between asking and killing
+
+
+def main() -> None:
+    """Run the program; exit as it does."""
+    try:
+        program = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    except OSError as error:
+        sys.stderr.write(f"{sys.argv[1]}: {error.strerror}\n")
+        sys.exit(127)
+
+    def end_with_the_server() -> None:
+        while os.read(0, 1024):
+            pass
+        program.terminate()
+        try:
+            program.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            program.kill()
+
+    threading.Thread(target=end_with_the_server, daemon=True).start()
+    status = program.wait()
+    os._exit(status if status >= 0 else 128 - status)
+
+
+if __name__ == "__main__":
+    main()
