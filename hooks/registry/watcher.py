@@ -1,0 +1,126 @@
+"""Follows policy folders and tells when the content of one is another, and whole."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from watchfiles import awatch
+
+from hooks.registry.folders import Look, Quiet, Stopped, content_sha, look_at
+
+logger = logging.getLogger(__name__)
+
+# Milliseconds in which the kernel's notices are gathered; ``Quiet`` waits for the folder to rest.
+GATHER = 50
+
+
+class FolderWatcher:
+    """Watches folders that may be written in place, exchanged by a rename, or not be there yet."""
+
+    def __init__(
+        self,
+        folders: Mapping[str, Path],
+        settled: Callable[[str, str], Awaitable[None]],
+        *,
+        quiet: float,
+        poll: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Make one; ``run`` it.
+
+        Args:
+            settled: told a folder's name and the sha of its content, at the start and after each time it moved.
+            quiet, poll: seconds; see ``RegistrySettings``.
+        """
+        self._folders = folders
+        self._settled = settled
+        self._quiet = quiet
+        self._poll = poll
+        self._clock = clock
+        self._stop = threading.Event()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        # It tells every change at INFO: a log file beside a folder would be told of its own lines for ever.
+        logging.getLogger("watchfiles.main").setLevel(logging.WARNING)
+        tasks = []
+        for name, folder in self._folders.items():
+            place = folder.absolute()
+            moved, replaced = asyncio.Event(), asyncio.Event()
+            tasks += [
+                asyncio.create_task(self._follow(name, place, moved), name=f"follow {name}"),
+                asyncio.create_task(self._hear_parent(place, moved, replaced), name=f"hear parent of {name}"),
+                asyncio.create_task(self._hear_content(place, moved, replaced), name=f"hear {name}"),
+            ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            self._stop.set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, name: str, folder: Path, moved: asyncio.Event) -> None:
+        quiet = Quiet(self._quiet)
+        known: Look | None = None
+        while True:
+            moved.clear()
+            look = await asyncio.to_thread(look_at, folder)
+            wait = quiet.wait(look, self._clock())
+            # An empty folder is one that is about to be filled.
+            if not look or look == known:
+                await _until(moved, self._poll)
+            elif wait:
+                await asyncio.sleep(wait)
+            elif await self._settle(name, folder, look):
+                known = look
+            else:
+                await asyncio.sleep(self._quiet)
+
+    async def _settle(self, name: str, folder: Path, look: Look) -> bool:
+        """Read the content and tell; whether it was the same from the first byte to the last."""
+        try:
+            sha = await asyncio.to_thread(content_sha, folder, self._stop)
+        except OSError as error:
+            logger.info("folder %s: %s; it is looked at again", name, error.strerror or type(error).__name__)
+            return False
+        except Stopped:
+            return False
+        if await asyncio.to_thread(look_at, folder) != look:
+            return False
+        await self._settled(name, sha)
+        return True
+
+    async def _hear_parent(self, folder: Path, moved: asyncio.Event, replaced: asyncio.Event) -> None:
+        """Hear of the folder itself being made, exchanged or taken away: its own watch would follow the old one."""
+        while True:
+            try:
+                async for changes in awatch(folder.parent, watch_filter=None, recursive=False, debounce=GATHER):
+                    if any(Path(path).name == folder.name for _, path in changes):
+                        replaced.set()
+                        moved.set()
+            except OSError as error:
+                logger.info("folder %s: no notices of its parent (%s); it is polled", folder, error.strerror)
+            await asyncio.sleep(self._poll)
+
+    async def _hear_content(self, folder: Path, moved: asyncio.Event, replaced: asyncio.Event) -> None:
+        while True:
+            replaced.clear()
+            try:
+                async for _ in awatch(folder, watch_filter=None, stop_event=replaced, debounce=GATHER):
+                    moved.set()
+            except OSError as error:
+                # Not there yet, or more files than the system watches (fs.inotify.max_user_watches).
+                logger.info("folder %s: no notices of its content (%s); it is polled", folder, error.strerror)
+                await _until(replaced, self._poll)
+
+
+async def _until(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

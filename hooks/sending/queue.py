@@ -1,0 +1,345 @@
+"""The deliveries that wait, and the log of those that were tried: transactions on the database, with the time given.
+
+Order is kept per webhook and subject (a repo, a session): only the oldest waiting delivery of each has a ``due_at``,
+and the transaction that finishes it makes the next one due.
+"""
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hooks.sending.outcome import Outcome, Parcel
+from hooks.sending.schedule import iso
+
+SCHEMA = """
+CREATE TABLE messages (
+    id TEXT PRIMARY KEY,
+    type TEXT NOT NULL,
+    subject TEXT NOT NULL,
+    is_hub INTEGER NOT NULL,
+    body TEXT NOT NULL,
+    created_at REAL NOT NULL
+) STRICT;
+CREATE TABLE deliveries (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    webhook_id TEXT NOT NULL,
+    message_id TEXT NOT NULL REFERENCES messages (id),
+    subject TEXT NOT NULL,
+    status TEXT NOT NULL,
+    failed INTEGER NOT NULL DEFAULT 0,
+    due_at REAL,
+    created_at REAL NOT NULL,
+    finished_at REAL,
+    UNIQUE (webhook_id, message_id)
+) STRICT;
+CREATE INDEX due ON deliveries (due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX waiting ON deliveries (webhook_id, subject, number) WHERE status = 'waiting';
+CREATE INDEX of_message ON deliveries (message_id);
+CREATE INDEX finished ON deliveries (finished_at) WHERE finished_at IS NOT NULL;
+CREATE TABLE attempts (
+    delivery_id TEXT NOT NULL REFERENCES deliveries (id) ON DELETE CASCADE,
+    at REAL NOT NULL,
+    seconds REAL NOT NULL,
+    status INTEGER,
+    exit_status INTEGER,
+    error TEXT,
+    excerpt TEXT NOT NULL,
+    is_replay INTEGER NOT NULL
+) STRICT;
+CREATE INDEX of_delivery ON attempts (delivery_id, at);
+CREATE TABLE held (webhook_id TEXT PRIMARY KEY) STRICT;
+"""
+
+# delivered: taken; failed: no attempt left; dropped: too many waited; waiting: the only one that is not final.
+STATES = ("waiting", "delivered", "failed", "dropped")
+# Attempts of one delivery that are kept; replays may add any number.
+MAX_ATTEMPTS = 50
+
+
+@dataclass(frozen=True)
+class Message:
+    """One event.
+
+    Attributes:
+        id: of the event; a second one of the same id is no event.
+        type: ``repo.content`` or ``session.started``, for the log.
+        subject: what its order is kept by: a repo or a session.
+        body: JSON object, what every webhook gets; those of the Hub's shape get their ``webhook`` added.
+        is_hub: whether it is of the Hub's shape, else of Standard Webhooks.
+    """
+
+    id: str
+    type: str
+    subject: str
+    body: Mapping[str, Any]
+    is_hub: bool
+
+
+@dataclass(frozen=True)
+class Due:
+    """A delivery whose time has come."""
+
+    id: str
+    webhook_id: str
+    subject: str
+    failed: int
+    parcel: Parcel
+
+
+def new_id() -> str:
+    """24 hexadecimal digits, as the Hub's ids are."""
+    return secrets.token_hex(12)
+
+
+def put(
+    connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str], now: float, max_waiting: int
+) -> tuple[int, dict[str, int]]:
+    """Queue an event for these webhooks.
+
+    Returns:
+        for how many it is queued, and how many older ones were dropped for it, by webhook.
+    """
+    if not webhook_ids:
+        return 0, {}
+    body = json.dumps(message.body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    is_new = connection.execute(
+        "INSERT OR IGNORE INTO messages VALUES (?, ?, ?, ?, ?, ?)",
+        (message.id, message.type, message.subject, message.is_hub, body, now),
+    ).rowcount
+    if not is_new:
+        return 0, {}
+    dropped = {}
+    for webhook_id in webhook_ids:
+        connection.execute(
+            "INSERT INTO deliveries (id, webhook_id, message_id, subject, status, created_at) "
+            "VALUES (?, ?, ?, ?, 'waiting', ?)",
+            (new_id(), webhook_id, message.id, message.subject, now),
+        )
+        _make_due(connection, webhook_id, message.subject, now)
+        if count := _drop(connection, webhook_id, now, max_waiting):
+            dropped[webhook_id] = count
+    return len(webhook_ids), dropped
+
+
+def _drop(connection: sqlite3.Connection, webhook_id: str, now: float, max_waiting: int) -> int:
+    """Give up the oldest ones above the limit."""
+    oldest = connection.execute(
+        "SELECT number, subject FROM deliveries WHERE webhook_id = ? AND status = 'waiting' "
+        "ORDER BY number DESC LIMIT -1 OFFSET ?",
+        (webhook_id, max_waiting),
+    ).fetchall()
+    for row in oldest:
+        connection.execute(
+            "UPDATE deliveries SET status = 'dropped', due_at = NULL, finished_at = ? WHERE number = ?",
+            (now, row["number"]),
+        )
+        _make_due(connection, webhook_id, row["subject"], now)
+    return len(oldest)
+
+
+def _make_due(connection: sqlite3.Connection, webhook_id: str, subject: str, now: float) -> None:
+    """The oldest waiting one of a webhook and subject is due now, unless it has its time already."""
+    connection.execute(
+        "UPDATE deliveries SET due_at = ? WHERE due_at IS NULL AND number = (SELECT number FROM deliveries "
+        "WHERE webhook_id = ? AND subject = ? AND status = 'waiting' ORDER BY number LIMIT 1)",
+        (now, webhook_id, subject),
+    )
+
+
+def due(
+    connection: sqlite3.Connection, now: float, busy: Mapping[str, Collection[str]], per_webhook: int
+) -> tuple[list[Due], float | None]:
+    """Deliveries to begin now, oldest first, and when the next one is due (None: not known of any).
+
+    Args:
+        busy: by webhook, the ids of the deliveries that are under way.
+        per_webhook: how many may be under way at once.
+    """
+    found: list[Due] = []
+    waiting = connection.execute(
+        "SELECT DISTINCT webhook_id FROM deliveries WHERE due_at <= ? AND webhook_id NOT IN (SELECT * FROM held)",
+        (now,),
+    ).fetchall()
+    for (webhook_id,) in waiting:
+        under_way = busy.get(webhook_id, ())
+        rows = connection.execute(
+            "SELECT deliveries.*, is_hub, body FROM deliveries JOIN messages ON messages.id = message_id "
+            f"WHERE webhook_id = ? AND due_at <= ? AND deliveries.id NOT IN ({_marks(under_way)}) "
+            "ORDER BY due_at, number LIMIT ?",
+            (webhook_id, now, *under_way, max(per_webhook - len(under_way), 0)),
+        )
+        found += [_due(row) for row in rows]
+    (later,) = connection.execute(
+        "SELECT min(due_at) FROM deliveries WHERE due_at > ? AND webhook_id NOT IN (SELECT * FROM held)", (now,)
+    ).fetchone()
+    return found, later
+
+
+def _marks(values: Collection[object]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _due(row: sqlite3.Row) -> Due:
+    body = row["body"]
+    repo = None
+    if row["is_hub"]:
+        payload = json.loads(body)
+        repo = (str(payload["repo"]["name"]), str(payload["repo"]["type"]))
+        payload["webhook"] = {"id": row["webhook_id"], "version": 3}
+        body = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    parcel = Parcel(f"msg_{row['id']}", body.encode(), repo)
+    return Due(row["id"], row["webhook_id"], row["subject"], row["failed"], parcel)
+
+
+def one(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> Due | None:
+    """A delivery of the log, whatever its status."""
+    row = connection.execute(
+        "SELECT deliveries.*, is_hub, body FROM deliveries JOIN messages ON messages.id = message_id "
+        "WHERE deliveries.id = ? AND webhook_id = ?",
+        (delivery_id, webhook_id),
+    ).fetchone()
+    return None if row is None else _due(row)
+
+
+def record(
+    connection: sqlite3.Connection,
+    delivery: Due,
+    outcome: Outcome,
+    at: float,
+    now: float,
+    wait: float | None,
+    *,
+    is_replay: bool = False,
+) -> bool:
+    """Write an attempt down, and what follows: delivered, tried again after ``wait`` seconds, or failed (None).
+
+    Returns:
+        whether the delivery is still there and was given up by this.
+    """
+    is_known = connection.execute("SELECT 1 FROM deliveries WHERE id = ?", (delivery.id,)).fetchone()
+    if not is_known:
+        return False
+    connection.execute(
+        "INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            delivery.id,
+            at,
+            outcome.seconds,
+            outcome.status,
+            outcome.exit_status,
+            outcome.error,
+            outcome.excerpt,
+            is_replay,
+        ),
+    )
+    connection.execute(
+        "DELETE FROM attempts WHERE delivery_id = ? AND rowid NOT IN "
+        "(SELECT rowid FROM attempts WHERE delivery_id = ? ORDER BY rowid DESC LIMIT ?)",
+        (delivery.id, delivery.id, MAX_ATTEMPTS),
+    )
+    if outcome.is_delivered:
+        status, due_at = "delivered", None
+    elif is_replay:
+        return False  # a replay that fails leaves the delivery as it was
+    elif wait is None:
+        status, due_at = "failed", None
+    else:
+        status, due_at = "waiting", now + wait
+    changed = connection.execute(
+        "UPDATE deliveries SET status = ?, due_at = ?, failed = failed + ?, finished_at = ? "
+        "WHERE id = ? AND (status = 'waiting' OR ? = 'delivered')",
+        (status, due_at, not outcome.is_delivered, None if status == "waiting" else now, delivery.id, status),
+    ).rowcount
+    if status != "waiting":
+        _make_due(connection, delivery.webhook_id, delivery.subject, now)
+    return bool(changed) and status == "failed"
+
+
+def hold(connection: sqlite3.Connection, webhook_id: str) -> None:
+    """Send nothing more to a webhook until ``release``; what waits goes on waiting."""
+    connection.execute("INSERT OR IGNORE INTO held VALUES (?)", (webhook_id,))
+
+
+def release(connection: sqlite3.Connection, webhook_id: str, now: float) -> None:
+    """Send again, and what has waited at once."""
+    if connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,)).rowcount:
+        connection.execute(
+            "UPDATE deliveries SET due_at = ?, failed = 0 WHERE webhook_id = ? AND due_at IS NOT NULL",
+            (now, webhook_id),
+        )
+
+
+def forget(connection: sqlite3.Connection, webhook_id: str) -> None:
+    """A webhook is gone, and its log with it."""
+    connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,))
+    connection.execute("DELETE FROM deliveries WHERE webhook_id = ?", (webhook_id,))
+    _drop_messages(connection)
+
+
+def prune(connection: sqlite3.Connection, before: float, most: int) -> int:
+    """Forget what was finished before then, and above so many also what is newer; how many."""
+    count = connection.execute(
+        "DELETE FROM deliveries WHERE finished_at < ? OR number IN (SELECT number FROM deliveries "
+        "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?)",
+        (before, most),
+    ).rowcount
+    if count:
+        _drop_messages(connection)
+    return count
+
+
+def _drop_messages(connection: sqlite3.Connection) -> None:
+    connection.execute(
+        "DELETE FROM messages WHERE NOT EXISTS (SELECT 1 FROM deliveries WHERE message_id = messages.id)"
+    )
+
+
+def log(connection: sqlite3.Connection, webhook_id: str, limit: int, before: str | None = None) -> list[dict[str, Any]]:
+    """The newest deliveries of a webhook with their attempts, newest first; older than ``before`` when given."""
+    rows = connection.execute(
+        "SELECT deliveries.*, type FROM deliveries JOIN messages ON messages.id = message_id "
+        "WHERE webhook_id = ? AND number < coalesce((SELECT number FROM deliveries WHERE id = ?), ?) "
+        "ORDER BY number DESC LIMIT ?",
+        (webhook_id, before, 0 if before else 1 << 62, limit),
+    ).fetchall()
+    attempts: dict[str, list[dict[str, Any]]] = {row["id"]: [] for row in rows}
+    for attempt in connection.execute(
+        f"SELECT * FROM attempts WHERE delivery_id IN ({_marks(rows)}) ORDER BY rowid", [row["id"] for row in rows]
+    ):
+        attempts[attempt["delivery_id"]].append(_attempt(attempt))
+    return [
+        {
+            "id": row["id"],
+            "webhookDeliveryId": f"msg_{row['id']}",
+            "type": row["type"],
+            "subject": row["subject"],
+            "status": row["status"],
+            "createdAt": iso(row["created_at"]),
+            "finishedAt": iso(row["finished_at"]),
+            "nextAttemptAt": iso(row["due_at"]) if row["status"] == "waiting" else None,
+            "attempts": attempts[row["id"]],
+        }
+        for row in rows
+    ]
+
+
+def _attempt(row: sqlite3.Row) -> dict[str, Any]:
+    return {
+        "at": iso(row["at"]),
+        "seconds": round(row["seconds"], 3),
+        "status": row["status"],
+        "exitStatus": row["exit_status"],
+        "error": row["error"],
+        "excerpt": row["excerpt"],
+        "isReplay": bool(row["is_replay"]),
+    }
+
+
+def counts(connection: sqlite3.Connection) -> dict[str, int]:
+    """How many deliveries of each status there are."""
+    counted: Sequence[sqlite3.Row] = connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1").fetchall()
+    return dict.fromkeys(STATES, 0) | {row[0]: row[1] for row in counted}
