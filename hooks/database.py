@@ -19,6 +19,8 @@ Arguments = ParamSpec("Arguments")
 
 # Another process may hold the lock for as long as one of its transactions takes.
 LOCK_PATIENCE = 10.0
+# The write-ahead log is cut to so many bytes when it begins anew; it would stay as long as it once was.
+LONGEST_LOG = 16 << 20
 
 
 class Database:
@@ -64,6 +66,7 @@ class Database:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
             connection.execute("PRAGMA foreign_keys=ON")
+            connection.execute(f"PRAGMA journal_size_limit={LONGEST_LOG}")
             if self.path is not None:
                 # Payloads may be private, and secrets of registered webhooks are in here.
                 self.path.chmod(0o600)

@@ -1,0 +1,116 @@
+"""What a handler's parameters want."""
+
+import functools
+from typing import Annotated, Any
+
+import huggingface_hub
+import pytest
+import sanic
+from pydantic import BaseModel
+
+from hooks.errors import InvalidWebhook
+from hooks.payload import WebhookPayload
+from hooks.receiving.event import Event, Status
+from hooks.receiving.handlers import handler_of
+
+EVENT = Event("e1", 1, "/webhooks/x", Status.RUNNING, 1, 0.0)
+
+
+class Push(BaseModel):
+    pushed: str
+
+
+class Request:
+    """As a framework that is not installed here calls its own."""
+
+
+class Object:
+    async def __call__(self, body: dict) -> object:
+        return body
+
+    def method(self, payload: WebhookPayload, /, request: sanic.Request) -> object:
+        return payload, request
+
+    @classmethod
+    def of_class(cls, event: Event) -> object:
+        return event
+
+
+def by_name(payload, request, event):
+    return payload, request, event
+
+
+def bare() -> str:
+    return "called"
+
+
+def optional(hook: WebhookPayload | None = None, number: int = 3) -> object:
+    return hook, number
+
+
+def extra(data: Annotated[dict[str, Any], "the body"], *rest: object, **more: object) -> object:
+    return data, rest, more
+
+
+def theirs(hook: huggingface_hub.WebhookPayload, raw: Request) -> object:
+    return hook, raw
+
+
+def custom(push: Push, *, when: Event) -> object:
+    return push, when
+
+
+@pytest.mark.parametrize(
+    ("function", "model", "wanted"),
+    [
+        (by_name, WebhookPayload, ("p", "r", EVENT)),
+        (bare, None, "called"),
+        (optional, WebhookPayload, ("p", 3)),
+        (extra, None, ("p", (), {})),
+        (theirs, huggingface_hub.WebhookPayload, ("p", "r")),
+        (custom, Push, ("p", EVENT)),
+        (functools.partial(custom, when=EVENT), Push, ("p", EVENT)),
+        (functools.partial(by_name, "bound"), None, ("bound", "r", EVENT)),
+        (functools.partial(functools.partial(extra), size=3), None, ("p", (), {"size": 3})),
+        (Object().method, WebhookPayload, ("p", "r")),
+        (Object.of_class, None, EVENT),
+        (lambda payload: payload, WebhookPayload, "p"),
+    ],
+)
+def test_parameters_get_what_they_are_annotated_or_called(function: Any, model: object, wanted: object) -> None:
+    handler = handler_of(function)
+    assert handler.model is model
+    assert not handler.is_async
+    assert handler.bind("p", "r", EVENT)() == wanted
+
+
+async def test_async_ones_are_told_from_others() -> None:
+    async def later(event: Event) -> str:
+        return event.id
+
+    @functools.wraps(later)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return later(*arguments, **named)
+
+    for function in (later, functools.partial(later), wrapped):
+        handler = handler_of(function)
+        assert (handler.is_async, handler.name) == (True, "later")
+        assert await handler.bind(None, None, EVENT)() == "e1"
+    called = handler_of(Object())
+    assert (called.is_async, called.name, called.model) == (True, "Object", None)
+    assert await called.bind({"a": 1}, None, EVENT)() == {"a": 1}
+
+
+def test_annotations_that_cannot_be_looked_up_are_read_as_text() -> None:
+    def local(hook: "models.WebhookPayload", asked: "Request | None", data: "dict[str, Missing]") -> None:
+        """Names that exist for a type checker only."""
+
+    assert [kind for _, kind, _ in handler_of(local).wants] == ["payload", "request", "payload"]
+
+
+@pytest.mark.parametrize(
+    "function", [lambda number: number, lambda payload, port=1, *, other: None, 3, "text"], ids=repr
+)
+def test_a_parameter_nobody_knows_is_refused_when_it_is_added(function: Any) -> None:
+    with pytest.raises(InvalidWebhook, match=r"handler .*(parameter|wanted a function)"):
+        handler_of(function)

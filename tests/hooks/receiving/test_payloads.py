@@ -1,0 +1,89 @@
+"""Bodies become payloads."""
+
+import json
+
+import huggingface_hub
+import pytest
+from pydantic import BaseModel
+
+from hooks.payload import WebhookPayload
+from hooks.receiving.payloads import Facts, Unusable, facts_of, parse, payload_of
+
+
+class Strict(BaseModel):
+    count: int
+
+
+class Robot(WebhookPayload):
+    robot: str
+
+
+def test_what_the_hub_may_send_one_day_is_kept(make_payload) -> None:
+    data = make_payload(later={"x": 1})
+    data["repo"] |= {"type": "kernel", "stars": 3}
+    data["webhook"]["version"] = 4
+    data["event"]["scope"] = "repo.content.lfs"
+    for model in (WebhookPayload, huggingface_hub.WebhookPayload):
+        payload = payload_of(model, data)
+        assert isinstance(payload, WebhookPayload)
+        assert (payload.repo.type, payload.webhook.version, payload.is_about("repo.content")) == ("kernel", 4, True)
+        assert (payload.later, payload.repo.stars) == ({"x": 1}, 3)
+
+
+def test_huggingface_hubs_own_class_is_given_where_it_can_be(make_payload) -> None:
+    payload = payload_of(huggingface_hub.WebhookPayload, make_payload())
+    assert type(payload) is huggingface_hub.WebhookPayload
+    assert payload.repo.name == "robots/act"
+
+
+def test_a_broken_part_that_is_not_needed_is_left_out(make_payload) -> None:
+    payload = payload_of(WebhookPayload, make_payload(discussion={"num": "three"}, updatedRefs="none"))
+    assert payload.discussion is None
+    assert payload.updatedRefs is None
+    assert payload.repo.head_sha == "a" * 40
+
+
+@pytest.mark.parametrize("name", ["event", "repo", "webhook"])
+def test_a_needed_part_that_is_not_there_is_named(make_payload, name: str) -> None:
+    data = make_payload()
+    data[name] = {"secret-looking": "value"}
+    with pytest.raises(Unusable) as refused:
+        payload_of(WebhookPayload, data)
+    assert refused.value.fields
+    assert all(field.startswith(name) for field in refused.value.fields)
+    assert "secret-looking" not in repr(refused.value.fields)
+
+
+def test_other_models_and_subclasses_say_what_they_miss(make_payload) -> None:
+    assert payload_of(Strict, {"count": 3}) == Strict(count=3)
+    with pytest.raises(Unusable) as refused:
+        payload_of(Strict, {"count": "many"})
+    assert refused.value.fields == ("count",)
+    with pytest.raises(Unusable) as refused:
+        payload_of(Robot, make_payload())
+    assert refused.value.fields == ("robot",)
+    assert payload_of(Robot, make_payload(robot="so100", comment=3)).robot == "so100"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[" * 100_000, b'{"a": NaN}', b"\xff\xfe", b'"\\ud800"', b"{} {}", b'{"a": 1,}']
+)
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(Unusable, match="no JSON"):
+        parse(body)
+
+
+@pytest.mark.parametrize("data", [[], "text", 3, None])
+def test_what_is_no_object_is_refused(data: object) -> None:
+    assert facts_of(data) == Facts()
+    with pytest.raises(Unusable, match="no JSON object"):
+        payload_of(None, data)
+
+
+def test_facts_come_from_anything(make_payload) -> None:
+    facts = facts_of(make_payload())
+    assert (facts.repo, facts.scope, facts.action) == ("robots/act", "repo.content", "update")
+    assert facts.refs == ("refs/heads/main",)
+    odd = {"event": 3, "repo": {"id": 5, "name": None}, "webhook": [], "updatedRefs": [1, {"ref": 2}, {"ref": "x"}]}
+    assert facts_of(odd) == Facts(refs=("x",))
+    assert facts_of(json.loads("{}")) == Facts()
