@@ -26,6 +26,9 @@ METADATA: tuple[Address, ...] = (
     ipaddress.ip_address("100.100.100.200"),
     ipaddress.ip_address("fd00:ec2::254"),
 )
+# Python's own tables know less of what is not public, and each version something else: fec0::/10, 64:ff9b:1::/48.
+_PUBLIC_V6 = ipaddress.ip_network("2000::/3")
+_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "3fff::/20")))
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?", re.IGNORECASE)
 
@@ -168,6 +171,8 @@ def _kind(address: Address) -> str | None:
         (address.is_multicast, "multicast"),
         (address.is_private, "private"),
         (not address.is_global or address.is_reserved, "not public"),
+        (address.version == 6 and address not in _PUBLIC_V6, "not public"),
+        (any(address in network for network in _SPECIAL), "not public"),
     )
     return next((name for is_so, name in kinds if is_so), None)
 

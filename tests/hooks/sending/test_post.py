@@ -1,0 +1,122 @@
+"""One attempt by HTTP: what is sent, what is taken for an answer, and where it never goes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from hooks.sending.outcome import MAX_EXCERPT, Destination, Parcel
+from hooks.sending.post import PostCourier, headers
+from hooks.sending.targets import TargetRules
+from hooks.signatures import is_standard
+from tests.hooks.sending.target import TargetServer, target_server
+
+NOW = 1_700_000_000.7
+SECRET = "whsec_" + "c2VjcmV0" * 6
+PARCEL = Parcel("msg_1", b'{"hello": "robot"}')
+LOOPBACK = TargetRules.of(["127.0.0.0/8"])
+
+
+@pytest.fixture
+async def target() -> AsyncIterator[TargetServer]:
+    async with target_server() as made:
+        yield made
+
+
+async def test_a_delivery_is_signed_and_carries_the_hubs_header(target: TargetServer) -> None:
+    outcome = await PostCourier(LOOPBACK).deliver(Destination("1", f"{target.url}/hook", secret=SECRET), PARCEL, NOW)
+    assert (outcome.status, outcome.excerpt, outcome.error) == (200, "fine", None)
+    [got] = target.got
+    assert got.body == PARCEL.body
+    assert got.headers["content-type"] == "application/json"
+    assert got.headers["x-webhook-secret"] == SECRET
+    assert got.id == "msg_1"
+    timestamp, signature = got.headers["webhook-timestamp"], got.headers["webhook-signature"]
+    assert timestamp == "1700000000"
+    assert is_standard([SECRET], got.id, timestamp, signature, got.body, now=NOW)
+    assert not is_standard(["other"], got.id, timestamp, signature, got.body, now=NOW)
+
+
+def test_without_a_secret_nothing_is_signed() -> None:
+    given = headers(Destination("1", "http://x"), PARCEL, NOW)
+    assert not {"Webhook-Signature", "X-Webhook-Secret"} & set(given)
+
+
+async def test_a_redirect_is_an_answer_and_is_not_followed(target: TargetServer) -> None:
+    target.answers = [web.Response(status=302, headers={"Location": f"{target.url}/other"})]
+    outcome = await PostCourier(LOOPBACK).deliver(Destination("1", target.url), PARCEL, NOW)
+    assert outcome.status == 302
+    assert not outcome.is_delivered
+    assert len(target.got) == 1
+
+
+async def test_a_target_that_says_nothing_ends_in_time(target: TargetServer) -> None:
+    target.gate.clear()
+    outcome = await PostCourier(LOOPBACK, timeout=0.1).deliver(Destination("1", target.url), PARCEL, NOW)
+    assert outcome.error == "no answer within 0.1 s"
+    assert 0.1 <= outcome.seconds < 1
+
+
+async def test_a_closed_port_is_a_reason_and_no_exception(unused_tcp_port: int) -> None:
+    outcome = await PostCourier(LOOPBACK).deliver(Destination("1", f"http://127.0.0.1:{unused_tcp_port}/"), PARCEL, NOW)
+    assert outcome.error is not None
+    assert outcome.error.startswith("no connection: ")
+
+
+async def test_a_target_that_speaks_no_http_is_a_reason_and_no_exception() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 smtp ready\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        outcome = await PostCourier(LOOPBACK).deliver(Destination("1", f"http://127.0.0.1:{port}/"), PARCEL, NOW)
+    assert outcome.error is not None
+    assert "HTTP" in outcome.error
+
+
+async def test_a_long_answer_is_cut_and_a_secret_in_it_struck_out(target: TargetServer) -> None:
+    target.answers = [web.Response(status=500, text=SECRET + "x" * 1_000_000, headers={"Retry-After": "30"})]
+    outcome = await PostCourier(LOOPBACK).deliver(Destination("1", target.url, secret=SECRET), PARCEL, NOW)
+    assert len(outcome.excerpt) <= MAX_EXCERPT
+    assert outcome.excerpt.startswith("***xxx")
+    assert (outcome.status, outcome.asked) == (500, 30.0)
+
+
+async def test_a_name_is_connected_to_by_exactly_the_address_that_was_checked(target: TargetServer) -> None:
+    asked = []
+
+    async def resolve(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return ["127.0.0.1"]
+
+    # No name server knows it: the connection cannot have asked one a second time.
+    url = target.url.replace("127.0.0.1", "robot.invalid")
+    outcome = await PostCourier(LOOPBACK, resolve=resolve).deliver(Destination("1", url), PARCEL, NOW)
+    assert outcome.status == 200
+    assert asked == ["robot.invalid"]
+    assert target.got[0].headers["host"].startswith("robot.invalid:")
+
+
+async def test_a_name_that_moves_inside_between_two_attempts_is_refused(target: TargetServer) -> None:
+    answers = [["127.0.0.1"], ["10.0.0.1"]]
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return answers.pop(0)
+
+    courier = PostCourier(LOOPBACK, resolve=resolve)
+    destination = Destination("1", target.url.replace("127.0.0.1", "robot.invalid"))
+    assert (await courier.deliver(destination, PARCEL, NOW)).status == 200
+    again = await courier.deliver(destination, PARCEL, NOW)
+    assert again.error is not None
+    assert "10.0.0.1, which is private" in again.error
+    assert len(target.got) == 1
+
+
+async def test_proxies_of_the_environment_are_not_used(target: TargetServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert (await PostCourier(LOOPBACK).deliver(Destination("1", target.url), PARCEL, NOW)).status == 200
