@@ -27,6 +27,11 @@ class WebhooksApp(Sanic[Any, Any]):
     server may run it by itself too: it then sends ``lifespan`` first, and all happens on its loop.
     """
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop it runs on; Sanic knows it only when it made the loop itself."""
+        return getattr(self.ctx, "loop", None) or super().loop
+
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
         serving: asyncio.AbstractEventLoop | None = getattr(self.ctx, "loop", None)

@@ -68,7 +68,8 @@ class AtExit:
         if register is not None:
             register(self._run)
         else:
-            atexit.register(self._run_anew)
+            # Asked now: at its end a script has forgotten its file.
+            atexit.register(self._run_anew, command())
 
     def cancel(self) -> bool:
         """Do not; whether it would have been done."""
@@ -92,10 +93,9 @@ class AtExit:
             sys.stderr.flush()
             os._exit(1)
 
-    def _run_anew(self) -> None:
+    def _run_anew(self, again: list[str] | None) -> None:
         if self._is_due():
             self._is_on = False
-            again = command()
             if again is None:
                 sys.stderr.write("webhooks: this Python cannot serve at the end of a script; call .run() in it\n")
                 return

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 
+from hooks.errors import HooksError
 from hooks.serving.endpoint import the_server
 
 
@@ -23,14 +24,17 @@ def main() -> None:
             sys.argv = arguments
             sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
             runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise
-    finally:
-        # What a script that ended begins by itself elsewhere, this process would begin without an end.
-        is_wanted = the_server().cancel_start_at_exit()
-    if is_wanted:
-        the_server().launch()
+    except SystemExit:
+        pass  # an end like any other, as where the server starts in the script's own process
+    except BaseException:
+        the_server().cancel_start_at_exit()
+        raise
+    # Cancelled, because this process too would begin anew at its end.
+    if the_server().cancel_start_at_exit():
+        try:
+            the_server().launch()
+        except HooksError as error:
+            sys.exit(f"webhooks: {error}")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,6 @@ class WebhooksServer:
         self._public: str | None = None
         self._stop = threading.Event()
         self._at_exit = AtExit(self.launch)
-        notices.say(notices.CLOSED if self._has_secret else notices.OPEN)
 
     @property
     def _has_secret(self) -> bool:
@@ -219,6 +218,7 @@ class WebhooksServer:
         self._public = f"https://{space}" if space else None
         self._background = Background(app, listener, lambda: self._sharing(program, address.url_of(listener)))
         _close_at_exit(self)
+        notices.say(notices.CLOSED if self._has_secret else notices.OPEN)
         notices.say(notices.limits(is_kept=self._settings.database is not None, version=_version()))
 
     @asynccontextmanager
