@@ -49,7 +49,7 @@ def value_of(handler: str, value: object) -> Answer:
         headers = {name: text for name, text in value.headers.items() if name.lower() != "content-type"}
         return Answer(value.status, value.body or b"", value.content_type or "text/plain", headers)
     try:
-        return Answer(200, pydantic_core.to_json(value, by_alias=True))
+        return Answer(200, pydantic_core.to_json(value, by_alias=True, inf_nan_mode="null"))
     except (ValueError, TypeError, RecursionError) as error:
         log.error("handler %s returned a %s, which has no JSON: %s", handler, type(value).__name__, error)
         return Answer(200, b"null")

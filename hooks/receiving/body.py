@@ -17,7 +17,7 @@ class TooLarge(Exception):
 
 
 class TooSlow(Exception):
-    """It did not come in time."""
+    """It did not come in time; no more of it is waited for."""
 
 
 class Broken(Exception):
@@ -54,8 +54,10 @@ async def read(request: Request, most: int, within: float) -> bytes:
 
 async def discard(request: Request) -> None:
     """Read on what is not looked at: a sender that writes before it listens would not hear the answer."""
-    # Who asks before sending will not send.
-    if request.headers.get("expect") is not None:
+    stream = cast(Any, request.stream)
+    if stream is not None and stream.expecting_continue:
+        # Who asks before sending is not told to go on, and will not send.
+        leave(request)
         return
     count = 0
     with suppress(TimeoutError, SanicException):
@@ -63,7 +65,19 @@ async def discard(request: Request) -> None:
             async for piece in _pieces(request):
                 count += len(piece)
                 if count > DRAINED:
-                    return
+                    break
+            else:
+                return
+    leave(request)
+
+
+def leave(request: Request) -> None:
+    """Close the connection after the answer, without what may still come of the body."""
+    stream = cast(Any, request.stream)
+    if stream is not None:
+        stream.expecting_continue = False
+        stream.request_body = None
+        stream.keep_alive = False
 
 
 def _pieces(request: Request) -> AsyncIterator[bytes]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Self
 
 from sanic import HTTPResponse, Request, Sanic
@@ -107,6 +108,9 @@ class Intake:
                 return answers.respond(await intake._receive(endpoint, request))
         except Refused as refused:
             told = refused.told
+            if told.status == HTTPStatus.REQUEST_TIMEOUT:
+                body.leave(request)
+                return answers.respond(told)
         except Exception:
             log.exception("a delivery to %s failed", endpoint.path)
             told = answers.refusal(500, "Internal Server Error")

@@ -1,9 +1,10 @@
 """A receiver on a port of this machine, in the test's own loop."""
 
+import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 from sanic import Sanic
 
+from hooks.receiving.event import OPEN
 from hooks.receiving.receiver import Receiver
 
 
@@ -47,8 +49,9 @@ async def serve(receiver: Receiver, prepare: Callable[[Sanic], None] = lambda ap
     app.config.update(TOUCHUP=False, MOTD=False, AUTO_EXTEND=False)
     prepare(app)
     app.blueprint(receiver.blueprint())
+    held = ExitStack()
     try:
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
         server = await app.create_server(sock=listener, return_asyncio_server=True, access_log=False)
         assert server is not None
         assert server.server is not None
@@ -66,12 +69,27 @@ async def serve(receiver: Receiver, prepare: Callable[[Sanic], None] = lambda ap
                 connection.abort()
             await server.after_stop()
     finally:
+        held.close()
         Sanic.unregister_app(app)
 
 
 @pytest.fixture
 def serving() -> Callable[..., AbstractAsyncContextManager[Sender]]:
     return serve
+
+
+async def ended(receiver: Receiver, event_id: str | None = None, *, within: float = 10.0) -> None:
+    """Wait until this event has ended, or all have."""
+    async with asyncio.timeout(within):
+        while any(  # noqa: ASYNC110 (only the inbox knows)
+            event.status in OPEN and event_id in (None, event.id) for event in await receiver.events(limit=10_000)
+        ):
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def until() -> Callable[..., Awaitable[None]]:
+    return ended
 
 
 @pytest.fixture
