@@ -77,12 +77,16 @@ def page(document: Json, links: dict[str, str]) -> str:
     parts.append("<h2>Answers</h2>" + _table(ANSWERS.items()))
     for name, schema in document["components"]["schemas"].items():
         rows = [(field, _kind(part)) for field, part in schema.get("properties", {}).items()]
-        parts.append(f"<h2>{escape(name)}</h2><p>{escape(schema.get('description', ''))}</p>{_table(rows)}")
+        parts.append(f"<h2>{escape(name)}</h2><p>{escape(_plain(schema.get('description', '')))}</p>{_table(rows)}")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Webhooks: endpoints</title>'
         f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
     )
+
+
+def _plain(text: str) -> str:
+    return text.split("\n\n")[0].replace("``", "")
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

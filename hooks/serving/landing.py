@@ -23,7 +23,8 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 code, pre { font: .85rem/1.45 ui-monospace, monospace; }
-pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: .7rem; overflow-x: auto; }
+pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: .7rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--quiet); font-weight: 500; }
@@ -127,7 +128,9 @@ def page(
     if is_space:
         parts.append(" This Space sleeps after 48 hours without traffic on free hardware; a delivery then fails.")
     elif not base.startswith("https://"):
-        parts.append(f" {escape(base)} is reached from here only: the Hub needs a public address.")
+        parts.append(
+            f" {escape(base)} is no public address; the Hub needs one: <code>share=True</code>, a Space or a proxy."
+        )
     parts.append("</p>")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 OPEN = (
     "Webhook secret is not defined. This means your webhook endpoints will be open to everyone.\n"
@@ -33,11 +34,15 @@ def ready(local: str, public: str | None, paths: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def limits(*, is_kept: bool, version: str) -> str:
+def limits(database: Path | None, version: str) -> str:
     """What users would else find out by a loss."""
-    lines = [SHARED, SPACE, CHANGES.format(version=version)]
-    if not is_kept:
-        lines.append("Events are kept in memory and forgotten when this ends; database='webhooks.sqlite' keeps them")
+    kept = "in memory and forgotten when this ends; database='webhooks.sqlite' keeps them"
+    lines = [
+        SHARED,
+        SPACE,
+        CHANGES.format(version=version),
+        f"Events are kept {f'in {database}' if database else kept}",
+    ]
     return "Good to know:\n" + "\n".join(f"  - {line}." for line in lines)
 
 

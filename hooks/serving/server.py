@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, overload
 from sanic import HTTPResponse, Request
 from sanic.response import json
 
-from hooks.errors import InvalidWebhook
+from hooks.errors import HooksError, InvalidWebhook
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import ReceiverSettings
 from hooks.serving import address, event_routes, interface, notices, pages
@@ -31,6 +32,8 @@ from hooks.serving.tunnel import Program, choose, tunnel
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RESERVED = ("_events",)
+# While a script is only looked at for its server, by a command that starts it as it is told to.
+is_held: ContextVar[bool] = ContextVar("is_held", default=False)
 SECRET, DATABASE = "WEBHOOK_SECRET", "ROBOJAX_WEBHOOKS_DATABASE"
 
 
@@ -81,6 +84,21 @@ class WebhooksServer:
     def _has_secret(self) -> bool:
         kept = self._settings
         return bool(kept.secrets or kept.standard_secrets or kept.github_secrets)
+
+    @property
+    def settings(self) -> ReceiverSettings:
+        """How it receives; set other ones before it runs."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: ReceiverSettings) -> None:
+        self._refuse_while_running("change its settings")
+        self._settings = settings
+        self._renew()
+
+    def _refuse_while_running(self, what: str) -> None:
+        if self.is_running:
+            raise HooksError(f"the server runs already: close() it, {what}, launch() it again")
 
     @property
     def registered_webhooks(self) -> Mapping[str, Callable[..., Any]]:
@@ -148,8 +166,7 @@ class WebhooksServer:
 
     def _add(self, function: Any, path: str | None, options: dict[str, Any]) -> Any:
         check_function(function)
-        if self.is_running:
-            raise RuntimeError("the server runs already: close() it, add the webhook, launch() it again")
+        self._refuse_while_running("add the webhook")
         if self._app is not None:
             self._renew()
         if path is not None and path.strip("/").split("/")[0] in RESERVED:
@@ -192,8 +209,11 @@ class WebhooksServer:
 
         Raises:
             CannotListen: the port is taken.
+            StoreError: the file of events cannot be used.
             TunnelFailed: there is no public address to be had.
         """
+        if is_held.get():
+            return
         self._at_exit.cancel()
         if not self.is_running:
             self._start(
@@ -219,7 +239,7 @@ class WebhooksServer:
         self._background = Background(app, listener, lambda: self._sharing(program, address.url_of(listener)))
         _close_at_exit(self)
         notices.say(notices.CLOSED if self._has_secret else notices.OPEN)
-        notices.say(notices.limits(is_kept=self._settings.database is not None, version=_version()))
+        notices.say(notices.limits(self._settings.database, _version()))
 
     @asynccontextmanager
     async def _sharing(self, program: Program | None, local: str) -> AsyncIterator[None]:
