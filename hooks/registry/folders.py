@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from hooks.deployment.source import REQUIRED, is_policy_file
+
 # (path within the folder, size, time of the last change, inode): an exchanged file of the same size and time differs.
 Look = frozenset[tuple[str, int, int, int]]
 
@@ -62,6 +64,8 @@ def look_at(folder: Path) -> Look | None:
 def content_sha(folder: Path, stop: threading.Event) -> str:
     """40 hexadecimal digits of the names and contents of its files; the same content gives the same everywhere.
 
+    For a policy it is what ``FolderSource`` takes for its commit.
+
     Raises:
         OSError: a file was taken away meanwhile, or cannot be read.
         Stopped: ``stop`` was set.
@@ -78,7 +82,16 @@ def content_sha(folder: Path, stop: threading.Event) -> str:
     return whole.hexdigest()[:40]
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+def _files(folder: Path) -> list[tuple[str, Path]]:
+    """Those of a policy; all files, when the folder is none (yet)."""
+    files = list(_all_files(folder))
+    names = {name for name, _ in files}
+    if not all(name in names for name in REQUIRED):
+        return files
+    return [(name, path) for name, path in files if is_policy_file(name)]
+
+
+def _all_files(folder: Path) -> Iterator[tuple[str, Path]]:
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not _is_aside(name)]
         for name in names:

@@ -13,6 +13,7 @@ from hooks.sending.outcome import Destination, Outcome, Parcel
 from hooks.sending.queue import Message
 from hooks.sending.schedule import Schedule
 from hooks.sending.sender import Sender, SenderSettings
+from tests.hooks.sending.target import until
 
 MINUTE = 60.0
 
@@ -161,14 +162,10 @@ async def test_a_slow_target_holds_up_nobody_else_and_is_given_only_so_many_at_o
     for number in range(20):
         await sending.put(number, "slow", "quick", subject=f"model:a/{number}")
     running = asyncio.create_task(sending.sender.run())
-    async with asyncio.timeout(5):
-        while sum(entry["status"] == "delivered" for entry in sending.log("quick")) < 20:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(entry["status"] == "delivered" for entry in sending.log("quick")) == 20)
     assert sum(webhook == "slow" for webhook, _ in sending.courier.got) == 4
     sending.courier.gates["slow"].set()
-    async with asyncio.timeout(5):
-        while sum(entry["status"] == "delivered" for entry in sending.log("slow")) < 20:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(entry["status"] == "delivered" for entry in sending.log("slow")) == 20)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert sending.courier.most_at_once <= 8
@@ -179,9 +176,7 @@ async def test_what_was_under_way_at_the_end_is_sent_again_with_its_id(tmp_path:
     first.courier.gates["one"] = asyncio.Event()
     await first.put(1)
     running = asyncio.create_task(first.sender.run())
-    async with asyncio.timeout(5):
-        while not first.courier.got:
-            await asyncio.sleep(0.005)
+    await until(lambda: first.courier.got)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     first.database.close()
@@ -310,9 +305,7 @@ async def test_a_wake_up_is_timed_by_what_is_due_next() -> None:
     sending.courier.answers = [Outcome(status=500)]
     running = asyncio.create_task(sending.sender.run())
     await sending.put(1)
-    async with asyncio.timeout(5):
-        while len(sending.courier.got) < 2:
-            await asyncio.sleep(0.005)
+    await until(lambda: len(sending.courier.got) == 2)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     sending.database.close()
