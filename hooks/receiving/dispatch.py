@@ -214,7 +214,8 @@ class Dispatch:
         if not isinstance(error, StillRuns | Unusable):
             delay = endpoint.delay(error, event.failures + 1, self._settings)
         # From here on the sender waits until it is written whether the event is handed back to it.
-        to_sender = reply is not None and not isinstance(error, RetryableError) and reply.decide()
+        is_ours = isinstance(error, RetryableError) and delay is not None
+        to_sender = reply is not None and not is_ours and reply.decide()
         write = self._inbox.database.run if to_sender else self._write
         try:
             status = await write(

@@ -42,10 +42,7 @@ class Endpoint:
 
     def delay(self, error: BaseException, failures: int, settings: ReceiverSettings) -> float | None:
         """Seconds until another attempt after so many that failed; None for none."""
-        is_asked_for = isinstance(error, RetryableError)
-        if self.retry == "never" and not is_asked_for:
-            return None
-        if self.retry == "retryable" and not is_asked_for:
+        if self.retry == "never" or (self.retry == "retryable" and not isinstance(error, RetryableError)):
             return None
         if isinstance(error, RetryableError) and error.after is not None:
             return error.after

@@ -1,0 +1,153 @@
+"""The log of events: what is kept, for how long, and how much room it takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hooks.errors import UnknownEvent
+from hooks.receiving import ledger
+from hooks.receiving.event import Answer, Event, Status
+from hooks.receiving.inbox import Inbox
+from hooks.receiving.ledger import Arrival, Verdict
+from hooks.receiving.settings import DAY
+
+NOW = 1_700_000_000.0
+
+
+def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", **more) -> tuple[Verdict, Event]:
+    parts = {
+        "id": f"e{number}",
+        "path": "/webhooks/x",
+        "body": body,
+        "headers": json.dumps({"user-agent": "hub"}),
+        "lane": "repo-1",
+        "identity": "",
+        "webhook_id": "w1",
+        "delivery_id": f"d{number}",
+        "repo": "a/b",
+        "repo_type": "model",
+        "scope": "repo.content",
+        "action": "update",
+        "status": Status.WAITING,
+    }
+    arrival = Arrival(**{**parts, **more})
+    return inbox.database.run_now(ledger.accept, arrival, now=at, window=10.0, is_full=False, coalesce=False)
+
+
+def end(inbox: Inbox, number: int, *, at: float = NOW) -> None:
+    assert inbox.database.run_now(ledger.begin, f"e{number}")
+    inbox.database.run_now(ledger.finish, f"e{number}", Answer(200, b"null"), (), now=at)
+
+
+@pytest.fixture
+def inbox(tmp_path: Path):
+    with Inbox(tmp_path / "events.sqlite3") as opened:
+        yield opened
+
+
+def test_events_are_listed_newest_first_page_by_page(inbox: Inbox) -> None:
+    for number in range(5):
+        arrive(inbox, number, path=f"/webhooks/{number % 2}")
+    end(inbox, 4)
+    assert [event.id for event in inbox.list(limit=2)] == ["e4", "e3"]
+    assert [event.id for event in inbox.list(limit=2, before=inbox.list(limit=2)[-1].number)] == ["e2", "e1"]
+    assert [event.id for event in inbox.list(path="/webhooks/0", status="waiting")] == ["e2", "e0"]
+    assert inbox.list()[0].body == b""
+    whole = inbox.get("e4")
+    assert (whole.body, whole.headers, whole.size) == (b"{}", {"user-agent": "hub"}, 2)
+    with pytest.raises(UnknownEvent):
+        inbox.get("e9")
+
+
+def test_a_duplicate_is_known_by_its_id_whatever_its_body(inbox: Inbox) -> None:
+    assert arrive(inbox, 1)[0] is Verdict.NEW
+    verdict, event = arrive(inbox, 2, delivery_id="d1", body=b"[]", at=NOW + 3 * DAY)
+    assert (verdict, event.id) == (Verdict.DUPLICATE, "e1")
+    assert arrive(inbox, 3, delivery_id="d1", webhook_id="w2")[0] is Verdict.NEW
+    assert arrive(inbox, 4, delivery_id="d1", path="/webhooks/y")[0] is Verdict.NEW
+
+
+def test_without_an_id_the_body_counts_for_a_while(inbox: Inbox) -> None:
+    same = {"delivery_id": None, "identity": "body:abc"}
+    assert arrive(inbox, 1, **same)[0] is Verdict.NEW
+    assert arrive(inbox, 2, **same, at=NOW + 9)[0] is Verdict.DUPLICATE
+    assert arrive(inbox, 3, **same, at=NOW + 11)[0] is Verdict.NEW
+    assert arrive(inbox, 4, **{**same, "identity": "body:abcd"}, at=NOW + 11)[0] is Verdict.NEW
+    assert arrive(inbox, 5, delivery_id="body:abc", at=NOW + 11)[0] is Verdict.NEW
+
+
+def test_an_event_during_which_the_process_ends_too_often_is_a_dead_letter(inbox: Inbox) -> None:
+    for number in (1, 2):
+        arrive(inbox, number)
+    for start in range(3):
+        places = inbox.database.run_now(ledger.resume, now=NOW, crashes=2)
+        assert [place.id for place in places] == ["e1", "e2"]
+        began = inbox.database.run_now(ledger.begin, "e1")
+        assert began is not None
+        assert began.attempt == start + 1
+    assert [place.id for place in inbox.database.run_now(ledger.resume, now=NOW, crashes=2)] == ["e2"]
+    [dead] = inbox.list(status="dead")
+    assert (dead.id, dead.error) == ("e1", "the process ended while it ran")
+
+
+def test_a_clean_stop_is_no_such_end(inbox: Inbox) -> None:
+    arrive(inbox, 1)
+    for _ in range(5):
+        assert inbox.database.run_now(ledger.begin, "e1")
+        assert inbox.database.run_now(ledger.release) == 1
+        assert inbox.database.run_now(ledger.resume, now=NOW, crashes=0)
+
+
+def test_an_event_begins_once(inbox: Inbox) -> None:
+    arrive(inbox, 1)
+    assert inbox.database.run_now(ledger.begin, "e1")
+    assert inbox.database.run_now(ledger.begin, "e1") is None
+
+
+def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: Inbox) -> None:
+    for number in range(4):
+        arrive(inbox, number)
+    end(inbox, 0)
+    end(inbox, 1, at=NOW + 5)
+    assert inbox.database.run_now(ledger.begin, "e2")
+    inbox.database.run_now(ledger.fail, "e2", "x", now=NOW, attempts=1, retry_at=None, to_sender=False)
+    limits = {"kept": 10.0, "kept_dead": 20.0, "kept_bytes": 1000}
+    for later, left in ((9, ["e3", "e2", "e1", "e0"]), (10, ["e3", "e2", "e1"]), (20, ["e3"]), (1e6, ["e3"])):
+        inbox.database.run_now(ledger.prune, now=NOW + later, **limits)
+        assert [event.id for event in inbox.list()] == left
+
+
+def test_bodies_take_no_more_room_than_they_may(inbox: Inbox) -> None:
+    for number in range(6):
+        arrive(inbox, number, body=bytes(100))
+        if number < 5:
+            end(inbox, number)
+    assert inbox.database.run_now(ledger.prune, now=NOW, kept=DAY, kept_dead=DAY, kept_bytes=250) == 3
+    assert [event.id for event in inbox.list()] == ["e5", "e4", "e3"]
+    assert inbox.database.run_now(ledger.prune, now=NOW, kept=DAY, kept_dead=DAY, kept_bytes=250) == 0
+
+
+def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) -> None:
+    assert inbox.path is not None
+    log = inbox.path.with_name(inbox.path.name + "-wal")
+    with Inbox(inbox.path) as other:
+        for number in range(12):
+            arrive(inbox, number, body=bytes(4 << 20))
+            other.list()
+            assert log.stat().st_size < 24 << 20
+
+
+def test_deliveries_are_counted_by_webhook(inbox: Inbox) -> None:
+    for number in range(5):
+        arrive(inbox, number, webhook_id="w1" if number else "w2", at=NOW + number)
+    assert inbox.database.run_now(ledger.counts, since=NOW + 1.5) == {"w1": 3}
+    assert inbox.database.run_now(ledger.counts, since=0.0) == {"w1": 4, "w2": 1}
+
+
+def test_a_listing_reads_no_bodies(inbox: Inbox) -> None:
+    arrive(inbox, 1)
+    statements: list[str] = []
+    inbox.database.run_now(lambda connection: connection.set_trace_callback(statements.append))
+    inbox.list()
+    assert not any("body" in statement or "*" in statement for statement in statements if "SELECT" in statement)
