@@ -1,0 +1,155 @@
+"""The receiver is killed at random moments; every event has its effect exactly once and none is lost."""
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from hooks.receiving.event import OPEN
+from hooks.receiving.inbox import Inbox
+
+SERVER = Path(__file__).with_name("crashing_server.py")
+PATHS = ("on_loop", "in_thread", "queued")
+PATIENCE = 0.02
+
+
+class Server:
+    """The process that is killed and started again, on the same port and files."""
+
+    def __init__(self, folder: Path):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._folder = folder
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen:
+        with open(self._folder / "server.log", "ab") as log:
+            return subprocess.Popen([sys.executable, SERVER, self._folder, str(self.port)], stderr=log)
+
+    async def ready(self) -> None:
+        while True:
+            assert self._process.poll() is None, (self._folder / "server.log").read_text()[-3000:]
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            except OSError:
+                await asyncio.sleep(0.01)
+            else:
+                writer.close()
+                return
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self._process = self._start()
+
+
+class Senders:
+    """Deliveries with duplicates, out of order, each sent again like the Hub does until it is acknowledged."""
+
+    def __init__(self, url: str, count: int, chance: random.Random):
+        numbers = [*range(count), *chance.sample(range(count), int(0.3 * count))]
+        # Near its place, and duplicates anywhere after the first.
+        chance.shuffle(numbers)
+        self.left = numbers
+        self.total = len(numbers)
+        self.posts = 0
+        self.acknowledged: Counter[int] = Counter()
+        self.statuses: Counter[str] = Counter()
+        self._url = url
+
+    async def run(self, session: aiohttp.ClientSession) -> None:
+        while self.left:
+            await self._deliver(session, self.left.pop())
+
+    async def _deliver(self, session: aiohttp.ClientSession, number: int) -> None:
+        body = {
+            "event": {"action": "update", "scope": "repo.content"},
+            "repo": {"id": f"r{number % 11}", "owner": {"id": "o"}, "name": f"a/{number % 11}", "type": "model"},
+            "webhook": {"id": "w", "version": 3},
+            "number": number,
+        }
+        url = f"{self._url}/webhooks/{PATHS[number % len(PATHS)]}"
+        while True:
+            self.posts += 1
+            try:
+                async with session.post(url, json=body, headers={"webhook-id": f"d{number}"}) as answer:
+                    await answer.read()
+                    self.statuses[str(answer.status)] += 1
+                    if answer.status < 300:
+                        self.acknowledged[number] += 1
+                        return
+            except (aiohttp.ClientError, OSError) as error:
+                self.statuses[type(error).__name__] += 1
+            await asyncio.sleep(PATIENCE)
+
+
+async def crash(folder: Path, *, count: int, kills: int, seed: int) -> dict[str, object]:
+    chance = random.Random(seed)
+    server = Server(folder)
+    senders = Senders(f"http://127.0.0.1:{server.port}", count, chance)
+    began = time.monotonic()
+    try:
+        async with aiohttp.ClientSession() as session:
+            await server.ready()
+            workers = [asyncio.create_task(senders.run(session)) for _ in range(12)]
+            # Kills are spread over the deliveries, each a random moment after a random one.
+            for at in sorted(chance.sample(range(senders.total), kills)):
+                while sum(senders.acknowledged.values()) < at:  # noqa: ASYNC110 (polled on purpose)
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(chance.random() * 0.03)
+                server.restart()
+            await asyncio.gather(*workers)
+        with Inbox(folder / "inbox.sqlite3") as inbox:
+            while any(inbox.list(status=status, limit=1) for status in OPEN):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            ends = Counter(str(event.status) for event in inbox.list(limit=10 * count))
+    finally:
+        server.kill()
+    moves = {}
+    for name in ("inbox", "outside"):
+        connection = sqlite3.connect(folder / f"{name}.sqlite3")
+        moves[name] = Counter(number for (number,) in connection.execute("SELECT number FROM moves"))
+        if name == "outside":
+            runs = connection.execute("SELECT count(*) FROM runs").fetchone()[0]
+        connection.close()
+    return {
+        "deliveries": senders.total,
+        "events": count,
+        "kills": kills,
+        "posts": senders.posts,
+        "answers": dict(senders.statuses),
+        "runs": runs,
+        "effects_inside": sum(moves["inbox"].values()),
+        "effects_outside": sum(moves["outside"].values()),
+        "effects_twice": sum(number > 1 for found in moves.values() for number in found.values()),
+        "lost": sum(number not in found for found in moves.values() for number in range(count)),
+        "not_acknowledged": sum(number not in senders.acknowledged for number in range(count)),
+        "ends": dict(ends),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("count", "kills"), [(150, 3), pytest.param(1000, 20, marks=[pytest.mark.slow, pytest.mark.timeout(180)])]
+)
+async def test_every_event_has_its_effect_exactly_once_while_the_receiver_is_killed(
+    tmp_path: Path, count: int, kills: int
+) -> None:
+    found = await crash(tmp_path, count=count, kills=kills, seed=count)
+    sys.stdout.write(json.dumps(found) + "\n")
+    assert (found["lost"], found["effects_twice"], found["not_acknowledged"]) == (0, 0, 0), found
+    assert (found["effects_inside"], found["effects_outside"]) == (count, count), found
+    assert found["ends"] == {"done": count}, found
