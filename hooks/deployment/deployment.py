@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hooks.deployment.records import Record
-from hooks.deployment.rollout import INNOCENT, Follower, Rollout, Verdict
+from hooks.deployment.rollout import INNOCENT, Rollout, Verdict
 from hooks.deployment.settings import DeploymentSettings
 from hooks.deployment.source import OF_COMMIT, OF_TRANSFER, Source
 from hooks.errors import SourceError
@@ -75,82 +75,77 @@ class Deployment:
                     self.record.sha = await self._source.head(self.record.repo, None)
         raise AssertionError("the last attempt returns or raises")
 
-    async def prepared(self, one: Follower, folder: Path) -> None:
+    async def prepared(self, session: str, folder: Path) -> None:
         """Bring the commit up beside what the session runs; it is dropped again when it does not pass."""
-        sid = one.session_id
-        work = self._rollout.prepare(sid, self.record.repo, self.sha, folder, self.record.begin)
+        work = self._rollout.prepare(session, self.record.repo, self.sha, folder, self.record.begin)
         try:
             async with asyncio.timeout(self._settings.preparing):
                 verdict = await (self._unless_given_up(work) if self.is_preparing else work)
+            self._judge(session, "prepare", verdict, "rejected")
         except TimeoutError:
-            await self._rollout.discard(sid, self.sha)
-            seconds = self._settings.preparing
-            raise Ended("failed", "timeout", f"session {sid}: not prepared within {seconds:g} s") from None
+            await self._rollout.discard(session, self.sha)
+            text = f"session {session}: not prepared within {self._settings.preparing:g} s"
+            raise Ended("failed", "timeout", text) from None
         except BaseException:
-            await self._rollout.discard(sid, self.sha)
-            raise
-        try:
-            self._note(sid, verdict, "rejected")
-        except Ended:
-            await self._rollout.discard(sid, self.sha)
+            await self._rollout.discard(session, self.sha)
             raise
 
-    async def swapped(self, one: Follower) -> None:
+    async def swapped(self, session: str) -> None:
         """Hand it over, at a moment that the session chooses."""
-        sid = one.session_id
         self.record.begin("swapping")
         try:
             async with asyncio.timeout(self._settings.swapping):
-                verdict = await self._rollout.swap(sid, self.sha)
+                verdict = await self._rollout.swap(session, self.sha)
+            self._judge(session, "swap", verdict, "failed")
         except TimeoutError:
-            await self._rollout.discard(sid, self.sha)
-            seconds = self._settings.swapping
-            raise Ended("failed", "timeout", f"session {sid}: did not take it over within {seconds:g} s") from None
-        try:
-            self._note(sid, verdict, "failed")
-        except Ended:
-            await self._rollout.discard(sid, self.sha)
+            await self._rollout.discard(session, self.sha)
+            text = f"session {session}: did not take it over within {self._settings.swapping:g} s"
+            raise Ended("failed", "timeout", text) from None
+        except BaseException:
+            await self._rollout.discard(session, self.sha)
             raise
-        self.record.figures[sid]["result"] = "swapped"
+        self.record.figures[session]["result"] = "swapped"
 
-    async def proved(self, one: Follower) -> None:
+    async def proved(self, session: str) -> None:
         """Wait for the end of its probation."""
         self.record.begin("probation")
-        self._note(one.session_id, await self._rollout.probation(one.session_id, self.sha), "rolled_back")
+        verdict = await self._rollout.probation(session, self.sha)
+        self._judge(session, "probation", verdict, "rolled_back")
 
-    async def roll_out(self, followers: Sequence[Follower], folder: Path, check: Callable[[], Awaitable[None]]) -> None:
+    async def roll_out(
+        self, sessions: Sequence[tuple[str, bool]], folder: Path, check: Callable[[], Awaitable[None]]
+    ) -> None:
         """Through all steps, one session after the other; nobody follows one that failed.
 
         Args:
-            followers: in this order; those of mode ``stage`` are only prepared.
-            check: called when the first is prepared and nothing has changed for the robot yet; may raise `Ended`.
+            sessions: their ids, and whether it is only prepared there.
+            check: called when the first is prepared and nothing has changed for a robot yet; may raise `Ended`.
         """
-        for one in followers:
-            await self.prepared(one, folder)
+        for session, is_only_staged in sessions:
+            await self.prepared(session, folder)
             if self.is_preparing:
                 try:
                     await check()
                 except BaseException:
-                    await self._rollout.discard(one.session_id, self.sha)
+                    await self._rollout.discard(session, self.sha)
                     raise
                 self.is_preparing = False
-            if one.mode == "stage":
-                self.record.figures[one.session_id]["result"] = "staged"
+            if is_only_staged:
+                self.record.figures[session]["result"] = "staged"
                 continue
-            await self.swapped(one)
-            await self.proved(one)
+            await self.swapped(session)
+            await self.proved(session)
 
-    def _note(self, sid: str, verdict: Verdict, result: str) -> None:
-        """Keep a verdict's figures; one with a reason ends it all."""
-        figures = self.record.figures.setdefault(sid, {})
-        # Swap and probation count the same things; those of the swap are what it cost.
-        figures.update({name: figure for name, figure in verdict.figures.items() if name not in figures})
-        if verdict.reason is not None:
-            is_commits_fault = verdict.reason not in INNOCENT and result != "failed"
-            is_change = result == "rolled_back"
-            outcome = result if is_commits_fault or is_change else "failed"
-            figures["result"] = outcome
-            raise Ended(outcome, verdict.reason, f"session {sid}: {verdict.text}", is_commits_fault)
+    def _judge(self, session: str, step: str, verdict: Verdict, result: str) -> None:
+        """Keep a verdict's figures; one with a reason ends it all, with this result."""
+        figures = self.record.figures.setdefault(session, {})
+        if verdict.figures:
+            figures[step] = dict(verdict.figures)
+        if verdict.reason is None:
+            return
+        is_innocent = verdict.reason in INNOCENT or result == "failed"
+        figures["result"] = "failed" if is_innocent and result == "rejected" else result
+        raise Ended(figures["result"], verdict.reason, f"session {session}: {verdict.text}", not is_innocent)
 
     async def _unless_given_up(self, work: Awaitable[Result]) -> Result:
         """Its result, unless it is no longer wanted before it is done."""

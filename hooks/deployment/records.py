@@ -47,7 +47,7 @@ class Record:
         sessions: those it was for; the first went ahead of the others.
         result: one of ``RESULTS``; None while it goes on.
         reason: a stable code when it did not go well.
-        figures: what was measured, per session.
+        figures: per session its ``result`` and what was measured at ``prepare``, ``swap`` and ``probation``.
     """
 
     repo: str

@@ -7,5 +7,6 @@ From a test: ``with StubHub() as hub: hub.push("someone/arm", {"config.json": b"
 from tests.stub_hub.deliveries import Delivery, DeliveryPlan
 from tests.stub_hub.failures import Failure
 from tests.stub_hub.hub import Request, StubHub
+from tests.stub_hub.receiver import Receiver
 
-__all__ = ["Delivery", "DeliveryPlan", "Failure", "Request", "StubHub"]
+__all__ = ["Delivery", "DeliveryPlan", "Failure", "Receiver", "Request", "StubHub"]

@@ -1,11 +1,9 @@
 """The stub is driven by the real client and the real CLI, or nothing that is tested against it means anything."""
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +12,7 @@ import huggingface_hub.errors as hub_errors
 import pytest
 from huggingface_hub import HfApi, snapshot_download
 
-from hooks.payload import WebhookPayload
-from tests.stub_hub import DeliveryPlan, StubHub
+from tests.stub_hub import DeliveryPlan, Receiver, StubHub
 
 WEIGHTS = bytes(range(256)) * 40
 FILES = {"config.json": '{"type": "act"}', "model.safetensors": WEIGHTS, "notes/a.txt": "a"}
@@ -35,41 +32,10 @@ def api(hub: StubHub) -> HfApi:
     return HfApi(endpoint=hub.url, token="hf_someone")
 
 
-class Receiver:
-    """What was posted: headers in small letters, and the payload; `status` is its answer."""
-
-    def __init__(self) -> None:
-        self.got: list[tuple[dict[str, str], WebhookPayload]] = []
-        self.status = 200
-        receiver = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                receiver.got.append((headers, WebhookPayload.model_validate_json(body)))
-                self.send_response(receiver.status)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/webhooks/push"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def ids(self) -> list[str]:
-        return [headers["webhook-id"] for headers, _ in self.got]
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    yield receiver
-    receiver.server.shutdown()
-    receiver.server.server_close()
+    with Receiver() as receiver:
+        yield receiver
 
 
 def test_the_client_manages_webhooks(api: HfApi, hub: StubHub) -> None:
@@ -79,7 +45,7 @@ def test_the_client_manages_webhooks(api: HfApi, hub: StubHub) -> None:
     assert api.list_webhooks() == [made] == [api.get_webhook(made.id)]
     assert api.disable_webhook(made.id).disabled is True
     assert api.enable_webhook(made.id).disabled is False
-    moved = api.update_webhook(made.id, url="https://example.com/b", watched=made.watched, domains=["repo"])
+    moved = api.update_webhook(made.id, url="https://example.com/b", watched=WATCHED, domains=["repo"])
     assert (moved.url, moved.domains, moved.secret) == ("https://example.com/b", ["repo"], "a secret")
     assert api.update_webhook(made.id, url="https://example.com/b").watched == []  # as the client really sends it
     job = api.create_webhook(job_id="687f911eaea852de79c4a50a", watched=WATCHED, secrets={"KEY": "1"})
