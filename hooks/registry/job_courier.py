@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from hooks.registry.jobs import Job
 from hooks.registry.process import GRACE_AT_STOP, STEP, end_left_behind, run_process
-from hooks.sending.outcome import MAX_SECRET, Destination, Outcome, Parcel, excerpt
+from hooks.sending.outcome import MAX_JOB_SECRET, Destination, Outcome, Parcel, excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +51,18 @@ class JobCourier:
         job = self._jobs.get(destination.job or "")
         if job is None:
             return Outcome(error=f"job {destination.job!r} is not in the operator's file any more")
+        if self._stop.is_set():
+            return Outcome(is_interrupted=True)
         began = time.monotonic()
         running = self._threads.submit(self._run, job, destination, parcel)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
-        try:
-            outcome = await asyncio.wrap_future(running)
-        except asyncio.CancelledError:
-            running.cancel()
-            raise
-        return Outcome(
-            exit_status=outcome.exit_status,
-            error=outcome.error,
-            excerpt=outcome.excerpt,
-            seconds=time.monotonic() - began,
-        )
+        outcome = await asyncio.wrap_future(running)
+        return replace(outcome, seconds=time.monotonic() - began)
 
     def _run(self, job: Job, destination: Destination, parcel: Parcel) -> Outcome:
         if self._stop.is_set():
-            return Outcome(error="the server stopped")
+            return Outcome(is_interrupted=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{parcel.id}-", dir=self._folder))
         try:
             payload = folder / "payload.json"
@@ -79,7 +73,7 @@ class JobCourier:
                 job.cwd,
                 environment(job, destination, parcel, payload),
                 timeout=job.timeout,
-                max_output=job.max_output + MAX_SECRET if job.max_output else 0,
+                max_output=job.max_output + MAX_JOB_SECRET,
                 stop=self._stop,
                 note=folder / "process",
             )
@@ -87,8 +81,10 @@ class JobCourier:
             return Outcome(error=f"the payload cannot be written: {error.strerror}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        if self._stop.is_set() and ended.error is not None:
+            return Outcome(is_interrupted=True)
         secrets = (destination.secret, *destination.secrets.values())
-        said = excerpt(ended.output, secrets, of_end=True, most=job.max_output) if job.max_output else ""
+        said = excerpt(ended.output, secrets, of_end=True, most=job.max_output, longest=MAX_JOB_SECRET)
         return Outcome(exit_status=ended.status, error=ended.error, excerpt=said)
 
     async def close(self) -> None:

@@ -91,7 +91,10 @@ def _job(name: str, given: object, folder: Path, wrong: list[str]) -> Job | None
         is_secrets and not any(_is_ours(one) for one in secrets), "secrets: wanted names of variables, not WEBHOOK_.."
     )
     check(_is_number(timeout) and timeout > 0, "timeout: wanted seconds above 0")
-    check(isinstance(most, int) and 0 <= most <= MOST_OUTPUT, f"max_output: wanted bytes up to {MOST_OUTPUT}")
+    check(
+        _is_number(most) and isinstance(most, int) and 0 < most <= MOST_OUTPUT,
+        f"max_output: wanted 1 to {MOST_OUTPUT} bytes",
+    )
     if len(wrong) > before:
         return None
     return Job(name, tuple(argv), folder / cwd, env, tuple(secrets), float(timeout), most)

@@ -3,7 +3,6 @@
 A program that leaves its group (``setsid``) leaves these bounds as well.
 """
 
-import contextlib
 import os
 import select
 import signal
@@ -77,6 +76,7 @@ def run_process(
         finally:
             _signal(process.pid, signal.SIGKILL)
             process.wait()
+            _part_from(process.pid)
         output.read_rest()
     return Ended(process.returncode, error, bytes(output.kept))
 
@@ -122,7 +122,7 @@ class _Tail:
             return False
         self._is_open = bool(data)
         self.kept += data
-        del self.kept[: -self._most if self._most else len(self.kept)]
+        del self.kept[: -self._most]
         return self._is_open
 
     def read_rest(self) -> None:
@@ -132,9 +132,20 @@ class _Tail:
             pass
 
 
-def _signal(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
+def _part_from(group: int) -> None:
+    """Wait until what was killed is gone, which takes the kernel a moment."""
+    until = time.monotonic() + GRACE_AT_STOP / 2
+    while _signal(group, 0) and time.monotonic() < until:
+        time.sleep(STEP / 10)
+
+
+def _signal(group: int, number: int) -> bool:
+    """Whether there is such a group."""
+    try:
         os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _born(process: int) -> str:

@@ -7,13 +7,12 @@ from typing import Any
 
 from hooks.errors import InvalidWebhook
 from hooks.registry.webhook import DOMAINS, HUB_DOMAINS, WATCHABLE, Watched
-from hooks.sending.outcome import MAX_SECRET
+from hooks.sending.outcome import MAX_JOB_SECRET, MAX_SECRET
 from hooks.sending.targets import MAX_URL
 from hooks.signatures import sign_standard
 
 MAX_WATCHED = 100
 MAX_SECRETS = 32
-MAX_VALUE = 8192
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 
@@ -140,6 +139,6 @@ def _secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str] | N
     for name, text in value.items():
         if not _VARIABLE.fullmatch(name):
             wrong.append(f"secrets: {name[:40]!r} is no name of a variable")
-        elif not isinstance(text, str) or len(text) > MAX_VALUE or "\0" in text:
-            wrong.append(f"secrets: {name}: wanted text of at most {MAX_VALUE} characters")
+        elif not isinstance(text, str) or len(text.encode("utf-8", "replace")) > MAX_JOB_SECRET or "\0" in text:
+            wrong.append(f"secrets: {name}: wanted text of at most {MAX_JOB_SECRET} bytes")
     return value

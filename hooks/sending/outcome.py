@@ -6,6 +6,7 @@ from typing import Protocol
 
 MAX_EXCERPT = 1024  # bytes of an answer or of a job's output that are kept
 MAX_SECRET = 512
+MAX_JOB_SECRET = 8192
 MAX_READ = MAX_EXCERPT + MAX_SECRET
 
 
@@ -50,6 +51,7 @@ class Outcome:
         excerpt: the beginning of the answer, or the end of a job's output.
         asked: seconds by ``Retry-After``.
         seconds: that it took.
+        is_interrupted: it was ended because the server stops: no attempt, it is made again at the next start.
     """
 
     status: int | None = None
@@ -58,6 +60,7 @@ class Outcome:
     excerpt: str = ""
     asked: float | None = None
     seconds: float = 0.0
+    is_interrupted: bool = False
 
     @property
     def is_delivered(self) -> bool:
@@ -87,19 +90,27 @@ class Courier(Protocol):
         ...
 
 
-def excerpt(data: bytes, secrets: Iterable[str | None] = (), *, of_end: bool = False, most: int = MAX_EXCERPT) -> str:
+def excerpt(
+    data: bytes,
+    secrets: Iterable[str | None] = (),
+    *,
+    of_end: bool = False,
+    most: int = MAX_EXCERPT,
+    longest: int = MAX_SECRET,
+) -> str:
     """The beginning (or end) as text, with secrets that the other side repeated struck out.
 
     Args:
-        data: at most ``most + MAX_SECRET`` bytes; as many mean that there was more.
+        data: at most ``most + longest`` bytes; as many mean that there was more.
         most: bytes of the text.
+        longest: bytes of the longest secret there may be.
     """
     text = data.decode("utf-8", "replace")
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
     # NUL would end the text where it is read by C.
     kept = text.replace("\0", "\ufffd").encode()
-    if len(data) >= most + MAX_SECRET:
+    if len(data) >= most + longest:
         # A secret may have been cut in two where reading ended.
-        kept = kept[MAX_SECRET:] if of_end else kept[: max(len(kept) - MAX_SECRET, 0)]
+        kept = kept[longest:] if of_end else kept[: max(len(kept) - longest, 0)]
     return (kept[-most:] if of_end else kept[:most]).decode("utf-8", "ignore")

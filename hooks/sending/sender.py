@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 # A database that cannot be written (disk full) would else make every delivery be sent again and again.
 STORE_PAUSE = 5.0
 PRUNE_EVERY = 600.0
+# An answer that comes this soon after the end is still written down, and not asked for twice.
+STOP_PATIENCE = 0.5
 
 
 class Subscribers(Protocol):
@@ -139,6 +141,8 @@ class Sender:
                 except TimeoutError:
                     pass
         finally:
+            if self._under_way:
+                await asyncio.wait(list(self._under_way), timeout=STOP_PATIENCE)
             tasks = [pruning, *self._under_way]
             for task in tasks:
                 task.cancel()
@@ -194,6 +198,8 @@ class Sender:
             # A defect of ours in one delivery must not end the others, nor be repeated without a pause.
             logger.exception("delivery %s failed within", delivery.id)
             outcome = Outcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
+        if outcome.is_interrupted:
+            return outcome
         wait = self._settings.schedule.wait(delivery.failed + 1, self._chance, outcome.asked)
         await self._database.run(self._record, delivery, outcome, at, self._clock(), wait, is_replay)
         if not outcome.is_delivered:
