@@ -55,7 +55,7 @@ async def read(request: Request, most: int, within: float) -> bytes:
 async def discard(request: Request) -> None:
     """Read on what is not looked at: a sender that writes before it listens would not hear the answer."""
     stream = cast(Any, request.stream)
-    if stream is not None and stream.expecting_continue:
+    if getattr(stream, "expecting_continue", False):
         # Who asks before sending is not told to go on, and will not send.
         leave(request)
         return

@@ -77,7 +77,8 @@ class AtExit:
         return was_on
 
     def _is_due(self) -> bool:
-        return self._is_on and not has_crashed() and os.getpid() == self._process
+        # Asked again: a spawned process does not know yet that it is a child while it imports the script.
+        return self._is_on and is_wanted() and not has_crashed() and os.getpid() == self._process
 
     def _run(self) -> None:
         if not self._is_due():

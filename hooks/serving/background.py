@@ -107,19 +107,22 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
         )
         assert server is not None
         assert server.server is not None
-        await server.startup()
         try:
-            await server.before_start()
-            app.ctx.loop = asyncio.get_running_loop()
-            await server.server.start_serving()
-            await server.after_start()
-            yield
+            await server.startup()
+            try:
+                await server.before_start()
+                app.ctx.loop = asyncio.get_running_loop()
+                await server.server.start_serving()
+                await server.after_start()
+                yield
+            finally:
+                app.ctx.loop = None
+                await server.before_stop()
+                server.server.close()
+                await _part(server.connections)
+                await server.after_stop()
         finally:
-            app.ctx.loop = None
-            await server.before_stop()
             server.server.close()
-            await _part(server.connections)
-            await server.after_stop()
 
 
 async def _part(connections: set[Any]) -> None:

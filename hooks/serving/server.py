@@ -236,7 +236,11 @@ class WebhooksServer:
         app, self._local = self.app, address.url_of(listener)
         space = os.environ.get("SPACE_HOST")
         self._public = f"https://{space}" if space else None
-        self._background = Background(app, listener, lambda: self._sharing(program, address.url_of(listener)))
+        try:
+            self._background = Background(app, listener, lambda: self._sharing(program, address.url_of(listener)))
+        except BaseException:
+            self._renew()
+            raise
         _close_at_exit(self)
         notices.say(notices.CLOSED if self._has_secret else notices.OPEN)
         notices.say(notices.limits(self._settings.database, _version()))

@@ -1,0 +1,116 @@
+"""Servers that are closed after the test, requests to them, and scripts as processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from hooks.serving import address, at_exit, server
+from hooks.serving.server import WebhooksServer
+
+SWITCHES = (
+    *(server.SECRET, server.DATABASE, address.HOST, address.PORT, at_exit.SWITCH),
+    *("GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT", "SPACE_ID", "SPACE_HOST", "PYTHONPATH"),
+)
+
+
+class Told(NamedTuple):
+    """An answer, read."""
+
+    status: int
+    text: str
+    headers: Mapping[str, str]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+def ask(url: str, payload: object = None, *, method: str | None = None, **headers: str) -> Told:
+    """A GET, or a POST of JSON."""
+    body = None if payload is None else json.dumps(payload).encode()
+    named = {name.replace("_", "-"): text for name, text in headers.items()}
+    request = urllib.request.Request(url, data=body, method=method, headers=named)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return Told(answer.status, answer.read().decode(), answer.headers)
+    except urllib.error.HTTPError as refused:
+        return Told(refused.code, refused.read().decode(), refused.headers)
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., WebhooksServer]]:
+    """A server on a free port."""
+    made: list[WebhooksServer] = []
+
+    def make(*arguments: Any, **options: Any) -> WebhooksServer:
+        made.append(WebhooksServer(*arguments, **{"port": 0, **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+Script = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in SWITCHES}
+    return {name: value for name, value in kept.items() if not name.startswith("PYTEST")} | {address.PORT: "0"}
+
+
+@pytest.fixture
+def script(tmp_path: Path, environment: dict[str, str]) -> Script:
+    """A script as a process, and the URL that it tells."""
+
+    @contextmanager
+    def start(text: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        (tmp_path / "app.py").write_text(text)
+        process = subprocess.Popen(
+            [sys.executable, "app.py"],
+            cwd=tmp_path,
+            env=environment | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            told = []
+            for line in process.stdout:
+                told.append(line)
+                if line.startswith("Go to "):
+                    break
+            else:
+                raise AssertionError(f"it did not serve: {told} {process.communicate(timeout=10)[1]}")
+            yield process, next(line.split()[-1] for line in told if line.startswith("Running on local URL"))
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    return start
+
+
+def end(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[int, str]:
+    """The exit code after a signal, and what was said on standard error."""
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    return process.returncode, errors
