@@ -7,7 +7,7 @@ import platform
 import re
 import secrets
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -34,6 +34,7 @@ from service.settings import Settings
 from service.transport.base import Transport
 from service.transport.client import RoomsTransport
 from service.transport.server import TransportSettings, add_transport
+from service.webhooks import Webhooks
 from service.worker import call_in_thread
 
 PREFIXES = ("", "/api")
@@ -88,12 +89,19 @@ def create_app(
         app.blueprint(_api(prefix, Origins(settings.origins)))
         if table is not None:
             add_transport(app, table, rooms, prefix)
+    webhooks = Webhooks(settings)
+    if webhooks.registry is not None:
+        # Before the sessions: it starts first and stops last, so that it hears of all they do.
+        app.blueprint(webhooks.registry.blueprint())
     _keep_sessions(
         app,
         transport or RoomsTransport(ice_servers=settings.ice_servers),
         load or _loader(settings),
         load_model or _model_loader(settings),
+        webhooks,
     )
+    # After the sessions: what is delivered again at the start may be about them.
+    app.blueprint(webhooks.receiving())
     if load is None:
         _import_ahead(app)
     return app
@@ -179,7 +187,7 @@ def _template(path: str) -> str:
     return "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", path).strip("/")
 
 
-def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model: LoadModel) -> None:
+def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model: LoadModel, webhooks: Webhooks) -> None:
     settings = app.ctx.settings
     limits = SessionSettings(
         max_sessions=settings.max_sessions,
@@ -193,32 +201,32 @@ def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model:
         input_timeout=settings.input_timeout,
         joint_ranges=settings.joint_ranges,
     )
-    opened = ExitStack()
+    opened = AsyncExitStack()
 
     @app.before_server_start
     async def open_store(app: App) -> None:
         opened.enter_context(keeping(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
         engine = Engine(stuck_after=settings.stuck_after)
-        app.ctx.sessions = Sessions(transport=transport, load=load, engine=engine, settings=limits)
+        app.ctx.sessions = Sessions(transport=transport, load=load, engine=engine, settings=limits, tell=webhooks.tell)
         app.ctx.models = Models(engine, _forward_limits(settings), app.ctx.sessions.has_running_robot)
         try:
+            await opened.enter_async_context(webhooks.telling())
+            # Closed in the opposite order: no update begins any more while the sessions end.
+            opened.push_async_callback(app.ctx.sessions.close)
+            opened.push_async_callback(app.ctx.models.close)
+            app.ctx.updates = await opened.enter_async_context(webhooks.updating(app.ctx.sessions))
             # The server answers when they are there: one that cannot be loaded stops the start.
             for name, (path, revision) in settings.models.items():
                 await app.ctx.models.load(name, path, revision, load_model)
         except BaseException:
-            await close()
+            await opened.aclose()
             raise
 
     @app.before_server_stop
     async def close_store(app: App) -> None:
-        await close()
-
-    async def close() -> None:
         # Sanic never cancels tasks by itself: every robot gets its hold and every room is left here.
-        await app.ctx.sessions.close()
-        await app.ctx.models.close()
-        opened.close()
+        await opened.aclose()
 
 
 def _forward_limits(settings: Settings) -> ForwardLimits:

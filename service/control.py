@@ -95,6 +95,7 @@ class Control:
             set to zeros.
         lateness: seconds from a tick's deadline to its run.
         latency: seconds from asking to answer, on the event loop's side.
+        late_by_chunk: how many actions of each of the newest chunks were over when it came.
     """
 
     def __init__(self, buffer: Buffer, pace: Pace):
@@ -110,6 +111,7 @@ class Control:
         self.holds = Tally()
         self.lateness = Recent(pace.samples)
         self.latency = Recent(32)
+        self.late_by_chunk = Recent(64)
         action_period = 1 / pace.action_rate
         self.actions: ActionQueue = (
             ActionQueue(action_period, self.period)
@@ -273,7 +275,9 @@ class Control:
         seen_at, actions = request.snapshot.seen_at, chunk[0]
         if fade and self.pace.ensemble is None:
             actions = self.actions.faded(actions, seen_at, now, fade)
+        late = self.actions.late
         usable = self.actions.push(actions, seen_at, now)
+        self.late_by_chunk.add(self.actions.late - late)
         if not usable:
             covered = self.pace.chunk / self.pace.action_rate
             age = now - request.snapshot.seen_at

@@ -35,7 +35,8 @@ class RolloutSettings:
     Attributes:
         limits: of the gates.
         fade: how long the first actions of the new policy lead over from the old one's plan.
-        patience: how long a held robot is waited for; it asks for no chunk, so there is no boundary to swap at.
+        patience: how long a robot that is held or stopped is waited for: before the swap, as there is no chunk
+            boundary, and on probation.
         probation: how long the new policy has to run before the old one is not gone back to by itself any more.
         step: how far a command may change from one tick to the next on probation, as a part of the joint's range; at
             least 1.5 times what the old policy did.
@@ -205,9 +206,10 @@ class Rollout:
             session = self._sessions.get(session_id)
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
-                return Verdict("not_prepared", f"session {session_id!r} has not staged {sha}; deploy it again")
+                return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
             drive = _drive_of(session)
             before = _Counters.of(drive)
+            usual, count = drive.control.late_by_chunk.samples.max(initial=0), drive.control.late_by_chunk.count
             await session.change_policy(self._fade(drive), self.settings.patience)
         except ServiceError as error:
             return _refusal(error)
@@ -218,7 +220,12 @@ class Rollout:
         drive.control.largest_step[:] = 0
         waited = time.monotonic() - began
         await _until_next_chunk(drive, drive.control.chunks)
-        return Verdict(None, "", _cost(before, _Counters.of(drive)) | {"waited_s": round(waited, 3)})
+        cost = _cost(before, _Counters.of(drive))
+        late = drive.control.late_by_chunk
+        if late.count > count:
+            # Every chunk has a few actions that are over when it comes: frames take their time to arrive, too.
+            cost["late_actions_because"] = max(0, round((late.newest or 0) - usual))
+        return Verdict(None, "", cost | {"waited_s": round(waited, 3)})
 
     async def probation(self, session_id: str, sha: str) -> Verdict:
         """Watch a policy that took over. With a reason in the verdict, the policy before has taken over again."""
@@ -248,7 +255,7 @@ class Rollout:
         """Why it must not stay, or None when its time is over. Only time in which the robot runs counts."""
         settings, drive, first, trouble = self.settings, watched.drive, watched.first, watched.trouble
         pause = min(0.1, settings.probation / 10)
-        ran, began = 0.0, time.monotonic()
+        ran, still_since = 0.0, time.monotonic()
         widths = np.array([joint.high - joint.low for joint in drive.table.joints])
         allowed = np.maximum(settings.step * widths, 1.5 * watched.steps)
         while ran < settings.probation:
@@ -276,9 +283,9 @@ class Rollout:
                     f"joint {name!r} was sent {step:.3g} further in one tick, allowed are {allowed[joint]:.3g}",
                 )
             if session.stage is Stage.RUNNING and drive.control.hold is None:
-                ran += pause
-            elif time.monotonic() - began > 20 * settings.probation:
-                # A robot that stands still proves nothing and must not keep the next policy waiting for ever.
+                ran, still_since = ran + pause, time.monotonic()
+            elif time.monotonic() - still_since > settings.patience:
+                # A robot that stands still proves nothing, and must not keep other robots' policies waiting.
                 return None
         return None
 

@@ -10,17 +10,17 @@ OFF = "off"
 
 
 def state_folder(settings: Settings) -> Path | None:
-    """The folder, or None when nothing is kept.
+    """The folder that the settings name, or None: nothing is kept."""
+    return None if settings.state in (None, OFF) else Path(settings.state).expanduser()
 
-    Two servers of one machine have two ports, so each gets its own; a server on any free port has nothing to come
-    back to.
+
+def usual_state(port: int) -> str:
+    """Where a server of this port keeps its state when nobody says: two servers of one machine have two ports.
+
+    A server on any free port has nothing to come back to.
     """
-    if settings.state == OFF or (settings.state is None and settings.port == 0):
-        return None
-    if settings.state is not None:
-        return Path(settings.state).expanduser()
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "robojax" / str(settings.port)
+    return str(Path(base).expanduser() / "robojax" / str(port)) if port else OFF
 
 
 def read_secrets(name: str, path: str | None) -> tuple[str, ...]:

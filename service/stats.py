@@ -26,9 +26,14 @@ class Recent:
         return self._ring[: min(self.count, len(self._ring))]
 
     @property
+    def newest(self) -> float | None:
+        """The newest sample."""
+        return float(self._ring[(self.count - 1) % len(self._ring)]) if self.count else None
+
+    @property
     def newest_ms(self) -> float | None:
         """The newest sample, of seconds in milliseconds."""
-        return round(float(self._ring[(self.count - 1) % len(self._ring)]) * 1e3, 3) if self.count else None
+        return None if self.newest is None else round(self.newest * 1e3, 3)
 
     def percentile(self, percent: float) -> float | None:
         """That percentile of the kept samples, or None before the first."""

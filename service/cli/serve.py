@@ -25,8 +25,11 @@ def serve(config: Path | None, **flags: Any) -> None:
     from service.errors import ModelError
     from service.logs import configure_logging
     from service.serving import CannotListen, listen, run
+    from service.state import usual_state
 
     settings = settings_or_end(flags, config)
+    if settings.state is None:
+        settings = settings.model_copy(update={"state": usual_state(settings.port)})
     configure_logging(settings.log_level, settings.log_format)
     for name in unknown_variables():
         logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
@@ -40,8 +43,13 @@ def serve(config: Path | None, **flags: Any) -> None:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
     try:
+        app = create_app(settings)
+    except SettingsError as error:
+        listener.close()
+        fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help` lists all")
+    try:
         run(
-            create_app(settings),
+            app,
             listener,
             lambda url: typer.echo(f"robojax serves at {url} ({rooms}; API: {url}/docs). Ctrl-C ends it."),
         )

@@ -149,7 +149,7 @@ async def show(policy: str, *, port: int = 0) -> AsyncIterator[Show]:
         ShowFailed: it did not in time.
         ChildDied: it ended by itself.
     """
-    port = port or _free_port()
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     timeout = aiohttp.ClientTimeout(total=10)
     async with (
@@ -159,7 +159,7 @@ async def show(policy: str, *, port: int = 0) -> AsyncIterator[Show]:
         # Nobody reads its standard output; a full pipe would stop it.
         draining = asyncio.create_task(_drain(server))
         try:
-            await _wait_until_up(http, url, server)
+            await wait_until_up(http, url, server)
             yield Show(Request(url, policy), http, server)
         finally:
             draining.cancel()
@@ -170,7 +170,13 @@ async def _drain(server: Child) -> None:
         pass
 
 
-async def _wait_until_up(http: aiohttp.ClientSession, url: str, server: Child) -> None:
+async def wait_until_up(http: aiohttp.ClientSession, url: str, server: Child) -> None:
+    """Returns when the server answers.
+
+    Raises:
+        ShowFailed: it did not in time.
+        ChildDied: it ended by itself.
+    """
     try:
         async with asyncio.timeout(STARTING):
             while True:
@@ -186,7 +192,8 @@ async def _wait_until_up(http: aiohttp.ClientSession, url: str, server: Child) -
         raise ShowFailed(f"the server did not answer at {url} in {STARTING:.0f} s\n{server.last_words()}") from None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

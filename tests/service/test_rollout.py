@@ -159,7 +159,7 @@ async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(policy: Scripte
         assert verdict.reason == reason, verdict.text
         assert "secret" not in verdict.text
         assert session.policies.staged is None
-        assert (await rig.rollout.swap("s", NEXT)).reason == "not_prepared"
+        assert (await rig.rollout.swap("s", NEXT)).reason == "not_staged"
         sent = len(rig.transport.link.sent)
         await until(lambda: len(rig.transport.link.sent) > sent + 5)
         assert session.drive.control.hold is None

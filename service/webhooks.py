@@ -1,0 +1,223 @@
+"""Webhooks put together for this server: who delivers here, what a push does to sessions, who is told of sessions."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from sanic import Blueprint, HTTPResponse
+
+from hooks.deployment.deployments import Deployments
+from hooks.deployment.folder_source import FolderSource
+from hooks.deployment.hub_source import HubLimits, HubSource
+from hooks.deployment.settings import DeploymentSettings
+from hooks.deployment.source import Source
+from hooks.errors import HooksError
+from hooks.payload import WebhookPayload
+from hooks.receiving.event import Event
+from hooks.receiving.receiver import Receiver
+from hooks.receiving.settings import ReceiverSettings
+from hooks.registry.registry import Registry
+from hooks.registry.settings import RegistrySettings
+from service.deployments import SessionUpdates
+from service.gates import Limits
+from service.origins import Origins
+from service.rollout import Rollout, RolloutSettings
+from service.routes.answers import answer
+from service.routes.context import Request
+from service.sessions import Sessions
+from service.settings import Settings, SettingsError
+from service.state import own_token, read_secrets, state_folder
+
+logger = logging.getLogger(__name__)
+
+# The name that huggingface_hub's own server has for it.
+SECRET_VARIABLE = "WEBHOOK_SECRET"
+ENDPOINT = "policies"
+# Seconds that what happened at the very end gets to be written down.
+LAST_WORDS = 1.0
+
+
+class Webhooks:
+    """The hooks of one server. Nothing runs before its listeners are called.
+
+    Attributes:
+        receiver: deliveries to ``/webhooks/policies``.
+        registry: webhooks of this server's own, or None when it has none.
+    """
+
+    def __init__(self, settings: Settings):
+        """Read what the settings name.
+
+        Raises:
+            SettingsError: a file of the settings, or what is in it, cannot be used.
+        """
+        self._settings = settings
+        self._state = state_folder(settings)
+        secrets = read_secrets("webhook_secret_file", settings.webhook_secret_file)
+        if not secrets and os.environ.get(SECRET_VARIABLE):
+            secrets = (os.environ[SECRET_VARIABLE],)
+        try:
+            self.receiver = Receiver(ReceiverSettings(secrets=secrets, database=self._file("events.sqlite3")))
+            self.receiver.add(self._pushed, ENDPOINT)
+            self.registry = self._make_registry() if settings.registry else None
+        except HooksError as error:
+            raise SettingsError(str(error)) from error
+        self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
+        self._deployments: Deployments | None = None
+
+    def _file(self, name: str) -> Path | None:
+        return None if self._state is None else self._state / name
+
+    def _make_registry(self) -> Registry:
+        settings = self._settings
+        tokens = read_secrets("registry_token_file", settings.registry_token_file)
+        if not tokens:
+            if self._state is None:
+                raise SettingsError(
+                    "registry: it needs a token; set registry_token_file, or state to a folder where one can be kept"
+                )
+            token, path = own_token(self._state)
+            tokens = (token,)
+            logger.info("the token that manages the webhooks of this server is in %s", path)
+        folders = {name: path for name, _, path in (one.partition("=") for one in settings.registry_watch)}
+        if empty := sorted(name for name, path in folders.items() if not path):
+            raise SettingsError(f"registry_watch: found {', '.join(empty)!r}; wanted owner/name=path")
+        return Registry(
+            RegistrySettings(
+                tokens=tokens,
+                database=self._file("registry.sqlite3"),
+                allowed_networks=settings.registry_allow,
+                folders={name: Path(path).expanduser() for name, path in folders.items()},
+                jobs_file=None if settings.registry_jobs is None else Path(settings.registry_jobs).expanduser(),
+            )
+        )
+
+    # What comes in.
+
+    def receiving(self) -> Blueprint:
+        """The routes that deliveries come to."""
+        made = self.receiver.blueprint()
+        origins = Origins(self._settings.origins)
+
+        @made.on_request
+        async def refuse(request: Request) -> HTTPResponse | None:
+            if self.receiver.settings.secrets or is_from_here(request):
+                return origins.refusal(request)
+            detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
+            return answer({"detail": detail, "code": "no_secret"}, 403)
+
+        return made
+
+    async def _pushed(self, payload: WebhookPayload, event: Event) -> dict[str, object]:
+        """Pushes of the Hub: sessions that follow the repo look at it again."""
+        if self._deployments is None:
+            raise HooksError("the server is not ready")
+        reading = self._deployments.hint(payload, event.delivery_id)
+        if self.registry is not None:
+            await self.registry.emit_payload(payload, event_id=event.delivery_id)
+        if reading.targets:
+            return {"status": "accepted", "looks_at": [f"{one.repo}@{one.ref or 'main'}" for one in reading.targets]}
+        return {"status": "ignored", "reason": reading.ignored or (reading.alert[1] if reading.alert else "")}
+
+    # What sessions get.
+
+    @asynccontextmanager
+    async def updating(self, sessions: Sessions) -> AsyncIterator[SessionUpdates]:
+        """Bring pushes to sessions in here."""
+        settings = self._settings
+        rollout = Rollout(
+            sessions,
+            RolloutSettings(
+                limits=Limits(difference=settings.update_difference, slow=settings.update_slow),
+                fade=settings.update_fade,
+                patience=settings.update_patience,
+                probation=settings.update_probation,
+                step=settings.update_step,
+            ),
+        )
+        deployments = Deployments(
+            sources=self._sources(),
+            rollout=rollout,
+            database=self._file("deployments.sqlite3"),
+            settings=DeploymentSettings(
+                quiet=settings.update_quiet,
+                longest=settings.update_latest,
+                poll=settings.update_poll or None,
+                swapping=settings.update_patience + 30,
+            ),
+            on_event=lambda event, about: self.tell(f"session.{event}", about),
+        )
+        self._deployments = deployments
+        running = asyncio.create_task(deployments.run(), name="policy updates")
+        running.add_done_callback(_tell_of_defect)
+        try:
+            yield SessionUpdates(deployments)
+        finally:
+            self._deployments = None
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            deployments.close()
+
+    def _sources(self):
+        settings = self._settings
+        hub = HubSource(
+            cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
+            limits=HubLimits(largest=settings.update_cache_bytes),
+        )
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folders = FolderSource(self._file("policies") or Path(cache).expanduser() / "robojax" / "policies")
+
+        def source_of(repo: str) -> Source:
+            return folders if Path(repo).expanduser().is_dir() else hub
+
+        return source_of
+
+    # Who is told.
+
+    def tell(self, event: str, about: Mapping[str, object]) -> None:
+        """Something happened to a session; whoever registered for it hears of it, in this order."""
+        if self.registry is not None:
+            self._news.put_nowait((event, about))
+
+    @asynccontextmanager
+    async def telling(self) -> AsyncIterator[None]:
+        """Pass on what happens in here; what happened until the end is written down before it ends."""
+        if self.registry is None:
+            yield
+            return
+        telling = asyncio.create_task(self._pass_on(self.registry), name="session events")
+        try:
+            yield
+        finally:
+            try:
+                async with asyncio.timeout(LAST_WORDS):
+                    await self._news.join()
+            except TimeoutError:
+                logger.error("%d events of sessions were not written down in time", self._news.qsize())
+            telling.cancel()
+
+    async def _pass_on(self, registry: Registry) -> None:
+        while True:
+            event, about = await self._news.get()
+            try:
+                await registry.emit_session(event, about)
+            except HooksError as error:
+                # A full disk must not stop a robot.
+                logger.error("event %s is lost: %s", event, error)
+            finally:
+                self._news.task_done()
+
+
+def is_from_here(request: Request) -> bool:
+    """Whether a request comes from this machine, and not through a proxy that stands on it."""
+    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "via"))
+    return not is_forwarded and request.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+
+
+def _tell_of_defect(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("policy updates ended; restart the server", exc_info=task.exception())
