@@ -1,0 +1,150 @@
+"""``robojax webhooks serve``, ``events`` and ``send`` as processes of their own."""
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hooks.samples import SCOPES
+
+MODULE = """
+from hooks.payload import WebhookPayload
+from hooks.serving.server import WebhooksServer
+
+app = WebhooksServer()
+
+@app.add_webhook
+async def hello(payload: WebhookPayload):
+    return payload.event.scope
+
+@app.add_webhook(mode="queue", retry="never")
+def fails(payload):
+    raise ValueError("on purpose \\x1b[31m")
+
+app.run()  # as in a script; the command starts it as it is told to
+"""
+SECRET = "a-secret-of-the-command-line"
+
+
+@pytest.fixture
+def environment(environment, tmp_path):
+    (tmp_path / "app.py").write_text(MODULE)
+    (tmp_path / "secret").write_text(SECRET + "\n")
+    return {name: value for name, value in environment.items() if not name.startswith("PYTEST")} | {
+        "WEBHOOK_SECRET": ""
+    }
+
+
+@pytest.fixture
+def receive(environment, tmp_path):
+    """A server process and its URL."""
+
+    @contextmanager
+    def start(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", "webhooks", "serve", *arguments, "--port", "0"],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            told = ""
+            for line in process.stdout:
+                told = line.split()[-1] if line.startswith("Running on local") else told
+                if line.startswith("Go to "):
+                    break
+            assert told, process.communicate(timeout=10)
+            yield process, told
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    return start
+
+
+def test_a_module_is_served_sent_to_and_looked_at(receive, robojax):
+    with receive("app:app", "--secret-file", "secret") as (process, url):
+        options = ("--all-scopes", "--dup", "2", "--reorder", "--json")
+        sent = robojax("webhooks", "send", f"{url}/webhooks/hello", "--secret-file", "secret", *options)
+        rows = [json.loads(line) for line in sent.stdout.splitlines()]
+        assert (sent.returncode, len(rows)) == (0, 2 * len(SCOPES))
+        assert {row["scope"] for row in rows} == set(SCOPES)
+        assert {row["status"] for row in rows} == {200}
+
+        wrong = robojax("webhooks", "send", f"{url}/webhooks/hello", "--bad-secret")
+        assert (wrong.returncode, wrong.stdout[:3]) == (1, "403")
+        assert "0 of 1 accepted" in wrong.stdout
+
+        options = ("--repo", "lab/arm", "--sha", "c0ffee", "--scope", "repo.content:tag")
+        queued = robojax("webhooks", "send", f"{url}/webhooks/fails", "--secret-file", "secret", *options)
+        assert (queued.returncode, queued.stdout[:3]) == (0, "202")
+
+        listed = robojax("webhooks", "events", "list", "--url", url, "--secret-file", "secret", "--json")
+        events = json.loads(listed.stdout)
+        assert len(events) == len(SCOPES) + 1
+        newest = events[0]
+        assert (newest["repo"], newest["scope"], newest["status"]) == ("lab/arm", "repo.content", "dead")
+
+        # The file is the same: webhooks.sqlite where it was started.
+        shown = robojax("webhooks", "events", "show", newest["id"])
+        assert "error: ValueError: on purpose \\x1b[31m" in shown.stdout
+        assert '"headSha": "c0ffee"' in shown.stdout
+        assert SECRET not in shown.stdout
+        assert "run 1: ValueError" in robojax("webhooks", "events", "list", "--status", "dead").stdout
+
+        replayed = robojax("webhooks", "events", "replay", newest["id"], "--url", url, "--secret-file", "secret")
+        assert replayed.returncode == 0
+        assert f"event {newest['id']} is" in replayed.stdout
+
+        refused = robojax("webhooks", "events", "list", "--url", url)
+        assert (refused.returncode, refused.stdout) == (4, "")
+        assert "give --secret-file" in refused.stderr
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 0
+
+
+def test_a_file_is_served_without_a_name(receive):
+    with (
+        receive("app.py", "--database", "own.sqlite", "--no-share") as (_, url),
+        urllib.request.urlopen(f"{url}/healthz", timeout=5) as answer,
+    ):
+        assert json.load(answer) == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("serve", "none.py"), "there is no file 'none.py'"),
+        (("serve", "none:app"), "there is no module 'none'"),
+        (("serve", "app:fails"), "'fails' is function; wanted the name of a WebhooksServer"),
+        (("serve", "json"), "has no WebhooksServer"),
+        (("serve", "app", "--secret-file", "none"), "none"),
+        (("serve", "app", "--port", "70000"), "port 70000"),
+        (("send", "ftp://x"), "no URL of an endpoint"),
+        (("send", "http://127.0.0.1:1/x", "--scope", "repo.flight"), "no sample of 'repo.flight'"),
+        (("events", "list"), "there is no file 'webhooks.sqlite'"),
+        (("events", "list", "--status", "odd"), "there is no status 'odd'"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_2_and_says_why_and_what_to_do(robojax, arguments, why):
+    told = robojax("webhooks", *arguments)
+    assert told.returncode == 2
+    assert why in told.stderr
+    assert "Do: " in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_a_server_that_is_not_there_ends_with_4_and_a_delivery_to_it_with_1(robojax):
+    assert robojax("webhooks", "events", "list", "--url", "http://127.0.0.1:1").returncode == 4
+    told = robojax("webhooks", "send", "http://127.0.0.1:1/webhooks/x", "--count", "2")
+    assert (told.returncode, told.stdout[:3]) == (1, "---")
+    assert "0 of 2 accepted" in told.stdout
