@@ -4,6 +4,7 @@ Only files with known names are fetched, never a pickle. The only place of this 
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,13 +62,15 @@ def fetch(
         files: their names in the repo, ``?`` and ``*`` for any letters; those of a policy unless told otherwise
             (`jaxmodels.checkpoints.diffusers.files` for a model).
         endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
-        cache: the Hub's cache folder; its usual one when None.
+        cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
 
     Raises:
         HubError: not a repo id, unknown, not allowed, or neither reachable nor cached.
     """
     if not REPO_ID.fullmatch(repo_id):
         raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
+    # Its own reading of the environment is from whenever somebody first imported it.
+    cache = cache or (Path(named) if (named := os.environ.get("HF_HUB_CACHE")) else None)
     what = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
     get = partial(snapshot_download, repo_id, revision=revision, cache_dir=cache, allow_patterns=list(files))
     try:

@@ -91,6 +91,13 @@ def test_what_is_cached_is_not_fetched_again(fetch, stub: StubHub) -> None:
     assert not [path for path in asked(stub) if "/resolve/" in path]
 
 
+def test_the_cache_of_the_environment_is_used_whoever_imported_the_client_before(
+    stub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    assert hub.fetch("someone/arm", endpoint=stub.url).is_relative_to(tmp_path / "elsewhere")
+
+
 def test_without_the_hub_the_cached_copy_is_used(fetch, stub: StubHub, commits) -> None:
     first, second = fetch(), fetch(revision=commits[1])
     stub.close()
