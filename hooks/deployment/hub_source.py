@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
-from hooks.deployment.source import POLICY_FILES, SHA, check_complete, is_policy_file
+from hooks.deployment.source import SHA, check_complete, is_policy_file
 from hooks.deployment.trigger import BRANCH, TAG, is_about, is_pattern
 from hooks.errors import SourceError
 from hooks.management.limits import begin
@@ -54,11 +54,23 @@ class HubLimits:
     niceness: int = 10
 
 
-class _Silent(tqdm):
-    """The client draws bars on the terminal of whatever process it runs in."""
+class _Abandoned(Exception):
+    """Nobody waits for this download any more."""
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **{**options, "disable": True})
+
+def _bar(is_abandoned: threading.Event) -> type[tqdm]:
+    """A progress bar that draws nothing on whatever terminal there is, and ends a download that nobody wants."""
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if is_abandoned.is_set():
+                raise _Abandoned
+            return super().update(n)
+
+    return Bar
 
 
 class HubSource:
@@ -125,10 +137,17 @@ class HubSource:
         wanted = [file for file in files if is_policy_file(file.path)]
         self._check_space(repo, sha, wanted)
         tell("downloading")
-        folder = Path(await self._ask(repo, sha, lambda: self._download(repo, sha), self.limits.download))
+        is_abandoned = threading.Event()
+        try:
+            await self._ask(repo, sha, lambda: self._download(repo, sha, wanted, is_abandoned), self.limits.download)
+        finally:
+            is_abandoned.set()
         tell("verifying")
-        await self._ask(repo, sha, lambda: self._verify(repo, sha, folder, wanted), self.limits.download)
-        return folder
+        await self._ask(repo, sha, lambda: self._verify(repo, sha, wanted), self.limits.download)
+        return self._folder(repo, sha)
+
+    def _folder(self, repo: str, sha: str) -> Path:
+        return self._cache / f"models--{repo.replace('/', '--')}" / "snapshots" / sha
 
     def _check_space(self, repo: str, sha: str, files: Sequence[RepoFile]) -> None:
         size = sum(file.size for file in files)
@@ -137,7 +156,7 @@ class HubSource:
                 "too_large", f"{repo} at {sha[:12]}: {size} bytes, allowed are {self.limits.largest}; raise the limit"
             )
         self._cache.mkdir(parents=True, exist_ok=True)
-        folder = self._cache / f"models--{repo.replace('/', '--')}" / "snapshots" / sha
+        folder = self._folder(repo, sha)
         needed = sum(file.size for file in files if not (folder / file.path).exists())
         free = shutil.disk_usage(self._cache).free
         if needed and needed + self.limits.kept_free > free:
@@ -147,22 +166,23 @@ class HubSource:
                 f"{free} are free; make room",
             )
 
-    def _download(self, repo: str, sha: str) -> str:
+    def _download(self, repo: str, sha: str, files: Sequence[RepoFile], is_abandoned: threading.Event) -> None:
+        """One file after the other: a whole snapshot's threads would hold the end of the process when they hang."""
         # On Linux niceness belongs to a thread and those that it starts.
         if self.limits.niceness and sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.limits.niceness)
-        return snapshot_download(
-            repo,
-            revision=sha,
-            allow_patterns=list(POLICY_FILES),
-            endpoint=self._api.endpoint,
-            token=self._api.token,
-            cache_dir=self._cache,
-            max_workers=4,
-            tqdm_class=_Silent,  # pyright: ignore[reportArgumentType] - declared as its asyncio variant
-        )
+        bar = _bar(is_abandoned)
+        for file in sorted(files, key=lambda file: file.size):
+            self._api.hf_hub_download(
+                repo,
+                file.path,
+                revision=sha,
+                cache_dir=self._cache,
+                tqdm_class=bar,  # pyright: ignore[reportArgumentType] - declared as its asyncio variant
+            )
 
-    def _verify(self, repo: str, sha: str, folder: Path, wanted: Sequence[RepoFile]) -> None:
+    def _verify(self, repo: str, sha: str, wanted: Sequence[RepoFile]) -> None:
+        folder = self._folder(repo, sha)
         found = self._api.verify_repo_checksums(repo, revision=sha, cache_dir=self._cache)
         bad = [mismatch["path"] for mismatch in found.mismatches]
         for name in bad:

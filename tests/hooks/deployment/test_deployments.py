@@ -96,10 +96,13 @@ async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World,
     hanging = HubSource(world.hub.url, cache=tmp_path / "other", limits=HubLimits(answer=0.2, download=0.5))
     world.sources = lambda repo: hanging
     await world.restart()
-    world.hub.script("GET .*/tree/", "hang")
+    hangs = world.hub.script("GET .*/tree/", "hang")
     world.push(policy(1))
     await world.idle()
     assert world.deployments.list()[0].reason == "timeout"
+    left_behind = [thread for thread in threading.enumerate() if thread.name == "hub-call"]
+    hangs.released.set()
+    await until(lambda: not any(thread.is_alive() for thread in left_behind))
     sha = world.push(policy(2))
     await world.idle()
     assert world.robots["a"].sha == sha

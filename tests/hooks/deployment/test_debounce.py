@@ -1,0 +1,65 @@
+from hooks.deployment.debounce import Debounce, Hint
+from hooks.deployment.retries import Retries
+from hooks.deployment.trigger import Target
+
+MAIN, DEV = Target("a/b", None), Target("a/b", "dev")
+
+
+def webhook(target: Target, *ids: str) -> Hint:
+    return Hint(target, "webhook", "hook", ids)
+
+
+def test_four_commits_are_one_hint_when_they_are_over() -> None:
+    debounce = Debounce(20, 300)
+    for number, at in enumerate((0.0, 5.0, 12.0, 30.0)):
+        debounce.add(webhook(MAIN, str(number)), at)
+        assert debounce.due(at) == []
+    assert debounce.next_at() == 50.0
+    assert debounce.due(49.9) == []
+    assert debounce.due(50.0) == [webhook(MAIN, "0", "1", "2", "3")]
+    assert debounce.next_at() is None
+    assert debounce.due(1000.0) == []
+
+
+def test_pushes_that_never_end_are_not_waited_for_longer_than_the_longest() -> None:
+    debounce = Debounce(20, 300)
+    for at in range(0, 300, 10):
+        debounce.add(webhook(MAIN, str(at)), at)
+        assert debounce.due(at) == []
+    assert len(debounce.due(300.0)) == 1
+
+
+def test_the_same_delivery_again_does_not_make_the_wait_longer() -> None:
+    debounce = Debounce(20, 300)
+    debounce.add(webhook(MAIN, "0"), 0.0)
+    debounce.add(webhook(MAIN, "0"), 19.0)
+    assert debounce.due(20.0) == [webhook(MAIN, "0")]
+
+
+def test_a_poll_that_sees_what_was_delivered_is_part_of_it() -> None:
+    debounce = Debounce(20, 300)
+    debounce.add(Hint(MAIN, "poll"), 0.0)
+    debounce.add(webhook(MAIN, "0"), 5.0)
+    debounce.add(Hint(MAIN, "poll"), 15.0)
+    assert debounce.due(25.0) == [webhook(MAIN, "0")]
+
+
+def test_refs_are_held_apart() -> None:
+    debounce = Debounce(20, 300)
+    debounce.add(webhook(MAIN, "0"), 0.0)
+    debounce.add(webhook(DEV, "1"), 10.0)
+    assert debounce.due(20.0) == [webhook(MAIN, "0")]
+    assert debounce.next_at() == 30.0
+
+
+def test_waits_after_failures_double_up_to_the_longest() -> None:
+    retries = Retries(10, 35)
+    assert retries.may("a", 0.0)
+    ends = []
+    for _ in range(4):
+        retries.failed("a", 0.0)
+        ends.append(next(end for end in range(100) if retries.may("a", end)))
+    assert ends == [10, 20, 35, 35]
+    assert retries.may("b", 0.0)
+    retries.forget("a")
+    assert retries.may("a", 0.0)

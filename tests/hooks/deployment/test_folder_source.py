@@ -1,0 +1,112 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from hooks.deployment import FolderSource
+from hooks.deployment import folder_source as module
+from hooks.errors import SourceError
+
+
+def ignore(stage: str) -> None:
+    pass
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "README.md").write_text("# hello")
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> FolderSource:
+    return FolderSource(tmp_path / "copies", kept=2)
+
+
+async def test_the_commit_of_a_folder_is_its_policy_s_content(folder: Path, source: FolderSource) -> None:
+    first = await source.head(str(folder), None)
+    assert len(first) == 40
+    (folder / "README.md").write_text("# other")
+    os.utime(folder / "config.json", (1, 1))
+    assert await source.head(str(folder), "main") == first
+    (folder / "model.safetensors").write_bytes(b"Weights")
+    second = await source.head(str(folder), None)
+    assert second != first
+    (folder / "model.safetensors").rename(folder / "policy_preprocessor_step_0.safetensors")
+    assert await source.head(str(folder), None) not in (first, second)
+
+
+async def test_what_is_fetched_is_a_copy_that_writers_do_not_reach(folder: Path, source: FolderSource) -> None:
+    sha = await source.head(str(folder), None)
+    copy = await source.fetch(str(folder), sha, ignore)
+    (folder / "model.safetensors").write_bytes(b"Weights")
+    assert (copy / "model.safetensors").read_bytes() == b"weights"
+    assert {path.name for path in copy.iterdir()} == {"config.json", "model.safetensors"}
+    assert await source.head(str(folder), sha) == sha  # it can be gone back to
+    assert await source.fetch(str(folder), sha, ignore) == copy
+
+
+async def test_a_torn_copy_is_refused_and_leaves_nothing(folder: Path, source: FolderSource, tmp_path: Path) -> None:
+    sha = await source.head(str(folder), None)
+    (folder / "model.safetensors").write_bytes(b"weig")
+    with pytest.raises(SourceError, match="written to") as raised:
+        await source.fetch(str(folder), sha, ignore)
+    assert raised.value.code == "changed_meanwhile"
+    assert [path for path in (tmp_path / "copies").rglob("*") if path.is_file()] == []
+
+
+async def test_a_copy_that_rotted_is_made_again(folder: Path, source: FolderSource) -> None:
+    sha = await source.head(str(folder), None)
+    copy = await source.fetch(str(folder), sha, ignore)
+    (copy / "model.safetensors").write_bytes(b"w3ights")
+    again = await source.fetch(str(folder), sha, ignore)
+    assert (again / "model.safetensors").read_bytes() == b"weights"
+
+
+async def test_only_the_newest_copies_are_kept(folder: Path, source: FolderSource) -> None:
+    copies = []
+    for step in range(4):
+        (folder / "model.safetensors").write_bytes(bytes([step]) * 8)
+        copies.append(await source.fetch(str(folder), await source.head(str(folder), None), ignore))
+        os.utime(copies[-1], (step, step))
+    assert [copy.is_dir() for copy in copies] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+async def test_what_is_no_policy_is_refused(folder: Path, source: FolderSource, missing: str) -> None:
+    (folder / missing).unlink()
+    sha = await source.head(str(folder), None)
+    with pytest.raises(SourceError, match=missing) as raised:
+        await source.fetch(str(folder), sha, ignore)
+    assert raised.value.code == "incomplete"
+
+
+async def test_a_folder_has_no_tags(folder: Path, source: FolderSource) -> None:
+    with pytest.raises(SourceError) as raised:
+        await source.head(str(folder), "v1")
+    assert raised.value.code == "unknown_revision"
+
+
+async def test_a_folder_that_is_not_there_is_unknown(source: FolderSource, tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as raised:
+        await source.head(str(tmp_path / "nothing"), None)
+    assert raised.value.code == "unknown_repo"
+
+
+async def test_files_that_did_not_change_are_not_read_again(
+    folder: Path, source: FolderSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    content_hash = module._content_hash
+    monkeypatch.setattr(module, "_content_hash", lambda path: read.append(path.name) or content_hash(path))
+    monkeypatch.setattr(module, "FRESH", -1.0)
+    for _ in range(3):
+        await source.head(str(folder), None)
+    assert sorted(read) == ["config.json", "model.safetensors"]
+    (folder / "config.json").write_text("[]")
+    await source.head(str(folder), None)
+    assert sorted(read) == ["config.json", "config.json", "model.safetensors"]

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+
+from hooks.database import Database
+from hooks.deployment import Deployments, DeploymentSettings
+from hooks.deployment.records import SCHEMA, Record, Records
+from tests.hooks.deployment.world import REPO, Robots
+
+
+async def test_records_are_there_after_a_restart_and_the_oldest_are_dropped(tmp_path: Path) -> None:
+    database = Database(tmp_path / "d.sqlite", SCHEMA)
+    records = Records(database, 3)
+    made = [Record(REPO, None, "poll", sha=str(number) * 40, at=float(number)) for number in range(5)]
+    for record in made:
+        record.begin("resolving")
+        record.begin("downloading")
+        record.end("swapped", text="fine")
+        await records.save(record)
+    assert records.list() == made[:1:-1]
+    database.close()
+    database = Database(tmp_path / "d.sqlite", SCHEMA)
+    again = Records(database, 3)
+    assert again.list(2) == made[:2:-1]
+    assert again.get(made[4].id).stages[1].name == "downloading"
+    with pytest.raises(KeyError):
+        again.get(made[0].id)
+    database.close()
+
+
+def test_stages_follow_each_other_and_one_that_is_told_twice_is_one() -> None:
+    record = Record(REPO, None, "request")
+    for name in ("loading", "loading", "compiling"):
+        record.begin(name)
+    record.end("rejected", "slow", "p99 80 ms")
+    assert [stage.name for stage in record.stages] == ["loading", "compiling"]
+    assert all(stage.seconds is not None and stage.seconds >= 0 for stage in record.stages)
+    assert "request -> someone/arm@main ?" in record.in_words()
+    assert "rejected (slow: p99 80 ms)" in record.in_words()
+
+
+async def test_a_database_that_others_use_too_gets_the_tables(tmp_path: Path) -> None:
+    database = Database(None, ["CREATE TABLE other (id TEXT)"])
+    deployments = Deployments(sources=lambda repo: pytest.fail(repo), rollout=Robots(), database=database)
+    await deployments.quarantine.add(REPO, "1" * 40, "slow", "", None)
+    deployments.close()
+    assert database.run_now(lambda connection: connection.execute("SELECT count(*) FROM quarantine").fetchone()[0]) == 1
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"quiet": -1}, {"poll": 0}, {"jitter": 1}, {"transfers": 0}, {"longest": 0}, {"kept": 0}]
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        DeploymentSettings(**wrong)
