@@ -7,7 +7,7 @@ from typing import IO, Self
 
 from hooks.database import Database
 from hooks.errors import StoreError
-from hooks.receiving import ledger
+from hooks.receiving import ledger, records
 from hooks.receiving.event import Event
 from hooks.receiving.settings import DAY
 
@@ -28,7 +28,7 @@ class Inbox:
 
     def __init__(self, path: str | Path | None):
         self.path = None if path is None else Path(path)
-        self.database = Database(path, ledger.SCHEMA)
+        self.database = Database(path, records.SCHEMA)
         self._lock: IO[str] | None = None
 
     def own(self) -> None:
@@ -59,7 +59,7 @@ class Inbox:
             status: one of ``Status``; ``dead`` lists the dead letters.
             before: the ``number`` of the last one of the page before.
         """
-        return self.database.run_now(ledger.newest, status=status, path=path, limit=limit, before=before)
+        return self.database.run_now(records.newest, status=status, path=path, limit=limit, before=before)
 
     def get(self, event_id: str) -> Event:
         """One event, whole.
@@ -67,7 +67,7 @@ class Inbox:
         Raises:
             UnknownEvent: there is none of this id.
         """
-        return self.database.run_now(ledger.get, event_id)
+        return self.database.run_now(records.get, event_id)
 
     def replay(self, event_id: str) -> Event:
         """Have it run again; a running receiver begins within a second, else the next one that starts.
@@ -79,7 +79,7 @@ class Inbox:
 
     def counts(self, within: float = DAY) -> dict[str, int]:
         """Deliveries of the last seconds by webhook id."""
-        return self.database.run_now(ledger.counts, since=time.time() - within)
+        return self.database.run_now(records.counts, since=time.time() - within)
 
     def close(self) -> None:
         """Let go of the file."""

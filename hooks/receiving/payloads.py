@@ -1,16 +1,21 @@
 """Bodies become payloads: what has to be there is checked, all else is taken as it comes."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from hooks.payload import WebhookPayload
+from hooks.payload import WebhookPayload, WebhookPayloadUpdatedFile
 
 NEEDED = ("event", "repo", "webhook")
 SHOWN = 5
+AT_ONCE = 500
+_FILES = TypeAdapter(list[WebhookPayloadUpdatedFile])
+# Models of these need no more than the three parts; a subclass of the user may.
+_PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
 
 
 class Unusable(Exception):
@@ -67,6 +72,17 @@ def facts_of(data: object) -> Facts:
     )
 
 
+def check(model: type[BaseModel] | None, data: object) -> None:
+    """Whether ``payload_of`` will have what it needs; of the Hub's own payload, only that is looked at.
+
+    Raises:
+        Unusable: it will not.
+    """
+    if model is not None and model.__module__ in _PLAIN and isinstance(data, dict):
+        model, data = WebhookPayload, {name: data[name] for name in NEEDED if name in data}
+    payload_of(model, data)
+
+
 def payload_of(model: type[BaseModel] | None, data: Any) -> Any:
     """What a handler gets: the JSON object itself without a model, else an instance of it.
 
@@ -81,7 +97,11 @@ def payload_of(model: type[BaseModel] | None, data: Any) -> Any:
         raise Unusable("the body is no JSON object")
     if model is None:
         return data
-    if issubclass(model, WebhookPayload) or all(name in model.model_fields for name in NEEDED):
+    if _is_hubs(model):
+        files = data.get("updatedFiles")
+        if isinstance(files, list) and len(files) > AT_ONCE:
+            payload = _hub_payload(model, {name: value for name, value in data.items() if name != "updatedFiles"})
+            return _with_files(payload, files)
         return _hub_payload(model, data)
     try:
         return model.model_validate(data)
@@ -108,6 +128,20 @@ def _hub_payload(model: type[BaseModel], data: dict[str, Any]) -> BaseModel:
             # A subclass may need more than the three parts.
             unusable = [one["loc"] for one in error.errors(include_input=False)]
     raise Unusable("the payload is not usable", _few(".".join(map(str, place)) for place in unusable))
+
+
+def _is_hubs(model: type[BaseModel]) -> bool:
+    return issubclass(model, WebhookPayload) or all(name in model.model_fields for name in NEEDED)
+
+
+def _with_files(payload: BaseModel, files: list[Any]) -> BaseModel:
+    """With 10,000 files of a bucket: read a few at a time, because no other thread runs while pydantic reads."""
+    if not isinstance(payload, WebhookPayload):
+        return payload
+    some = (files[start : start + AT_ONCE] for start in range(0, len(files), AT_ONCE))
+    with suppress(ValidationError):
+        payload.updatedFiles = [file for few in some for file in _FILES.validate_python(few)]
+    return payload
 
 
 def _few(names: Any) -> tuple[str, ...]:

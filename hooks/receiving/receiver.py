@@ -10,7 +10,7 @@ from sanic import Blueprint, HTTPResponse, Request, Sanic
 from sanic.constants import HTTP_METHODS
 
 from hooks.errors import HooksError, InvalidWebhook
-from hooks.receiving import ledger
+from hooks.receiving import records
 from hooks.receiving.endpoint import Endpoint, Mode, Retry
 from hooks.receiving.event import Event
 from hooks.receiving.filters import Filter, Names
@@ -146,6 +146,8 @@ class Receiver:
         # Functions, because Sanic's blueprints register them by their names.
         @blueprint.before_server_start
         async def start_webhooks(app: Sanic) -> None:
+            for path in (path for path, endpoint in self._endpoints.items() if endpoint.proofs.is_open):
+                log.warning("%s is open to everyone: no webhook secret is set", path)
             self._intake = await Intake.open(self.settings, self._endpoints, app)
 
         @blueprint.before_server_stop
@@ -172,7 +174,7 @@ class Receiver:
             before: the ``number`` of the last one of the page before.
         """
         return await self._running.inbox.database.run(
-            ledger.newest, status=status, path=path, limit=limit, before=before
+            records.newest, status=status, path=path, limit=limit, before=before
         )
 
     async def event(self, event_id: str) -> Event:
@@ -181,7 +183,7 @@ class Receiver:
         Raises:
             UnknownEvent: there is none of this id.
         """
-        return await self._running.inbox.database.run(ledger.get, event_id)
+        return await self._running.inbox.database.run(records.get, event_id)
 
     async def replay(self, event_id: str) -> Event:
         """Have an event run again, whatever became of it.

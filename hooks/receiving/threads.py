@@ -21,6 +21,8 @@ class Threads:
         """Call it in a thread; cancelling the future only ends the waiting."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
+        # Whoever waited may have given up; its error is no news then.
+        outcome.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         context = contextvars.copy_context()
 
         def work() -> None:

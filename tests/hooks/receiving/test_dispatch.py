@@ -9,6 +9,7 @@ import pytest
 import sanic
 
 from hooks.errors import RetryableError, UnknownEvent
+from hooks.payload import WebhookPayload
 from hooks.receiving.endpoint import backoff
 from hooks.receiving.event import Event, Status
 from hooks.receiving.inbox import Inbox
@@ -344,7 +345,7 @@ def test_backoff_doubles_up_to_its_longest_and_half_is_chance() -> None:
 async def test_a_disk_that_is_full_for_a_while_does_not_lose_what_was_accepted(
     serving, make_payload, until, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hooks.receiving.dispatch.STORE_PAUSE", 0.01)
+    monkeypatch.setattr("hooks.receiving.runs.STORE_PAUSE", 0.01)
     receiver, runs, began, goes_on = Receiver(settings(database=tmp_path / "e.sqlite3")), [], asyncio.Event(), None
     goes_on = asyncio.Event()
 
@@ -373,3 +374,17 @@ async def test_a_disk_that_is_full_for_a_while_does_not_lose_what_was_accepted(
         await until(receiver)
         assert [event.status for event in await receiver.events()] == [Status.DONE]
     assert runs == [1]
+
+
+async def test_a_large_payload_is_read_whole_for_an_async_handler(serving, make_payload) -> None:
+    receiver, ran = Receiver(settings()), []
+    files = [{"path": f"folder/{number}", "action": "add", "xetHash": "f" * 64} for number in range(4000)]
+
+    async def count(payload: WebhookPayload) -> int:
+        ran.append(threading.current_thread() is threading.main_thread())
+        return len(payload.updatedFiles or ())
+
+    receiver.add(count)
+    async with serving(receiver) as sender:
+        told = await sender.post("/webhooks/count", make_payload(updatedFiles=files))
+    assert (told.status, told.json, ran) == (200, 4000, [True])

@@ -20,7 +20,7 @@ SIGNED = {"x-webhook-secret": "a-secret-of-sixteen"}
 
 
 def receiver(**more) -> Receiver:
-    made = Receiver(ReceiverSettings(secrets=("a-secret-of-sixteen",), **more))
+    made = Receiver(ReceiverSettings(secrets=("a-secret-of-sixteen",), **more), prefix="/others")
 
     def size(payload: dict) -> int:
         return len(payload["padding"])
@@ -40,7 +40,7 @@ async def test_the_service_takes_5_MB_here_while_its_own_limit_is_1_MB() -> None
 
         async def post(size: int, headers: dict = SIGNED, path: str = "size") -> tuple[int, object]:
             body = io.BytesIO(json.dumps({"padding": "x" * size}).encode())
-            async with session.post(f"{url}/webhooks/{path}", data=body, headers=headers) as answer:
+            async with session.post(f"{url}/others/{path}", data=body, headers=headers) as answer:
                 return answer.status, await answer.json()
 
         assert await post(5_000_000) == (200, 5_000_000)
@@ -49,7 +49,7 @@ async def test_the_service_takes_5_MB_here_while_its_own_limit_is_1_MB() -> None
         assert await post(5_000_000, {"x-webhook-secret": "no"}) == (403, {"error": "Invalid webhook secret."})
         status, told = await post(3, path="breaks")
         assert (status, "private" in str(told)) == (500, False)
-        async with session.get(f"{url}/webhooks/size") as answer:
+        async with session.get(f"{url}/others/size") as answer:
             assert (answer.status, await answer.json()) == (405, {"error": "Method Not Allowed"})
         async with session.get(f"{url}/") as answer:
             assert answer.status == 200
@@ -71,19 +71,19 @@ async def test_middleware_and_error_handlers_of_another_app_do_not_change_the_an
 
     async with serving(receiver(max_body=100), prepare) as sender:
         told = [
-            await sender.post("/webhooks/size", {"padding": "x"}, headers=SIGNED),
-            await sender.post("/webhooks/size", {"padding": "x"}),
-            await sender.post("/webhooks/size", {"padding": "x" * 200}, headers=SIGNED),
-            await sender.post("/webhooks/size", data="{", headers=SIGNED),
-            await sender.post("/webhooks/breaks", headers=SIGNED),
-            await sender.post("/webhooks/breaks", method="PATCH"),
+            await sender.post("/others/size", {"padding": "x"}, headers=SIGNED),
+            await sender.post("/others/size", {"padding": "x"}),
+            await sender.post("/others/size", {"padding": "x" * 200}, headers=SIGNED),
+            await sender.post("/others/size", data="{", headers=SIGNED),
+            await sender.post("/others/breaks", headers=SIGNED),
+            await sender.post("/others/breaks", method="PATCH"),
         ]
     assert [one.status for one in told] == [200, 401, 413, 422, 500, 405]
     assert {one.headers["x-marked"] for one in told} == {"True"}
 
 
 async def test_an_app_that_answers_sooner_is_not_cut(serving) -> None:
-    made = Receiver()
+    made = Receiver(ReceiverSettings(stop_within=0.01))
 
     async def for_ever() -> None:
         await asyncio.Event().wait()

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from hooks.payload import WebhookPayload
-from hooks.receiving.payloads import Facts, Unusable, facts_of, parse, payload_of
+from hooks.receiving.payloads import Facts, Unusable, check, facts_of, parse, payload_of
 
 
 class Strict(BaseModel):
@@ -87,3 +87,20 @@ def test_facts_come_from_anything(make_payload) -> None:
     odd = {"event": 3, "repo": {"id": 5, "name": None}, "webhook": [], "updatedRefs": [1, {"ref": 2}, {"ref": "x"}]}
     assert facts_of(odd) == Facts(refs=("x",))
     assert facts_of(json.loads("{}")) == Facts()
+
+
+def test_a_bucket_with_many_files_is_read_whole(make_payload) -> None:
+    files = [{"path": f"{number}", "action": "add", "size": number} for number in range(1234)]
+    payload = payload_of(WebhookPayload, make_payload(updatedFiles=files))
+    assert [file.size for file in payload.updatedFiles] == list(range(1234))
+    assert payload.model_dump(by_alias=True, exclude_unset=True)["updatedFiles"] == files
+    files[1000]["size"] = "huge"
+    assert payload_of(WebhookPayload, make_payload(updatedFiles=files)).updatedFiles is None
+
+
+def test_before_it_is_kept_only_what_is_needed_is_looked_at(make_payload) -> None:
+    for model in (WebhookPayload, huggingface_hub.WebhookPayload, None):
+        check(model, make_payload(updatedFiles=3, discussion={}))
+    for model, data in ((WebhookPayload, {}), (Robot, make_payload()), (Strict, {}), (None, [])):
+        with pytest.raises(Unusable):
+            check(model, data)

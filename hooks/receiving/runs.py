@@ -1,0 +1,174 @@
+"""One attempt at an event: its handler is called, and what became of it is written and told."""
+
+import asyncio
+import functools
+import inspect
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from pydantic import BaseModel
+from sanic import Request, Sanic
+from sanic.compat import Header
+
+from hooks.errors import RetryableError, StoreError
+from hooks.receiving import answers, ledger
+from hooks.receiving.endpoint import Endpoint, backoff
+from hooks.receiving.event import Answer, Event, Status
+from hooks.receiving.inbox import Inbox
+from hooks.receiving.ledger import EffectFailed
+from hooks.receiving.payloads import Unusable, parse, payload_of
+from hooks.receiving.reply import Reply
+from hooks.receiving.settings import ReceiverSettings
+from hooks.receiving.threads import Threads
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+log = logging.getLogger(__name__)
+
+STORE_PAUSE = 0.5  # seconds between attempts to write what became of an event
+LARGE = 1 << 18  # bytes of a body that is not read on the event loop
+
+
+class StillRuns(Exception):
+    """A sync handler took longer than it may; its thread goes on."""
+
+
+class Runs:
+    """Calls handlers.
+
+    Attributes:
+        is_ending: nothing is waited for any more.
+    """
+
+    def __init__(self, inbox: Inbox, settings: ReceiverSettings, app: Sanic | None):
+        self.is_ending = False
+        self._inbox = inbox
+        self._settings = settings
+        self._app = app
+        self._threads = Threads(settings.threads)
+
+    def close(self) -> None:
+        """Let the threads end after what they do now."""
+        self._threads.close()
+
+    async def attempt(
+        self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None
+    ) -> float | None:
+        """One attempt.
+
+        Args:
+            reply: of the sender, if it waits.
+            request: of the sender, if it came since the last start.
+
+        Returns:
+            When the next attempt is due, seconds since 1970; None when there is none.
+        """
+        try:
+            value = await self._call(endpoint, event, request)
+            told = answers.value_of(endpoint.handler.name, value)
+            if told.status >= 500:
+                return await self._fail(endpoint, event, RuntimeError(f"it answered {told.status}"), reply, told)
+            await self._finish(event, told)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The handler's own; the lane goes on.
+            return await self._fail(endpoint, event, error, reply)
+        except EffectFailed as error:
+            return await self._fail(endpoint, event, error.__cause__ or error, reply)
+        except (Exception, SystemExit) as error:  # a handler must not end the server
+            return await self._fail(endpoint, event, error, reply)
+        if reply is not None:
+            reply.tell(told)
+        return None
+
+    async def _call(self, endpoint: Endpoint, event: Event, request: Request | None) -> object:
+        handler = endpoint.handler
+        payload = None
+        if handler.takes("payload"):
+            read = functools.partial(_read, handler.model, event.body)
+            payload = read() if event.size < LARGE else await asyncio.to_thread(read)
+        if handler.takes("request") and request is None:
+            request = _request_of(event, self._app)
+        call = handler.bind(payload, request, event)
+        if handler.is_async:
+            async with asyncio.timeout(endpoint.timeout):
+                value = call()
+                return await value if inspect.isawaitable(value) else value
+        outcome = self._threads.run(call)
+        done, _ = await asyncio.wait({outcome}, timeout=endpoint.timeout)
+        if not done:
+            raise StillRuns(f"it took longer than {endpoint.timeout:g} s; its thread goes on")
+        value = outcome.result()
+        return await value if inspect.isawaitable(value) else value
+
+    async def _finish(self, event: Event, told: Answer) -> None:
+        await self._write(ledger.finish, event.id, answers.stored(told), tuple(event.effects), now=time.time())
+
+    async def _fail(
+        self, endpoint: Endpoint, event: Event, error: BaseException, reply: Reply | None, told: Answer | None = None
+    ) -> float | None:
+        log.error("event %s: handler %s failed", event.id, endpoint.handler.name, exc_info=error)
+        now = time.time()
+        delay = None
+        if not isinstance(error, StillRuns | Unusable):
+            delay = endpoint.delay(error, event.failures + 1, self._settings)
+        # From here on the sender waits until it is written whether the event is handed back to it.
+        is_ours = isinstance(error, RetryableError) and delay is not None
+        to_sender = reply is not None and not is_ours and reply.decide()
+        write = self._inbox.database.run if to_sender else self._write
+        try:
+            status = await write(
+                ledger.fail,
+                event.id,
+                f"{type(error).__name__}: {error}"[:2000],
+                now=now,
+                attempts=self._settings.attempts,
+                retry_at=None if delay is None else now + delay,
+                to_sender=to_sender,
+            )
+        except StoreError as trouble:
+            # Nobody knows that it was handed back, so it runs again here, whatever its sender does.
+            log.error("event %s: its end cannot be written, it runs again: %s", event.id, trouble)
+            if reply is not None:
+                reply.tell(answers.busy("The event could not be written.", self._settings.retry_after))
+            status = await self._write(ledger.again, event.id, now=now)
+        if reply is not None:
+            is_accepted = status is Status.WAITING
+            reply.tell(answers.accepted(event.id) if is_accepted else told or answers.failed(event.id))
+        if status is Status.DEAD:
+            log.error("event %s of %s is a dead letter after %d attempts", event.id, event.path, event.attempt)
+        return now + (delay or backoff(1, self._settings)) if status is Status.WAITING else None
+
+    async def _write(
+        self,
+        transaction: Callable[Concatenate[sqlite3.Connection, str, Arguments], Result],
+        event_id: str,
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        """Write what became of an event, for as long as that takes: a disk may be full for a while."""
+        while True:
+            try:
+                return await self._inbox.database.run(transaction, event_id, *arguments, **named)
+            except StoreError as error:
+                log.error("event %s: what became of it cannot be written yet: %s", event_id, error)
+                if self.is_ending:
+                    raise  # it is run again at the next start
+                await asyncio.sleep(STORE_PAUSE)
+
+
+def _request_of(event: Event, app: Sanic | None) -> Request:
+    """What there is of the request of an event that was accepted before the last start."""
+    request = Request(event.path.encode(), Header(dict(event.headers)), "1.1", "POST", cast(Any, None), cast(Any, app))
+    request.body = event.body
+    return request
+
+
+def _read(model: type[BaseModel] | None, body: bytes) -> Any:
+    return payload_of(model, parse(body))
