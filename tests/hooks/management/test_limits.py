@@ -1,0 +1,209 @@
+"""A Hub that hangs, refuses or breaks off: how long a call takes, and what is asked twice."""
+
+import threading
+import time
+
+import httpx2
+import huggingface_hub
+import pytest
+from huggingface_hub.utils import _http
+
+from hooks.errors import HubTrouble
+from hooks.management import HubRefused, HubSilent, HubUnreachable, WebhooksClient
+from hooks.management.limits import within
+from hooks.management.retries import asked_to_wait
+
+URL = "https://example.com/hook"
+DATE = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
+
+
+def quick(stub, timeout: float = 0.3) -> WebhooksClient:
+    return WebhooksClient(stub.url, "hf_token", timeout=timeout)
+
+
+@pytest.mark.parametrize("how", ["hang", "stall"])
+def test_a_hub_that_hangs_is_an_error_within_the_limit(stub, how):
+    stub.script("GET", how, None)
+    began = time.monotonic()
+    with pytest.raises(HubSilent, match="did not answer GET") as caught:
+        quick(stub).list_webhooks()
+    assert 0.3 <= time.monotonic() - began < 1.3
+    assert isinstance(caught.value, TimeoutError)
+    assert isinstance(caught.value, HubTrouble)
+    assert caught.value.was_sent
+
+
+def test_a_hub_that_gives_one_byte_at_a_time_is_an_error_within_the_limit(stub, monkeypatch):
+    """Each read is quick enough for the HTTP client, all of them together are not for us."""
+    ended = threading.Event()
+
+    def drip(request):
+        def read():
+            while not ended.wait(0.1):
+                yield b" "
+
+        return httpx2.Response(200, stream=_Stream(read()), request=request)
+
+    session = httpx2.Client(transport=httpx2.MockTransport(drip))
+    monkeypatch.setattr("hooks.management.hub.get_session", lambda: session)
+    began = time.monotonic()
+    with pytest.raises(HubSilent):
+        quick(stub).list_webhooks()
+    assert time.monotonic() - began < 1.3
+    ended.set()
+
+
+class _Stream(httpx2.SyncByteStream):
+    def __init__(self, parts):
+        self.parts = parts
+
+    def __iter__(self):
+        return self.parts
+
+
+def test_limits_leave_the_process_as_it_was(stub):
+    huggingface_hub.HfApi(stub.url, "hf_token").list_webhooks()
+    shared, factory = huggingface_hub.get_session(), _http._GLOBAL_CLIENT_FACTORY
+    stub.script("GET", "hang", None)
+    with pytest.raises(HubSilent):
+        quick(stub).list_webhooks()
+    assert huggingface_hub.get_session() is shared
+    assert shared.timeout == httpx2.Timeout(None)
+    assert _http._GLOBAL_CLIENT_FACTORY is factory
+    assert not shared.is_closed
+
+
+def test_what_would_be_sent_after_the_limit_is_not_sent(stub, monkeypatch):
+    """An address look-up has no limit; when it ends after ours, the webhook must not be made after all."""
+    found, done = threading.Event(), threading.Event()
+    session = huggingface_hub.get_session()
+    request = session.request
+
+    def slow(*arguments, **named):
+        found.wait(5)
+        try:
+            return request(*arguments, **named)
+        finally:
+            done.set()
+
+    monkeypatch.setattr(session, "request", slow)
+    with pytest.raises(HubSilent) as caught:
+        quick(stub).create_webhook(url=URL, watched="model:someone/arm")
+    assert not caught.value.was_sent
+    found.set()
+    assert done.wait(5)
+    assert stub.requests == []
+    assert not stub.webhooks
+
+
+@pytest.mark.parametrize(("how", "met"), [(429, 2), (500, 2), (503, 2), ("drop", 2)])
+def test_what_may_be_repeated_is(stub, client, how, met):
+    made = client.create_webhook(url=URL, watched="model:someone/arm")
+    details = {"retry_after": 0} if how == 429 else {}
+    for call in (
+        lambda: client.get_webhook(made.id),
+        lambda: client.disable_webhook(made.id),
+        lambda: client.update_webhook(made.id, url=f"{URL}/2", watched="model:a/b", domains="repo"),
+    ):
+        stub.requests.clear()
+        stub.script("webhooks", how, 1, **details)
+        call()
+        assert len(stub.requests) == met
+
+
+def test_a_429_is_waited_for_as_long_as_it_asks(stub, client):
+    stub.script("GET", 429, 1, retry_after=1)
+    began = time.monotonic()
+    assert client.list_webhooks() == []
+    assert 1 <= time.monotonic() - began < 2
+    assert len(stub.requests) == 2
+
+
+def test_a_429_that_asks_for_more_than_the_limit_is_an_error_at_once(stub, client):
+    stub.script("GET", 429, None, retry_after=300)
+    began = time.monotonic()
+    with pytest.raises(HubRefused, match="it asks to wait 300 s") as caught:
+        client.list_webhooks()
+    assert time.monotonic() - began < 1
+    assert caught.value.status == 429
+    assert len(stub.requests) == 1
+
+
+@pytest.mark.parametrize("how", [429, 500, 503, "drop", "hang", "cut"])
+def test_a_webhook_is_never_asked_for_twice(stub, how):
+    stub.script("POST", how, None)
+    with pytest.raises(HubTrouble):
+        quick(stub).create_webhook(url=URL, watched="model:someone/arm")
+    assert [request.method for request in stub.requests] == ["POST"]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+def test_a_refusal_is_not_repeated(stub, client, status):
+    stub.script("GET", status, None)
+    with pytest.raises(HubRefused):
+        client.list_webhooks()
+    assert len(stub.requests) == 1
+
+
+def test_a_deletion_that_was_done_before_its_answer_broke_off_is_done(stub, client):
+    made = client.create_webhook(url=URL, watched="model:someone/arm")
+    stub.requests.clear()
+    stub.script("DELETE", 500, 1)
+    del stub.webhooks[made.id]
+    client.delete_webhook(made.id)
+    assert [request.method for request in stub.requests] == ["DELETE", "DELETE"]
+
+
+def test_a_hub_that_is_not_there_is_said(stub):
+    stub.close()
+    with pytest.raises(HubUnreachable, match="cannot be reached") as caught:
+        quick(stub).list_webhooks()
+    assert isinstance(caught.value, ConnectionError)
+    assert not caught.value.was_sent
+
+
+def test_offline_mode_is_said(stub, client, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE"):
+        client.create_webhook(url=URL, watched="model:someone/arm")
+    assert stub.requests == []
+
+
+def test_a_client_closed_by_another_thread_is_opened_again(stub, client):
+    client.list_webhooks()
+    huggingface_hub.get_session().close()
+    with pytest.raises(HubUnreachable, match="closed by another thread"):
+        client.create_webhook(url=URL, watched="model:someone/arm")
+    huggingface_hub.close_session()
+    assert client.list_webhooks() == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"Retry-After": "7"}, 7.0),
+        ({"retry-after": "0"}, 0.0),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:10 GMT"}, 10.0),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:27:00 GMT"}, 0.0),
+        ({"Retry-After": "soon"}, None),
+        ({"RateLimit": '"api";r=0;t=55', "Retry-After": "3"}, 55.0),
+        ({"RateLimit": '"api";r=9;t=55'}, None),
+    ],
+)
+def test_what_an_answer_asks_for(headers, seconds):
+    assert asked_to_wait(headers, now=DATE) == seconds
+
+
+def test_errors_and_timeouts_of_the_work_itself_are_handed_on():
+    def fail():
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        within(5, fail)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_limit_that_is_none_is_refused(timeout):
+    with pytest.raises(ValueError, match="seconds above 0"):
+        WebhooksClient("https://huggingface.co", timeout=timeout)
