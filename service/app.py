@@ -96,7 +96,7 @@ def create_app(
     _keep_sessions(
         app,
         transport or RoomsTransport(ice_servers=settings.ice_servers),
-        load or _loader(settings),
+        webhooks.identified(load or _loader(settings)),
         load_model or _model_loader(settings),
         webhooks,
     )

@@ -31,10 +31,9 @@ class Policy(Protocol):
     def timings(self) -> Mapping[str, float]: ...
     @property
     def device(self) -> str: ...
-    @property
-    def commit(self) -> str | None:
-        """What its files are called, when that is known: a commit of the Hub, the hash of a folder."""
-        ...
+
+    commit: str | None
+    """What its files are called, when that is known: a commit of the Hub, the hash of a folder."""
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
         """Feature names to arrays with a batch axis -> (b, t, a) float32."""

@@ -5,6 +5,7 @@ The session side of continuous delivery. When and from where a policy comes is d
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,7 +143,7 @@ class Rollout:
         return [
             Follower(
                 session_id=session.id,
-                repo=session.new.policy_path,
+                repo=os.path.expanduser(session.new.policy_path),
                 ref=session.new.revision,
                 sha=session.policies.running.commit,
                 mode=session.new.auto_update,

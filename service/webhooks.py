@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from sanic import Blueprint, HTTPResponse
 
@@ -22,6 +23,7 @@ from hooks.receiving.settings import ReceiverSettings
 from hooks.registry.registry import Registry
 from hooks.registry.settings import RegistrySettings
 from service.deployments import SessionUpdates
+from service.engine import LoadPolicy, Policy
 from service.gates import Limits
 from service.origins import Origins
 from service.rollout import Rollout, RolloutSettings
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 # The name that huggingface_hub's own server has for it.
 SECRET_VARIABLE = "WEBHOOK_SECRET"
 ENDPOINT = "policies"
+# Seconds between looks at policy folders that sessions follow.
+FOLDER_LOOK = 1.0
 # Seconds that what happened at the very end gets to be written down.
 LAST_WORDS = 1.0
 
@@ -65,6 +69,12 @@ class Webhooks:
             self.registry = self._make_registry() if settings.registry else None
         except HooksError as error:
             raise SettingsError(str(error)) from error
+        self._hub = HubSource(
+            cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
+            limits=HubLimits(largest=settings.update_cache_bytes),
+        )
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        self._folders = FolderSource(self._file("policies") or cache / "robojax" / "policies")
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
 
@@ -139,7 +149,7 @@ class Webhooks:
             ),
         )
         deployments = Deployments(
-            sources=self._sources(),
+            sources=self._source,
             rollout=rollout,
             database=self._file("deployments.sqlite3"),
             settings=DeploymentSettings(
@@ -151,30 +161,56 @@ class Webhooks:
             on_event=lambda event, about: self.tell(f"session.{event}", about),
         )
         self._deployments = deployments
-        running = asyncio.create_task(deployments.run(), name="policy updates")
-        running.add_done_callback(_tell_of_defect)
+        running = [
+            asyncio.create_task(deployments.run(), name="policy updates"),
+            asyncio.create_task(self._watch_folders(sessions, deployments), name="policy folders"),
+        ]
+        for task in running:
+            task.add_done_callback(_tell_of_defect)
         try:
             yield SessionUpdates(deployments)
         finally:
             self._deployments = None
-            running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             deployments.close()
 
-    def _sources(self):
-        settings = self._settings
-        hub = HubSource(
-            cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
-            limits=HubLimits(largest=settings.update_cache_bytes),
-        )
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folders = FolderSource(self._file("policies") or Path(cache).expanduser() / "robojax" / "policies")
+    def _source(self, repo: str) -> Source:
+        return self._folders if is_folder(repo) else self._hub
 
-        def source_of(repo: str) -> Source:
-            return folders if Path(repo).expanduser().is_dir() else hub
+    def identified(self, load: LoadPolicy) -> LoadPolicy:
+        """The same, but a policy from a folder knows what its content is called, too: a change of it is noticed."""
 
-        return source_of
+        def load_and_name(path: str, revision: str | None = None, /, **more: Any) -> Policy:
+            if not is_folder(path):
+                return load(path, revision, **more)
+            before = self._content(path)
+            policy = load(path, revision, **more)
+            # Written to meanwhile: nobody knows what was read, and the next look brings what is there then.
+            policy.commit = before if before == self._content(path) else None
+            return policy
+
+        return load_and_name
+
+    def _content(self, folder: str) -> str | None:
+        # In a loader's thread, which has no loop of its own.
+        with suppress(HooksError):
+            return asyncio.run(self._folders.head(folder, None))
+        return None
+
+    async def _watch_folders(self, sessions: Sessions, deployments: Deployments) -> None:
+        """Look at a policy folder again when something in it has changed."""
+        seen: dict[str, object] = {}
+        while True:
+            followed = {one.new.policy_path for one in sessions.list() if one.new.auto_update != "off"}
+            for folder in filter(is_folder, followed):
+                look = await asyncio.to_thread(_look_at, folder)
+                if folder in seen and seen[folder] != look:
+                    deployments.look(folder)
+                seen[folder] = look
+            seen = {folder: look for folder, look in seen.items() if folder in followed}
+            await asyncio.sleep(FOLDER_LOOK)
 
     # Who is told.
 
@@ -210,6 +246,22 @@ class Webhooks:
                 logger.error("event %s is lost: %s", event, error)
             finally:
                 self._news.task_done()
+
+
+def is_folder(path: str) -> bool:
+    """Whether a policy's path is a folder of this machine, as loading it would decide."""
+    return bool(path) and os.path.isdir(os.path.expanduser(path))
+
+
+def _look_at(folder: str) -> object:
+    """What changes whenever a file of a folder does."""
+    found = []
+    with suppress(OSError):
+        for entry in os.scandir(os.path.expanduser(folder)):
+            with suppress(OSError):  # gone since
+                status = entry.stat()
+                found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return sorted(found)
 
 
 def is_from_here(request: Request) -> bool:

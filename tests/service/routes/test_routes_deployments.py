@@ -1,0 +1,270 @@
+"""Another policy for a running session over HTTP: a folder that changes, a request, a way back, a delivery."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import aiohttp.web
+import numpy as np
+import pytest
+
+from service.app import create_app
+from service.scripted_policy import ScriptedPolicy
+from service.serving import listen, serving
+from service.settings import Settings
+from service.transport.memory import MemoryTransport
+
+POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
+QUICK = {"update_quiet": 0.1, "update_probation": 0.2, "update_patience": 1.0, "update_poll": 0.0}
+PAYLOAD = {
+    "event": {"action": "update", "scope": "repo.content"},
+    "repo": {"type": "model", "name": "lab/other", "id": "1", "owner": {"id": "2"}, "private": False},
+    "webhook": {"id": "3", "version": 3},
+}
+
+
+def write(folder: Path, step: float = 0.1, **more: Any) -> None:
+    """A policy whose files say how far it moves."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"step": step, **more}))
+    (folder / "model.safetensors").write_bytes(str(step).encode())
+
+
+def load(path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
+    told = json.loads((Path(path) / "config.json").read_text())
+    return ScriptedPolicy(step=told["step"], failures=[np.full((1, 20, 6), np.nan, np.float32)] * told.get("nan", 0))
+
+
+class Rig:
+    def __init__(self, url: str, http: aiohttp.ClientSession, folder: Path, transport: MemoryTransport):
+        self.url, self.http, self.folder, self.transport = url, http, folder, transport
+
+    async def call(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
+        async with self.http.request(method, path, **more) as answer:
+            return answer.status, await answer.json()
+
+    async def stats(self) -> dict[str, Any]:
+        return (await self.call("GET", "/sessions/arm"))[1]["stats"]
+
+    async def deployments(self) -> list[dict[str, Any]]:
+        return (await self.call("GET", "/deployments"))[1]
+
+    async def until(self, claim: Callable[[list[dict[str, Any]]], Any]) -> dict[str, Any]:
+        async with asyncio.timeout(10):
+            while not claim(found := await self.deployments()):  # noqa: ASYNC110 - as a client would
+                await asyncio.sleep(0.02)
+        return found[0]
+
+    async def running(self, auto_update: str = "swap") -> None:
+        body = {
+            "session_id": "arm",
+            "policy_path": str(self.folder),
+            "transport_server_url": "http://rooms.example",
+            "auto_update": auto_update,
+            "rate": 50,
+        }
+        status, told = await self.call("POST", "/sessions", json=body)
+        assert status == 200, told
+        assert (await self.call("POST", "/sessions/arm/start"))[0] == 200
+
+
+@asynccontextmanager
+async def rigged(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
+    write(folder)
+    transport = MemoryTransport()
+    app = create_app(Settings(**(QUICK | settings)), transport=transport, load=load)
+
+    async def send() -> None:
+        while True:
+            if transport.links:
+                transport.link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+                transport.link.deliver_joints(POSE)
+            await asyncio.sleep(0.01)
+
+    async with (
+        serving(app, listen("127.0.0.1", 0)) as url,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http,
+    ):
+        robot = asyncio.create_task(send())
+        try:
+            yield Rig(url, http, folder, transport)
+        finally:
+            robot.cancel()
+
+
+@pytest.fixture(autouse=True)
+def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("service.webhooks.FOLDER_LOOK", 0.05)
+    monkeypatch.delenv("WEBHOOK_SECRET", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+async def test_a_folder_that_changes_is_swapped_in_and_one_that_is_broken_is_not(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running()
+        first = (await rig.stats())["policy_commit"]
+        assert len(first) == 40
+        await asyncio.sleep(0.2)  # the first look at the folder
+        write(rig.folder, 0.2)
+        swapped = await rig.until(lambda found: found and found[0]["result"])
+        assert (swapped["result"], swapped["trigger"]) == ("swapped", "folder"), swapped
+        stats = await rig.stats()
+        assert (stats["policy_commit"], stats["policy_before"]) == (swapped["sha"], first)
+        write(rig.folder, 90.0)
+        refused = await rig.until(lambda found: len(found) == 2 and found[0]["result"])
+        assert (refused["result"], refused["reason"]) == ("rejected", "out_of_range"), refused
+        assert (await rig.stats())["policy_commit"] == swapped["sha"]
+        (bad,) = (await rig.call("GET", "/quarantine"))[1]
+        assert (bad["sha"], bad["reason"]) == (refused["sha"], "out_of_range")
+        assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 200
+        assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 404
+        assert (await rig.call("GET", f"/deployments/{refused['id']}"))[1] == refused
+        assert (await rig.call("GET", "/deployments?session_id=other"))[1] == []
+
+
+async def test_a_policy_is_asked_for_and_gone_back_on(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running("off")
+        first = (await rig.stats())["policy_commit"]
+        status, told = await rig.call("POST", "/sessions/arm/policy")
+        assert (status, told["result"]) == (200, "noop"), told
+        write(rig.folder, 0.2)
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={})
+        assert status == 200, told
+        assert told["result"] in (None, "swapped"), told
+        assert (await rig.stats())["policy_commit"] == told["sha"] != first
+        done = await rig.until(lambda found: found[0]["result"])
+        assert (done["id"], done["result"]) == (told["id"], "swapped")
+        status, told = await rig.call("POST", "/sessions/arm/rollback")
+        assert (status, told["result"]) == (200, "rolled_back"), told
+        assert (await rig.stats())["policy_commit"] == first
+        # What was gone back on is not deployed again unless somebody insists.
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={})
+        assert (status, told["code"]) == (409, "update_failed"), told
+        assert "quarantine" in told["detail"]
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={"force": True})
+        assert status == 200, told
+
+
+async def test_a_staged_policy_waits_for_its_word(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running("stage")
+        first = (await rig.stats())["policy_commit"]
+        await asyncio.sleep(0.2)  # the first look at the folder
+        write(rig.folder, 0.2)
+        staged = await rig.until(lambda found: found and found[0]["result"])
+        assert staged["result"] == "staged", staged
+        stats = await rig.stats()
+        assert (stats["policy_commit"], stats["policy_staged"]) == (first, staged["sha"])
+        status, told = await rig.call("POST", "/sessions/arm/policy")
+        assert status == 200, told
+        stats = await rig.stats()
+        assert (stats["policy_commit"], stats["policy_staged"]) == (staged["sha"], None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/sessions/nobody/policy", {}, 404),
+        ("POST", "/sessions/nobody/rollback", None, 404),
+        ("GET", "/deployments/nothing", None, 404),
+        ("GET", "/deployments?limit=0", None, 422),
+        ("GET", "/deployments?limit=x", None, 422),
+    ],
+)
+async def test_what_is_not_there_is_said(tmp_path: Path, method: str, path: str, body: Any, status: int) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        found, told = await rig.call(method, path, json=body) if body is not None else await rig.call(method, path)
+        assert found == status, told
+
+
+async def test_wrong_bodies_and_revisions_are_explained(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running("off")
+        for body in ({"revision": ""}, {"revision": 7}, {"unknown": 1}, {"force": "yes"}, []):
+            status, told = await rig.call("POST", "/sessions/arm/policy", json=body)
+            assert status == 422, (body, told)
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={"revision": "v7"})
+        assert (status, told["code"]) == (409, "update_failed")
+        assert "'v7'" in told["detail"]
+        status, told = await rig.call("POST", "/sessions/arm/rollback")
+        assert (status, told["code"]) == (409, "update_failed"), told
+        body = {
+            "session_id": "pinned",
+            "policy_path": "lab/pick",
+            "transport_server_url": "http://rooms.example",
+            "revision": "a" * 40,
+            "auto_update": "swap",
+        }
+        status, told = await rig.call("POST", "/sessions", json=body)
+        assert status == 422
+        assert told["detail"][0]["loc"] == ["body", "auto_update"]
+
+
+async def test_deliveries_need_the_secret_or_come_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        status, told = await rig.call("POST", "/webhooks/policies", json=PAYLOAD)
+        assert (status, told["status"]) == (200, "ignored"), told
+        proxied = {"x-forwarded-for": "203.0.113.7"}
+        assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=proxied))[0] == 403
+        foreign = {"origin": "https://elsewhere.example"}
+        assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=foreign))[0] == 403
+    secrets = tmp_path / "secrets"
+    secrets.write_text("# two, while one replaces the other\nfirst-of-the-secrets\nsecond-of-the-secrets\n")
+    async with rigged(tmp_path / "policy", webhook_secret_file=str(secrets)) as rig:
+        assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD))[0] == 401
+        wrong = {"x-webhook-secret": "wrong"}
+        assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=wrong))[0] == 403
+        for secret in ("first-of-the-secrets", "second-of-the-secrets"):
+            right = {"x-webhook-secret": secret, "webhook-id": secret}
+            assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=right))[0] == 200
+        told = json.dumps((await rig.call("GET", "/debug/system"))[1])
+        assert str(tmp_path) not in told
+        assert "of-the-secrets" not in told
+
+
+async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> None:
+    from hooks.management import WebhooksClient
+
+    heard: list[dict[str, Any]] = []
+
+    async def hear(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        heard.append(await request.json())
+        return aiohttp.web.Response()
+
+    receiver = aiohttp.web.Application()
+    receiver.router.add_post("/", hear)
+    runner = aiohttp.web.AppRunner(receiver)
+    await runner.setup()
+    site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    target = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    settings = {"registry": True, "state": str(tmp_path / "state"), "registry_allow": ("127.0.0.0/8",)}
+    async with rigged(tmp_path / "policy", **settings) as rig:
+        token = (tmp_path / "state" / "registry-token").read_text().strip()
+        assert (tmp_path / "state" / "registry-token").stat().st_mode & 0o077 == 0
+        client = WebhooksClient(endpoint=rig.url, token=token)
+        made = await asyncio.to_thread(
+            client.create_webhook, url=target, watched=[{"type": "user", "name": "robojax"}], domains=["session"]
+        )
+        assert made.status == "enabled"
+        await rig.running()
+        await asyncio.sleep(0.2)  # the first look at the folder
+        write(rig.folder, 0.2)
+        await rig.until(lambda found: found and found[0]["result"])
+        assert (await rig.call("DELETE", "/sessions/arm"))[0] == 200
+        async with asyncio.timeout(10):
+            while len(heard) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    await runner.cleanup()
+    assert [one["type"] for one in heard] == [
+        "session.created",
+        "session.started",
+        "session.policy.swapped",
+        "session.deleted",
+    ]
+    assert heard[2]["data"]["sessions"] == ["arm"]
