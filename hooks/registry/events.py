@@ -9,7 +9,6 @@ from hooks.payload import WebhookPayload
 from hooks.sending.queue import Message, new_id
 from hooks.sending.schedule import iso
 
-MAX_BODY = 5 << 20
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 
 

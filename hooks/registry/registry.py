@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,7 @@ class Registry:
             StoreError: the database cannot be used, or another process uses it.
         """
         settings = self.settings
-        with _alone(settings.database):
-            database = Database(settings.database, SCHEMA)
+        with _alone(settings.database), closing(Database(settings.database, SCHEMA)) as database:
             aside = settings.database and settings.database.with_name(settings.database.name + ".jobs")
             posts = PostCourier(self._rules, timeout=settings.timeout, resolve=self._resolve)
             jobs = JobCourier(self._jobs, aside, settings.jobs_at_once)
@@ -148,7 +147,6 @@ class Registry:
                 # Together: a sender that waits for a job ends with it.
                 await asyncio.gather(*tasks, jobs.close(), return_exceptions=True)
                 self._open = None
-                database.close()
 
     async def emit_session(self, type: str, data: Mapping[str, Any]) -> int:
         """Tell of a session or of the server: ``session.started``, ``server.degraded``, ...
@@ -227,7 +225,7 @@ class Registry:
             return
 
     async def facts(self) -> dict[str, int]:
-        """Figures: webhooks, deliveries by status, and those dropped since the start.
+        """Figures: webhooks, folders read so far, deliveries by status, and those dropped since the start.
 
         Raises:
             HooksError: the registry does not run, or its database cannot be read.
@@ -239,6 +237,7 @@ class Registry:
             return {
                 "webhooks": len(webhooks),
                 "webhooks_disabled": sum(bool(one.disabled) for one in webhooks),
+                "folders_known": connection.execute("SELECT count(*) FROM folders").fetchone()[0],
                 **{f"deliveries_{status}": count for status, count in queue.counts(connection).items()},
             }
 

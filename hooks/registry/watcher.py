@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 # Milliseconds in which the kernel's notices are gathered; ``Quiet`` waits for the folder to rest.
 GATHER = 50
+# Milliseconds after which a watch says that it heard nothing. The first time it does, the folder is looked at once
+# more: what moved before the watch was there was not heard.
+SILENCE = 500
 
 
 class FolderWatcher:
@@ -98,10 +101,19 @@ class FolderWatcher:
         """Hear of the folder itself being made, exchanged or taken away: its own watch would follow the old one."""
         while True:
             try:
-                async for changes in awatch(folder.parent, watch_filter=None, recursive=False, debounce=GATHER):
-                    if any(Path(path).name == folder.name for _, path in changes):
+                is_new = True
+                async for changes in awatch(
+                    folder.parent,
+                    watch_filter=None,
+                    recursive=False,
+                    debounce=GATHER,
+                    rust_timeout=SILENCE,
+                    yield_on_timeout=True,
+                ):
+                    if is_new or any(Path(path).name == folder.name for _, path in changes):
                         replaced.set()
                         moved.set()
+                    is_new = False
             except OSError as error:
                 logger.info("folder %s: no notices of its parent (%s); it is polled", folder, error.strerror)
             await asyncio.sleep(self._poll)
@@ -110,8 +122,18 @@ class FolderWatcher:
         while True:
             replaced.clear()
             try:
-                async for _ in awatch(folder, watch_filter=None, stop_event=replaced, debounce=GATHER):
-                    moved.set()
+                is_new = True
+                async for changes in awatch(
+                    folder,
+                    watch_filter=None,
+                    stop_event=replaced,
+                    debounce=GATHER,
+                    rust_timeout=SILENCE,
+                    yield_on_timeout=True,
+                ):
+                    if changes or is_new:
+                        moved.set()
+                    is_new = False
             except OSError as error:
                 # Not there yet, or more files than the system watches (fs.inotify.max_user_watches).
                 logger.info("folder %s: no notices of its content (%s); it is polled", folder, error.strerror)

@@ -268,7 +268,8 @@ def release(connection: sqlite3.Connection, webhook_id: str, now: float) -> None
     """Send again, and what has waited at once."""
     if connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,)).rowcount:
         connection.execute(
-            "UPDATE deliveries SET due_at = ?, failed = 0 WHERE webhook_id = ? AND due_at IS NOT NULL",
+            "UPDATE deliveries SET due_at = ?, failed = 0 WHERE number IN (SELECT min(number) FROM deliveries "
+            "WHERE webhook_id = ? AND status = 'waiting' GROUP BY subject)",
             (now, webhook_id),
         )
 
@@ -281,11 +282,15 @@ def forget(connection: sqlite3.Connection, webhook_id: str) -> None:
 
 
 def prune(connection: sqlite3.Connection, before: float, most: int) -> int:
-    """Forget what was finished before then, and above so many also what is newer; how many."""
+    """Forget what was finished before then, and above so many also what is newer; how many.
+
+    What waits for a webhook that is not enabled is forgotten too when it is older.
+    """
     count = connection.execute(
         "DELETE FROM deliveries WHERE finished_at < ? OR number IN (SELECT number FROM deliveries "
-        "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?)",
-        (before, most),
+        "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?) "
+        "OR (status = 'waiting' AND created_at < ? AND webhook_id IN (SELECT * FROM held))",
+        (before, most, before),
     ).rowcount
     if count:
         _drop_messages(connection)

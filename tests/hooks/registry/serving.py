@@ -1,5 +1,6 @@
 """A registry behind a port, for the real clients."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -39,3 +40,12 @@ async def serve(registry: Registry) -> AsyncIterator[str]:
 
 def settings(**changed: Any) -> RegistrySettings:
     return replace(SETTINGS, **changed)
+
+
+async def until_known(registry: Registry) -> None:
+    """Until the watched folder was read for the first time: only what changes after that is a change."""
+    for _ in range(1000):
+        if (await registry.facts())["folders_known"]:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the folder was not read")

@@ -13,7 +13,7 @@ from hooks.deployment.folder_source import FolderSource
 from hooks.registry.folders import Quiet, Stopped, content_sha, look_at
 from hooks.registry.registry import Registry
 from hooks.registry.watcher import FolderWatcher
-from tests.hooks.registry.serving import settings
+from tests.hooks.registry.serving import settings, until_known
 from tests.hooks.sending.target import TargetServer, target_server, until
 
 GO_ON = threading.Event()
@@ -122,17 +122,37 @@ async def test_a_link_that_is_turned_to_another_folder_is_a_change(heard: Heard,
     assert heard[1] == ("act", content_sha(tmp_path / "v2", GO_ON))
 
 
-async def test_a_file_that_grows_is_not_read_before_it_rests(heard: Heard, tmp_path: Path) -> None:
-    folder = write_policy(tmp_path / "act")
-    await until(lambda: len(heard) == 1)
+async def test_a_file_that_grows_is_not_read_before_it_rests(tmp_path: Path) -> None:
+    heard, now = Heard(), [0.0]
+    folder = write_policy(tmp_path / "act", b"")
+    watcher = FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=30.0, clock=lambda: now[0])
+    running = asyncio.create_task(watcher.run())
     with (folder / "model.safetensors").open("wb") as file:
-        for _ in range(10):
+        for _ in range(5):
             file.write(b"x" * 1000)
             file.flush()
-            await asyncio.sleep(0.05)
-            assert len(heard) == 1
-    await until(lambda: len(heard) == 2)
-    assert heard[1] == ("act", content_sha(folder, GO_ON))
+            await asyncio.sleep(0.06)
+            assert heard == []
+    # No time has passed for the watcher so far. Now it does.
+    for _ in range(500):
+        now[0] += 0.01
+        await asyncio.sleep(0.01)
+        if heard:
+            break
+    assert heard == [("act", content_sha(folder, GO_ON))]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_folder_that_tells_nothing_is_looked_at_now_and_then(tmp_path: Path) -> None:
+    heard = Heard()
+    folder = tmp_path / "not" / "there" / "act"
+    running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=0.05).run())
+    await asyncio.sleep(0.1)
+    write_policy(folder)
+    await until(lambda: len(heard) == 1)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_change_reaches_the_webhooks_once_and_the_same_content_never(tmp_path: Path) -> None:
@@ -142,7 +162,7 @@ async def test_a_change_reaches_the_webhooks_once_and_the_same_content_never(tmp
     async with target_server() as target:
         async with Registry(made).running() as registry:
             await registry.management.create({"url": target.url, "watched": [{"type": "model", "name": "lab/act"}]})
-            await asyncio.sleep(0.4)
+            await until_known(registry)
             write_policy(folder)  # other times, the same content
             await asyncio.sleep(0.4)
             assert target.got == []

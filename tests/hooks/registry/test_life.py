@@ -18,7 +18,7 @@ from hooks.errors import InvalidSettings, StoreError
 from hooks.registry.registry import Registry
 from hooks.registry.settings import RegistrySettings
 from hooks.sending.resolver import resolve
-from tests.hooks.registry.serving import TOKEN, serve, settings
+from tests.hooks.registry.serving import TOKEN, serve, settings, until_known
 from tests.hooks.sending.target import Delivery, target_server
 
 # A process of its own: makes the webhook at its first start, emits events to a number, and says when each is queued.
@@ -176,7 +176,7 @@ def test_it_runs_on_the_event_loop_of_the_service(tmp_path: Path) -> None:
         async with target_server() as target, serve(registry := Registry(made)):
             await registry.management.create({"url": target.url, "watched": watched})
             await registry.management.create({"jobSourceId": "mark", "watched": watched})
-            await asyncio.sleep(0.4)
+            await until_known(registry)
             (folder / "config.json").write_text("{ }")
             await target.wait_for(1)
             async with asyncio.timeout(10):

@@ -1,10 +1,18 @@
 """One attempt by HTTP: what is sent, what is taken for an answer, and where it never goes."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from hooks.sending.outcome import MAX_EXCERPT, Destination, Parcel
 from hooks.sending.post import PostCourier, headers
@@ -120,3 +128,33 @@ async def test_proxies_of_the_environment_are_not_used(target: TargetServer, mon
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert (await PostCourier(LOOPBACK).deliver(Destination("1", target.url), PARCEL, NOW)).status == 200
+
+
+async def test_a_certificate_of_nobody_is_refused_in_words(tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "robot.invalid")])
+    begin = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, begin, begin + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("robot.invalid")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = tmp_path / "robot.pem"
+    pem.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate.public_bytes(Encoding.PEM)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(ignore, "127.0.0.1", 0, ssl=context)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        courier = PostCourier(LOOPBACK, resolve=resolve)
+        outcome = await courier.deliver(Destination("1", f"https://robot.invalid:{port}/"), PARCEL, NOW)
+    assert outcome.error == "the target's certificate cannot be verified"

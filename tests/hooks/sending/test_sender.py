@@ -279,6 +279,21 @@ async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sendi
     assert messages[0] == 2
 
 
+async def test_what_waits_too_long_for_a_webhook_that_is_off_is_forgotten_and_the_rest_goes_on(
+    sending: Sending,
+) -> None:
+    sending.courier.answers = [Outcome(status=500)]
+    await sending.put(1)
+    await sending.sender.deliver_due()
+    sending.database.run_now(queue.hold, "one")
+    sending.later(100)
+    await sending.put(2)
+    assert sending.database.run_now(queue.prune, sending.clock() - 50, 100) == 1
+    sending.database.run_now(queue.release, "one", sending.clock())
+    await sending.sender.deliver_due()
+    assert [parcel.body for _, parcel in sending.courier.got][1:] == [b'{"number":2}']
+
+
 async def test_the_log_is_paged(sending: Sending) -> None:
     for number in range(5):
         await sending.put(number)
