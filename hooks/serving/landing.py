@@ -15,6 +15,7 @@ from hooks.receiving.payloads import facts_of
 from hooks.samples import SCOPES, Payload, sample
 
 SETTINGS_PAGE = "https://huggingface.co/settings/webhooks"
+WHEN_OPEN = "anybody who knows this address can send events."
 GUIDE = "https://huggingface.co/docs/hub/webhooks"
 
 STYLE = """
@@ -93,6 +94,7 @@ def page(
     *,
     events: Iterable[Event] | None,
     links: Mapping[str, str],
+    when_open: str = WHEN_OPEN,
     is_space: bool = False,
     now: float | None = None,
 ) -> str:
@@ -102,16 +104,17 @@ def page(
         base: URL of this server, as the visitor reaches it or as the Hub does.
         events: newest first; None when this visitor is not to see them.
         links: other pages of this server, by their name.
+        when_open: what an endpoint without a secret means here.
         now: seconds since 1970.
     """
     is_safe = all(shown.has_secret for shown in endpoints)
     secret = (
         '<p class="good">A secret is set: deliveries without it are refused.</p>'
         if is_safe
-        else '<p class="bad">No secret is set: anybody who knows this address can send events.</p>'
-        "<p>Set <code>WEBHOOK_SECRET</code> in the environment"
+        else f'<p class="bad">No secret is set: {escape(when_open)}</p>'
+        "<p>Set <code>WEBHOOK_SECRET</code> in its environment"
         + (" (on a Space: as a secret, in its settings)" if is_space else "")
-        + ", or <code>WebhooksServer(webhook_secret=...)</code>, and give the Hub the same.</p>"
+        + ", and give the Hub the same.</p>"
     )
     parts = [
         "<h1>This app processes webhooks</h1>",

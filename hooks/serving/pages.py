@@ -31,19 +31,28 @@ def _shown(endpoint: Endpoint) -> Shown:
     return Shown(endpoint.path, (text or "").split("\n\n")[0], endpoint.filter, not endpoint.proofs.is_open)
 
 
-async def landing_page(receiver: Receiver, base: str, *, links: dict[str, str], with_events: bool) -> str:
+async def landing_page(
+    receiver: Receiver,
+    base: str,
+    *,
+    links: dict[str, str],
+    with_events: bool,
+    when_open: str = landing.WHEN_OPEN,
+) -> str:
     """The landing page's HTML.
 
     Args:
         base: URL of the app, without a path.
         links: other pages, by their name.
         with_events: whether this visitor may see what came.
+        when_open: what an endpoint without a secret means in this app.
     """
     return landing.page(
         base,
         shown(receiver),
         events=await receiver.recent() if with_events else None,
         links=links,
+        when_open=when_open,
         is_space=bool(os.environ.get("SPACE_ID")),
     )
 
@@ -63,12 +72,14 @@ def blueprint(
     *,
     base: Callable[[], str | None] = lambda: None,
     links: dict[str, str] | None = None,
+    when_open: str = landing.WHEN_OPEN,
 ) -> Blueprint:
     """Routes for people: the landing page and the documents.
 
     Args:
         base: public URL of the app, if it is known; else that of the request.
         links: of other pages of the app to show.
+        when_open: what an endpoint without a secret means in this app.
     """
     made = Blueprint(f"pages-{secrets.token_hex(4)}")
     named = {"Endpoints": places.docs, "OpenAPI": places.document, **(links or {})}
@@ -76,7 +87,11 @@ def blueprint(
 
     async def show_landing(request: Request) -> HTTPResponse:
         text = await landing_page(
-            receiver, base() or _base_of(request), links=shown_links, with_events=is_here(request)
+            receiver,
+            base() or _base_of(request),
+            links=shown_links,
+            with_events=is_here(request),
+            when_open=when_open,
         )
         return html(text, headers=landing.HEADERS)
 

@@ -13,8 +13,7 @@ from tests.hooks.serving.conftest import ask, end
 
 # As documented, and nothing else is imported.
 PLAIN = """
-from hooks.payload import WebhookPayload
-from hooks.serving.endpoint import webhook_endpoint
+from hooks import WebhookPayload, webhook_endpoint
 
 @webhook_endpoint
 async def trigger_training(payload: WebhookPayload):
@@ -23,7 +22,7 @@ async def trigger_training(payload: WebhookPayload):
 POOLS = """
 import asyncio, socket
 from concurrent.futures import ThreadPoolExecutor
-from hooks.serving.endpoint import webhook_endpoint
+from hooks import webhook_endpoint
 
 @webhook_endpoint
 async def loop():
@@ -124,7 +123,7 @@ def test_a_port_that_cannot_be_had_ends_the_script_with_1_and_says_what_to_do(tm
 
 STUCK = """
 import threading
-from hooks.serving.endpoint import webhook_endpoint
+from hooks import webhook_endpoint
 
 @webhook_endpoint
 def stuck():

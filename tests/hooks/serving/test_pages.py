@@ -10,7 +10,13 @@ from openapi_spec_validator import validate
 from hooks.payload import WebhookPayload
 from hooks.receiving.filters import Filter
 from hooks.receiving.payloads import facts_of
+from hooks.receiving.receiver import Receiver
+from hooks.receiving.settings import ReceiverSettings
 from hooks.samples import sample
+from hooks.serving import event_routes, pages
+from hooks.serving.address import listen, url_of
+from hooks.serving.application import new_app
+from hooks.serving.background import Background
 from hooks.serving.landing import Shown, page
 from tests.hooks.serving.conftest import ask
 
@@ -121,6 +127,33 @@ def test_with_a_secret_events_need_it_from_everywhere(make):
 def test_a_forged_host_does_not_come_back_in_the_page(make):
     with make() as server:
         assert "evil" not in ask(f"{server.url}/", host='evil"><script>').text
+
+
+def test_an_app_with_a_receiver_of_its_own_has_the_pages_below_webhooks():
+    receiver = Receiver(ReceiverSettings())
+    receiver.add(lambda: 1, "policies")
+    app = new_app(receiver.settings.max_body)
+    app.blueprint(receiver.blueprint())
+    app.blueprint(event_routes.blueprint(receiver, lambda: receiver.settings.secrets))
+    app.blueprint(pages.blueprint(receiver, links={"API": "/openapi.json"}, when_open="only this machine may send."))
+    listener = listen("127.0.0.1", (0,))
+    url = url_of(listener)
+    server = Background(app, listener)
+    try:
+        told = ask(f"{url}/webhooks")
+        assert f"POST {url}/webhooks/policies" in told.text
+        assert "only this machine may send." in told.text
+        assert re.findall(r'href="(/.*?)"', told.text) == [
+            "/webhooks/_docs",
+            "/webhooks/_openapi.json",
+            "/openapi.json",
+        ]
+        assert ask(f"{url}/webhooks/_docs").status == ask(f"{url}/webhooks/_openapi.json").status == 200
+        assert ask(f"{url}/webhooks/_events").json == []
+        assert ask(f"{url}/").status == 404
+        assert ask(f"{url}/webhooks/policies", {}).json == 1
+    finally:
+        assert server.stop()
 
 
 def test_on_a_space_the_page_says_where_the_secret_goes_and_that_it_sleeps(monkeypatch):
