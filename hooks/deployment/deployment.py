@@ -72,7 +72,7 @@ class Deployment:
                 await self._unless_given_up(asyncio.sleep(pause))
                 pause *= 2
                 if error.code == "changed_meanwhile":
-                    self.record.sha = await self._source.head(self.record.repo, None)
+                    self.record.sha = await self._source.head(self.record.repo, self.record.ref)
         raise AssertionError("the last attempt returns or raises")
 
     async def prepared(self, session: str, folder: Path) -> None:
@@ -125,6 +125,7 @@ class Deployment:
             await self.prepared(session, folder)
             if self.is_preparing:
                 try:
+                    self.check_given_up()
                     await check()
                 except BaseException:
                     await self._rollout.discard(session, self.sha)

@@ -1,22 +1,22 @@
 """Continuous delivery: hints, polls and requests become deployments, one at a time, each with a record."""
 
 import asyncio
-import inspect
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from hooks.database import Database
 from hooks.deployment.debounce import Hint
-from hooks.deployment.deployment import Deployment, Ended
 from hooks.deployment.folder_source import FolderSource
 from hooks.deployment.heads import Heads
 from hooks.deployment.hints import Hints
-from hooks.deployment.quarantine import Quarantine
-from hooks.deployment.records import SCHEMA, Record, Records
+from hooks.deployment.journal import Journal, OnEvent
+from hooks.deployment.lane import Lane
+from hooks.deployment.purposes import Asked, Followed
+from hooks.deployment.records import SCHEMA, Record, ensure_tables
 from hooks.deployment.retries import Retries
 from hooks.deployment.rollout import Rollout
 from hooks.deployment.settings import DeploymentSettings
@@ -25,18 +25,6 @@ from hooks.deployment.standing import Standing
 from hooks.deployment.trigger import Reading, Target, read
 from hooks.errors import SourceError
 from hooks.payload import WebhookPayload
-
-Arguments = ParamSpec("Arguments")
-OnEvent = Callable[[str, Mapping[str, Any]], Awaitable[None] | None]
-
-EVENTS = {
-    "swapped": "policy.swapped",
-    "staged": "policy.staged",
-    "rejected": "policy.rejected",
-    "rolled_back": "policy.rolled_back",
-    "failed": "policy.failed",
-    "alert": "policy.alert",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -71,20 +59,18 @@ class Deployments:
         self._database = database if isinstance(database, Database) else Database(database, SCHEMA)
         self._is_ours = self._database is not database
         if not self._is_ours:
-            self._database.run_now(lambda connection: [connection.execute(one) for one in SCHEMA[0].split(";\n")])
-        self._records = Records(self._database, self.settings.kept)
-        self.quarantine = Quarantine(self._database)
+            self._database.run_now(ensure_tables)
+        self._journal = Journal(self._database, self.settings.kept, on_event)
+        self.quarantine = self._journal.quarantine
         self._sources = sources
         self._rollout = rollout
-        self._on_event = on_event
         self._now = now
         self._standing = Standing(rollout)
         self._heads = Heads(sources)
+        self._lane = Lane(sources, rollout, self.settings, self._standing, self._journal)
+        self._retries = Retries(self.settings.retry, self.settings.retry_longest)
         self._hints = Hints(self.settings.quiet, self.settings.longest, now)
         self._waiting: dict[Target, Hint] = {}
-        self._retries = Retries(self.settings.retry, self.settings.retry_longest)
-        self._lock = asyncio.Lock()
-        self._current: tuple[Deployment, Target | None] | None = None
         self._ripe = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,16 +82,16 @@ class Deployments:
 
     def list(self, limit: int = 50) -> Sequence[Record]:
         """Newest first."""
-        return self._records.list(limit)
+        return self._journal.records.list(limit)
 
     def get(self, id: str) -> Record:
         """One; KeyError when there is none, or no more."""
-        return self._records.get(id)
+        return self._journal.records.get(id)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held, waiting or going on."""
-        return self._hints.is_empty and not (self._waiting or self._tasks or self._lock.locked())
+        return self._hints.is_empty and self._lane.is_free and not (self._waiting or self._tasks)
 
     def hint(self, payload: WebhookPayload, delivery_id: str | None) -> Reading:
         """Take a delivery as a reason to look at the heads that it is about. From any thread; never waits."""
@@ -116,17 +102,18 @@ class Deployments:
         if reading.alert is not None:
             record = Record(payload.repo.name, None, "webhook", webhook_id=payload.webhook.id, delivery_ids=[*ids])
             record.end("alert", *reading.alert)
-            if self._loop is None:
-                self._records.save_now(record)
+            loop = self._loop
+            if loop is None:
+                self._journal.save_now(record)
             else:
-                self._loop.call_soon_threadsafe(lambda: self._start(self._finish, record))
+                loop.call_soon_threadsafe(lambda: self._start(self._journal.finish(record)))
         return reading
 
     def look(self, repo: str) -> None:
         """Take anything else, a changed folder say, as a reason to look at what is followed of a repo."""
         for target in self._standing.targets():
             if target.repo == repo:
-                self._hints.tell(Hint(target, self._trigger(repo)))
+                self._hints.tell(self._seen(target))
 
     async def run(self) -> None:
         """Deploy until cancelled."""
@@ -156,11 +143,10 @@ class Deployments:
             SourceError: ``unknown_session``.
         """
         one = self._standing.session(session_id)
-        ref = revision or one.ref
-        record = Record(one.repo, ref, "request", sessions=[session_id])
-        self._give_up(session_id, "request", "somebody asked for another one")
-        await self._records.save(record)
-        task = self._start(self._requested, record, session_id, force)
+        record = Record(one.repo, revision or one.ref, "request", sessions=[session_id])
+        self._lane.give_up(session_id, "request", "somebody asked for another one")
+        await self._journal.save(record)
+        task = self._start(self._requested(record, session_id, force))
         if wait:
             await asyncio.shield(task)  # who asked may go away; the robot is not left halfway
         return record
@@ -173,7 +159,7 @@ class Deployments:
         """
         one = self._standing.session(session_id)
         record = Record(one.repo, one.ref, "request", sha=one.sha, sessions=[session_id])
-        self._give_up(session_id, "rollback", "somebody went back to the policy before")
+        self._lane.give_up(session_id, "rollback", "somebody went back to the policy before")
         record.begin("swapping")
         try:
             verdict = await self._rollout.rollback(session_id)
@@ -186,8 +172,8 @@ class Deployments:
                 record.end("failed", verdict.reason, verdict.text)
             else:
                 record.end("rolled_back", "request", f"session {session_id} was rolled back by request")
-                await self._isolate(record)
-        await self._finish(record)
+                await self._journal.isolate(record)
+        await self._journal.finish(record)
         return record
 
     async def reconcile(self) -> None:
@@ -200,26 +186,16 @@ class Deployments:
                 and self.quarantine.get(target.repo, head) is None
                 and self._retries.may((target, head), self._now())
             ):
-                self._hints.tell(Hint(target, self._trigger(target.repo)))
+                self._hints.tell(self._seen(target))
 
-    def _trigger(self, repo: str) -> str:
-        return "folder" if isinstance(self._sources(repo), FolderSource) else "poll"
+    def _seen(self, target: Target) -> Hint:
+        return Hint(target, "folder" if isinstance(self._sources(target.repo), FolderSource) else "poll")
 
-    def _start(
-        self, work: Callable[Arguments, Coroutine[Any, Any, None]], *given: Arguments.args, **named: Arguments.kwargs
-    ) -> asyncio.Task[None]:
-        task = asyncio.create_task(work(*given, **named))
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _give_up(self, session_id: str, reason: str, text: str) -> None:
-        """End an automatic deployment that a session is part of, if it is not felt by a robot yet."""
-        if self._current is None:
-            return
-        deployment, target = self._current
-        if target is not None and deployment.is_preparing and session_id in deployment.record.sessions:
-            deployment.give_up(reason, text)
 
     async def _poll(self) -> None:
         if self.settings.poll is None:
@@ -237,15 +213,16 @@ class Deployments:
             for hint in await self._hints.due():
                 self._waiting[hint.target] = hint.after(self._waiting.get(hint.target))
                 self._ripe.set()
-                if self._current is not None and self._current[1] == hint.target:
-                    self._start(self._look_for_newer, *self._current)
+                if self._lane.preparing(hint.target):
+                    self._start(self._look_for_newer(hint.target))
 
-    async def _look_for_newer(self, deployment: Deployment, target: Target | None) -> None:
+    async def _look_for_newer(self, target: Target) -> None:
         """A hint about what is being prepared right now: the same commit again, or a newer one?"""
-        head = await self._heads.ask(target) if target else None
-        if target is None or head is None or not deployment.is_preparing:
+        head = await self._heads.ask(target)
+        deployment = self._lane.preparing(target)
+        if head is None or deployment is None:
             return  # the hint stays, and its own deployment says why
-        if head != deployment.record.sha:
+        if head != deployment.sha:
             deployment.give_up("newer", f"{head[:12]} came while it was being prepared")
         elif hint := self._waiting.pop(target, None):
             known = deployment.record.delivery_ids
@@ -256,55 +233,20 @@ class Deployments:
             await self._ripe.wait()
             self._ripe.clear()
             while self._waiting:
-                hint = self._waiting.pop(next(iter(self._waiting)))
-                async with self._lock:
-                    await self._followed(hint)
+                await self._followed(self._waiting.pop(next(iter(self._waiting))))
 
     async def _followed(self, hint: Hint) -> None:
-        """Deploy the head of what sessions follow."""
-        target = hint.target
-        record = Record(
-            target.repo, target.ref, hint.trigger, webhook_id=hint.webhook_id, delivery_ids=[*hint.delivery_ids]
-        )
-
-        async def choose(source: Source, head: str) -> Sequence[tuple[str, bool]]:
-            wanting = self._standing.wanting(target, head)
-            if wanting:
-                self._check_quarantine(record.repo, head)
-            newer = [one for one in wanting if not (one.sha and await source.is_older(record.repo, head, one.sha))]
-            for one in wanting:
-                if one not in newer:
-                    self._standing.declined[one.session_id] = head
-            if wanting and not newer:
-                record.sessions = [one.session_id for one in wanting]
-                raise Ended("rejected", "older", f"{head[:12]} is older than what runs; deploy it by request if meant")
-            return [(one.session_id, one.mode == "stage") for one in newer]
-
-        async def check(source: Source) -> None:
-            head = await self._heads.ask(target)  # when it is not known, what was verified is not worse for that
-            if head not in (None, record.sha):
-                self._hints.tell(hint)
-                raise Ended("superseded", "newer", f"{head[:12]} came while it was being prepared")
-
-        await self._deploy(record, target, choose, check)
+        target, ids = hint.target, [*hint.delivery_ids]
+        record = Record(target.repo, target.ref, hint.trigger, webhook_id=hint.webhook_id, delivery_ids=ids)
+        purpose = Followed(target, self._standing, self.quarantine, self._heads, again=lambda: self._hints.tell(hint))
+        await self._lane.deploy(record, purpose)
         if record.result == "failed":
             self._retries.failed((target, record.sha), self._now())
         elif record.result in ("swapped", "staged"):
             self._retries.forget((target, record.sha))
 
     async def _requested(self, record: Record, session_id: str, force: bool) -> None:
-        async def choose(source: Source, head: str) -> Sequence[tuple[str, bool]]:
-            if self._standing.session(session_id).sha == head:
-                return []
-            if not force:
-                self._check_quarantine(record.repo, head)
-            return [(session_id, False)]
-
-        async def check(source: Source) -> None:
-            pass
-
-        async with self._lock:
-            await self._deploy(record, None, choose, check)
+        await self._lane.deploy(record, Asked(session_id, self._standing, self.quarantine, force))
         if record.result != "swapped" or record.sha is None:
             return
         if force:
@@ -316,103 +258,3 @@ class Deployments:
         # What was asked for stays until something newer is pushed.
         if head := await self._heads.ask(Target(one.repo, one.ref)):
             self._standing.declined[session_id] = head
-
-    def _check_quarantine(self, repo: str, sha: str) -> None:
-        if one := self.quarantine.get(repo, sha):
-            raise Ended("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
-
-    async def _deploy(
-        self,
-        record: Record,
-        target: Target | None,
-        choose: Callable[[Source, str], Awaitable[Sequence[tuple[str, bool]]]],
-        check: Callable[[Source], Awaitable[None]],
-    ) -> None:
-        """All the way; whatever happens is in the record at the end."""
-        try:
-            await self._attempt(record, target, choose, check)
-        except Ended as ended:
-            record.end(ended.result, ended.reason, ended.text)
-            if ended.is_commits_fault:
-                await self._isolate(record)
-        except SourceError as error:
-            record.end("failed", error.code, str(error))
-        except asyncio.CancelledError:
-            record.end("failed", "interrupted", "the service ended before the deployment did")
-            self._records.save_now(record)
-            raise
-        except Exception as error:
-            logger.exception("deployment %s crashed", record.id)
-            record.end("failed", "crash", f"{type(error).__name__}; the service's log says more")
-        finally:
-            self._current = None
-        if record.result == "noop" and record.trigger != "request":
-            return
-        await self._finish(record)
-
-    async def _attempt(
-        self,
-        record: Record,
-        target: Target | None,
-        choose: Callable[[Source, str], Awaitable[Sequence[tuple[str, bool]]]],
-        check: Callable[[Source], Awaitable[None]],
-    ) -> None:
-        source = self._sources(record.repo)
-        deployment = Deployment(record, source, self._rollout, self.settings)
-        self._current = (deployment, target)
-        record.begin("resolving")
-        record.sha = await source.head(record.repo, record.ref)
-        sessions = await choose(source, record.sha)
-        if not sessions:
-            record.end("noop", text="it runs already")
-            return
-        record.sessions = [session for session, _ in sessions]
-        await self._records.save(record)
-        is_staged = target is None and self._standing.staged.get(record.sessions[0]) == record.sha
-        if is_staged and await self._swap_staged(deployment, record.sessions[0]):
-            record.end("swapped")
-            return
-        resolved = record.sha
-        folder = await deployment.fetched()
-        if record.sha != resolved and not (sessions := await choose(source, record.sha)):
-            record.end("noop", text="it runs already")
-            return
-        deployment.check_given_up()
-        for session, _ in sessions:
-            if (staged := self._standing.staged.pop(session, None)) is not None:
-                await self._rollout.discard(session, staged)
-        await deployment.roll_out(sessions, folder, lambda: check(source))
-        self._standing.staged |= {session: record.sha for session, is_only_staged in sessions if is_only_staged}
-        record.end("staged" if all(is_only_staged for _, is_only_staged in sessions) else "swapped")
-
-    async def _swap_staged(self, deployment: Deployment, session: str) -> bool:
-        """Swap to what is prepared already; False when the session has it no more."""
-        del self._standing.staged[session]
-        deployment.is_preparing = False
-        try:
-            await deployment.swapped(session)
-        except Ended as ended:
-            if ended.reason != "not_staged":
-                raise
-            return False
-        await deployment.proved(session)
-        return True
-
-    async def _isolate(self, record: Record) -> None:
-        if record.sha is not None:
-            await self.quarantine.add(record.repo, record.sha, record.reason or "", record.text, record.id)
-
-    async def _finish(self, record: Record) -> None:
-        """Keep a record, and tell of it."""
-        level = logging.INFO if record.result in ("swapped", "staged", "noop", "superseded") else logging.WARNING
-        logger.log(level, "%s", record.in_words())
-        await self._records.save(record)
-        event = EVENTS.get(record.result or "")
-        if event is None or self._on_event is None:
-            return
-        try:
-            answer = self._on_event(event, record.as_json())
-            if inspect.isawaitable(answer):
-                await answer
-        except Exception:
-            logger.exception("deployment %s: telling of %s crashed", record.id, event)

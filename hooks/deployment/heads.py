@@ -28,6 +28,11 @@ class Heads:
                 self._unknown.add(target)
                 logger.warning("the head of %s is not known; it is asked for silently from now on: %s", what, error)
             return None
+        except Exception:
+            if target not in self._unknown:
+                self._unknown.add(target)
+                logger.exception("asking for the head of %s crashed", what)
+            return None
         if target in self._unknown:
             self._unknown.discard(target)
             logger.info("the head of %s is known again", what)

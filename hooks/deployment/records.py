@@ -131,6 +131,13 @@ class Records:
             del self._records[next(iter(self._records))]
 
 
+def ensure_tables(connection: sqlite3.Connection) -> None:
+    """Make the tables in a database that somebody else opened."""
+    for script in SCHEMA:
+        for statement in script.split(";\n"):
+            connection.execute(statement)
+
+
 def _load(connection: sqlite3.Connection, kept: int) -> Sequence[Record]:
     newest = connection.execute("SELECT record FROM deployments ORDER BY at DESC LIMIT ?", (kept,)).fetchall()
     records = [from_json(json.loads(row["record"])) for row in reversed(newest)]
