@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 class _Item:
     place: Place
     reply: Reply | None = None
-    request: Request | None = None
+    # Not kept for an event whose sender was answered: a thousand of them may wait, each with a large body.
+    request: weakref.ref[Request] | None = None
 
 
 @dataclass(eq=False)
@@ -73,7 +75,7 @@ class Dispatch:
             return
         self.known.add(place.id)
         lane = self._lanes.setdefault(key, _Lane())
-        lane.items.append(_Item(place, reply, request))
+        lane.items.append(_Item(place, reply, None if request is None else weakref.ref(request)))
         if lane.task is None:
             lane.task = asyncio.create_task(self._run_lane(key, lane), name=f"webhook lane {place.path}")
 
@@ -129,7 +131,8 @@ class Dispatch:
                     if item.reply is not None:
                         item.reply.tell(answers.answer({"status": "superseded", "event_id": item.place.id}))
                     return
-                retry_at = await self._runs.attempt(endpoint, event, item.reply, item.request)
+                request = None if item.request is None else item.request()
+                retry_at = await self._runs.attempt(endpoint, event, item.reply, request)
             if retry_at is None:
                 return
             item.place = replace(item.place, due=retry_at)

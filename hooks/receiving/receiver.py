@@ -147,7 +147,7 @@ class Receiver:
         @blueprint.before_server_start
         async def start_webhooks(app: Sanic) -> None:
             for path in (path for path, endpoint in self._endpoints.items() if endpoint.proofs.is_open):
-                log.warning("%s is open to everyone: no webhook secret is set", path)
+                log.warning("no webhook secret is set: whoever reaches %s may deliver to it", path)
             self._intake = await Intake.open(self.settings, self._endpoints, app)
 
         @blueprint.before_server_stop

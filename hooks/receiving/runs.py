@@ -62,7 +62,7 @@ class Runs:
 
         Args:
             reply: of the sender, if it waits.
-            request: of the sender, if it came since the last start.
+            request: of the sender, if it still waits.
 
         Returns:
             When the next attempt is due, seconds since 1970; None when there is none.
@@ -164,7 +164,7 @@ class Runs:
 
 
 def _request_of(event: Event, app: Sanic | None) -> Request:
-    """What there is of the request of an event that was accepted before the last start."""
+    """What is kept of the request of an event whose sender was answered before."""
     request = Request(event.path.encode(), Header(dict(event.headers)), "1.1", "POST", cast(Any, None), cast(Any, app))
     request.body = event.body
     return request

@@ -545,3 +545,50 @@ async def test_the_log_of_a_refusal_names_no_secret(serving, caplog) -> None:
         await sender.post("/webhooks/echo", {"a": 1}, headers=SIGNED)
     assert "guessed-secret" not in caplog.text
     assert SECRET not in caplog.text
+
+
+async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make_payload) -> None:
+    receiver, runs, goes_on = Receiver(), [], asyncio.Event()
+
+    async def note(event: Event) -> str:
+        runs.append(event.id)
+        await goes_on.wait()
+        return "noted"
+
+    receiver.add(note)
+    async with serving(receiver) as sender:
+        same = {"webhook-id": "1"}
+        sent = [asyncio.create_task(sender.post("/webhooks/note", make_payload(), headers=same)) for _ in range(5)]
+        done, waiting = await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
+        while len(waiting) > 1:
+            more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+        goes_on.set()
+        told = [await one for one in (*done, *waiting)]
+    assert [one.status for one in told] == [202, 202, 202, 202, 200]
+    assert len(runs) == 1
+
+
+async def test_a_body_whose_encoding_is_broken_is_400(serving) -> None:
+    receiver = Receiver()
+    receiver.add(echo)
+    async with serving(receiver) as sender:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(sender.url.rsplit(":", 1)[1]))
+        writer.write(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n")
+        told = await reader.read()
+        assert told.startswith(b"HTTP/1.1 400 ")
+        assert b'{"error":"The body cannot be read."}' in told
+        writer.close()
+
+
+async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving, make_payload, until) -> None:
+    receiver, seen = Receiver(), []
+
+    async def look(request: sanic.Request) -> None:
+        seen.append((request.json, request.headers["user-agent"], request.path))
+
+    receiver.add(look, mode="queue", secret=SECRET)
+    async with serving(receiver) as sender:
+        await sender.post("/webhooks/look", make_payload(), headers={**SIGNED, "user-agent": "hub"})
+        await until(receiver)
+    assert seen == [(make_payload(), "hub", "/webhooks/look")]
