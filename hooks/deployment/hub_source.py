@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, scan_cache_dir
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -44,6 +44,7 @@ class HubLimits:
         download: seconds for all files of a commit.
         largest: bytes of all files of a commit.
         kept_free: bytes of the disk that stay free.
+        kept: commits of a repo that stay in a cache of our own; older ones make room.
         niceness: by how much the download's threads stand back behind the control of robots; on Linux.
     """
 
@@ -51,6 +52,7 @@ class HubLimits:
     download: float = 1800.0
     largest: int = 20 << 30
     kept_free: int = 1 << 30
+    kept: int = 4
     niceness: int = 10
 
 
@@ -90,11 +92,12 @@ class HubSource:
 
         Args:
             endpoint, token: as of `huggingface_hub.HfApi`.
-            cache: where commits are kept; the client's usual folder when None.
+            cache: where commits are kept; the client's usual folder, in which nothing is removed, when None.
         """
         self.limits = limits or HubLimits()
         self._api = HfApi(endpoint=endpoint, token=token)
         self._cache = Path(cache or constants.HF_HUB_CACHE)
+        self._is_our_cache = cache is not None
 
     async def head(self, repo: str, ref: str | None) -> str:
         """The commit of a branch, tag, commit or pattern of tags (the highest name, numbers compared as numbers)."""
@@ -144,6 +147,8 @@ class HubSource:
             is_abandoned.set()
         tell("verifying")
         await self._ask(repo, sha, lambda: self._verify(repo, sha, wanted), self.limits.download)
+        if self._is_our_cache:
+            await self._ask(repo, sha, lambda: self._prune(repo, sha), self.limits.download)
         return self._folder(repo, sha)
 
     def _folder(self, repo: str, sha: str) -> Path:
@@ -170,7 +175,8 @@ class HubSource:
         """One file after the other: a whole snapshot's threads would hold the end of the process when they hang."""
         # On Linux niceness belongs to a thread and those that it starts.
         if self.limits.niceness and sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.limits.niceness)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), self.limits.niceness))
         bar = _bar(is_abandoned)
         for file in sorted(files, key=lambda file: file.size):
             self._api.hf_hub_download(
@@ -196,6 +202,18 @@ class HubSource:
         lacking = sorted({file.path for file in wanted} & set(found.missing_paths))
         if lacking:
             raise SourceError("transfer", f"{repo} at {sha[:12]}: {', '.join(lacking)} did not arrive")
+
+    def _prune(self, repo: str, newest: str) -> None:
+        os.utime(self._folder(repo, newest))
+        found = scan_cache_dir(self._cache)
+        commits = [
+            (self._folder(repo, revision.commit_hash).stat().st_mtime, revision.commit_hash)
+            for one in found.repos
+            if one.repo_id == repo and one.repo_type == "model"
+            for revision in one.revisions
+        ]
+        if old := [sha for _, sha in sorted(commits, reverse=True)[self.limits.kept :]]:
+            found.delete_revisions(*old).execute()
 
     async def _ask(self, repo: str, ref: str | None, call: Callable[[], Result], limit: float | None = None) -> Result:
         """Call in a thread; whatever goes wrong becomes a `SourceError`."""

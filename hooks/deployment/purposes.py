@@ -59,9 +59,7 @@ class Followed:
         for one in ahead:
             self._standing.declined[one.session_id] = head
         if ahead and len(ahead) == len(wanting):
-            raise Ended(
-                "rejected", "older", f"{head[:12]} is older than what runs; deploy it by request if it is meant"
-            )
+            raise Ended("rejected", "older", f"{head[:12]} is older than what runs; ask for it if it is meant")
         return [Aim(one.session_id, one.mode == "stage") for one in wanting if one not in ahead]
 
     async def check(self, sha: str) -> None:

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
+from hooks.database import Database
 from hooks.deployment import FolderSource, HubLimits, HubSource
-from hooks.errors import SourceError
+from hooks.errors import SourceError, StoreError
 from tests.hooks.deployment.world import REPO, SETTINGS, Robot, Verdict, World, policy, pushed, until
 from tests.stub_hub import DeliveryPlan, Receiver
 
 
 async def test_a_publish_of_four_commits_is_one_swap_to_the_last(world: World) -> None:
     """Deliveries come twice, in any order, over HTTP, into another thread."""
+    await world.restart(replace(SETTINGS, quiet=0.5))
     with Receiver(world.deployments.hint) as receiver:
         api = HfApi(endpoint=world.hub.url, token="hf_someone")
         hook = await asyncio.to_thread(
@@ -93,7 +95,7 @@ async def test_a_file_that_never_arrives_whole_is_no_fault_of_the_commit(world: 
 
 
 async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World, tmp_path: Path) -> None:
-    hanging = HubSource(world.hub.url, cache=tmp_path / "other", limits=HubLimits(answer=0.2, download=0.5))
+    hanging = HubSource(world.hub.url, cache=tmp_path / "other", limits=HubLimits(answer=0.5, download=10.0))
     world.sources = lambda repo: hanging
     await world.restart()
     hangs = world.hub.script("GET .*/tree/", "hang")
@@ -337,6 +339,52 @@ async def test_a_crash_ends_one_deployment_and_nothing_else(world: World) -> Non
     sha = world.push(policy(2))
     await world.idle()
     assert world.robots["a"].sha == sha
+
+
+async def test_a_policy_that_is_never_prepared_is_left(world: World) -> None:
+    await world.restart(replace(SETTINGS, preparing=0.05))
+    world.robots.may_prepare.clear()
+    sha = world.push(policy(1))
+    await world.idle()
+    (record,) = world.deployments.list()
+    assert (record.result, record.reason) == ("failed", "timeout")
+    assert world.robots.of("discard") == [sha]
+    assert world.deployments.quarantine.list() == []
+
+
+async def test_a_session_that_does_not_take_it_over_keeps_nothing_prepared(world: World) -> None:
+    world.robots["a"].verdicts["swap"] = Verdict("session", "the robot is held")
+    world.push(policy(1))
+    await world.idle()
+    (record,) = world.deployments.list()
+    assert (record.result, record.reason) == ("failed", "session")
+    assert world.robots["a"].prepared is None
+    assert world.deployments.quarantine.list() == []
+
+
+async def test_a_full_disk_stops_no_robot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(self: Database, *given: object, **named: object) -> None:
+        raise StoreError("database or disk is full")
+
+    monkeypatch.setattr(Database, "run", full)
+    for step in (1, 2):
+        sha = world.push(policy(step))
+        await world.idle()
+        assert world.robots["a"].sha == sha
+    world.robots["a"].verdicts["prepare"] = Verdict("slow", "")
+    bad = world.push(policy(3))
+    await world.idle()
+    assert world.deployments.quarantine.get(REPO, bad) is not None
+
+
+async def test_a_staged_policy_that_the_session_lost_is_prepared_again(world: World) -> None:
+    world.robots["a"].mode = "stage"
+    sha = world.push(policy(1))
+    await world.idle()
+    world.robots["a"].prepared = None
+    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert world.robots["a"].sha == sha
+    assert world.robots.of("prepare") == [sha, sha]
 
 
 async def test_a_deployment_that_the_end_of_the_process_cut_off_says_so(world: World) -> None:

@@ -58,7 +58,7 @@ async def test_what_the_hub_does_wrong_has_a_code(
     hub.push(REPO, policy(1))
     hub.script("GET /api/models/", how, times=None, **details)
     with pytest.raises(SourceError, match=REPO) as raised:
-        await limited(hub, tmp_path, answer=0.3).head(REPO, "main")
+        await limited(hub, tmp_path, answer=0.3 if how == "hang" else 10.0).head(REPO, "main")
     assert raised.value.code == code
 
 
@@ -126,3 +126,12 @@ async def test_a_cached_commit_needs_no_room(hub: StubHub, hub_source: HubSource
     sha = hub.push(REPO, policy(1))
     folder = await hub_source.fetch(REPO, sha, ignore)
     assert await limited(hub, tmp_path / "cache", kept_free=1 << 60).fetch(REPO, sha, ignore) == folder
+
+
+async def test_a_cache_of_its_own_keeps_the_newest_commits(hub: StubHub, tmp_path: Path) -> None:
+    source = limited(hub, tmp_path, kept=2)
+    made = [hub.push(REPO, policy(step)) for step in range(4)]
+    folders = [await source.fetch(REPO, sha, ignore) for sha in made]
+    assert [folder.is_dir() for folder in folders] == [False, False, True, True]
+    assert (folders[2] / "policy_preprocessor.json").read_text() == "{}"  # one blob of all commits
+    assert len(list(tmp_path.rglob("blobs/*"))) == 5
