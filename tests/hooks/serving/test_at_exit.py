@@ -64,7 +64,8 @@ def test_the_documented_script_serves_when_it_has_ended_and_a_signal_ends_it_wit
     with script(PLAIN) as (process, url):
         payload = sample(sha="c0ffee")
         assert ask(f"{url}/webhooks/trigger_training", payload).json == {"sha": "c0ffee"}
-        assert end(process, number) == (0, "")
+        code, errors = end(process, number)
+        assert (code, "Traceback" in errors) == (0, False)
 
 
 # The peer: RuntimeError, cannot schedule new futures after interpreter shutdown.
@@ -91,7 +92,7 @@ def test_nothing_starts_where_the_environment_says_so(tmp_path, environment):
 def test_nothing_starts_after_a_server_was_launched_by_hand(tmp_path, environment):
     text = PLAIN + "trigger_training.launch(prevent_thread_lock=True)\n"
     code, output, errors = run(tmp_path, environment, text)
-    assert (code, errors) == (0, "")
+    assert (code, "Traceback" in errors) == (0, False)
     assert output.count("Running on local URL") == 1
 
 
@@ -111,7 +112,7 @@ def test_nothing_starts_in_a_child_process_that_imports_the_script(tmp_path, env
 def test_launch_returns_in_a_session_at_a_prompt(tmp_path, environment):
     text = PLAIN + "import sys\nsys.ps1 = '>>> '\ntrigger_training.run()\nprint('went on')\n"
     code, output, errors = run(tmp_path, environment, text)
-    assert (code, errors) == (0, "")
+    assert (code, "Traceback" in errors) == (0, False)
     assert output.endswith("went on\n")
 
 

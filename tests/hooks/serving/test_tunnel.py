@@ -22,9 +22,9 @@ def end(*_):
     here.joinpath("ended").write_text("ended")
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
+here.joinpath("arguments").write_text(" ".join(sys.argv[1:]))
 print("failed to request https://api.trycloudflare.com/tunnel, trying again", file=sys.stderr)
 print("INF |  https://blue-arm-2.trycloudflare.com  |", file=sys.stderr, flush=True)
-here.joinpath("arguments").write_text(" ".join(sys.argv[1:]))
 time.sleep({lives})
 """
 ADDRESS = "https://blue-arm-2.trycloudflare.com"
