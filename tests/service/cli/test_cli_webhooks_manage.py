@@ -16,9 +16,13 @@ from tests.stub_hub import StubHub
 URL, SECRET, TOKEN = "https://example.com/hook", "a-long-enough-secret", "hf_token_of_the_tests"
 
 
-@pytest.fixture(params=[True, False], ids=["secret echoed", "has secret only"])
+both = pytest.mark.parametrize("hub", [True, False], ids=["secret echoed", "has secret only"], indirect=True)
+
+
+@pytest.fixture
 def hub(request, monkeypatch, tmp_path) -> Iterator[StubHub]:
-    with StubHub(token=TOKEN, echoes_secrets=request.param) as hub:
+    """One that tells secrets back, unless it is parametrized."""
+    with StubHub(token=TOKEN, echoes_secrets=getattr(request, "param", True)) as hub:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -55,6 +59,7 @@ def the_one(hub):
     return webhook
 
 
+@both
 @pytest.mark.parametrize(
     ("arguments", "seen"),
     [
@@ -128,6 +133,7 @@ def test_secrets_of_a_job_come_from_a_file_or_standard_input(call, hub, tmp_path
     assert the_one(hub).job["secrets"] == {"C": "3"}
 
 
+@both
 def test_the_list_is_a_table_or_json_or_ids(call, hub, made):
     call("create", "--url", f"{URL}?secret=in-the-url", "--watch", "user:me", "--secret", SECRET)
     call("create", "--job-id", "687f", "--watch", "user:me")
@@ -204,6 +210,7 @@ def test_a_deletion_that_was_said_yes_to_does_not_ask(call, hub, made):
     assert "Do: `robojax webhooks list`" in told
 
 
+@both
 def test_ensure_makes_a_secret_once_and_a_webhook_once(call, hub, tmp_path):
     file = tmp_path / "secret"
     line = ["ensure", "--url", URL, "--watch", "model:someone/arm", "--generate-secret", "--secret-file", str(file)]
