@@ -35,8 +35,8 @@ def repo_message(
     return Message(new_id(), "repo.content", str(repo["id"]), body, is_hub=True)
 
 
-def relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str | None) -> Message:
-    """A verified event of the Hub, to be sent on as it is.
+def relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str | None) -> tuple[Message, str]:
+    """A verified event of the Hub, to be sent on as it is, and the webhook that it came by.
 
     Args:
         event_id: the delivery it came with; the same again is no new event. None: it is new.
@@ -48,7 +48,8 @@ def relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str |
     body = checked.model_dump(mode="json", exclude_unset=True)
     del body["webhook"]
     message_id = new_id() if event_id is None else f"relay:{checked.webhook.id}:{event_id}"
-    return Message(message_id, checked.event.scope, f"{checked.repo.type}:{checked.repo.id}", body, is_hub=True)
+    subject = f"{checked.repo.type}:{checked.repo.id}"
+    return Message(message_id, checked.event.scope, subject, body, is_hub=True), checked.webhook.id
 
 
 def session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:

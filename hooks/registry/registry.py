@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
@@ -184,6 +185,8 @@ class Registry:
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
         """Send a verified event of the Hub on to the webhooks here that watch its repo. For how many.
 
+        One that this registry sent itself goes to nobody: it would go round for ever.
+
         Args:
             event_id: the ``Webhook-Id`` it came with; the same event given again is sent once.
 
@@ -191,20 +194,23 @@ class Registry:
             ValueError: it is no payload of the Hub.
             HooksError: the registry does not run, or its database cannot be written.
         """
-        return await self._emit(events.relayed_message(payload, event_id))
+        return await self._emit(*events.relayed_message(payload, event_id))
 
-    async def _emit(self, message: Message) -> int:
-        return await self.sender.put(message, lambda connection: self._wanting(connection, message))
+    async def _emit(self, message: Message, came_by: str | None = None) -> int:
+        return await self.sender.put(message, lambda connection: self._wanting(connection, message, came_by))
 
-    def _wanting(self, connection: Any, message: Message) -> list[str]:
+    def _wanting(self, connection: sqlite3.Connection, message: Message, came_by: str | None = None) -> list[str]:
+        webhooks = self._store.all(connection)
+        if any(one.id == came_by for one in webhooks):
+            return []
         repo, scope = message.body["repo"], message.body["event"]["scope"]
-        return [one.id for one in self._store.all(connection) if one.wants(scope, repo["type"], repo["name"])]
+        return [one.id for one in webhooks if one.wants(scope, repo["type"], repo["name"])]
 
     async def _settled(self, name: str, sha: str) -> None:
         """A watched folder is whole, with this content."""
         database, sender, _ = self._running
 
-        def transaction(connection: Any) -> tuple[str, int, dict[str, int]] | None:
+        def transaction(connection: sqlite3.Connection) -> tuple[str, int, dict[str, int]] | None:
             is_change, old = note_content(connection, name, sha, self._clock())
             if not is_change:
                 return None
@@ -232,7 +238,7 @@ class Registry:
         """
         database, sender, _ = self._running
 
-        def transaction(connection: Any) -> dict[str, int]:
+        def transaction(connection: sqlite3.Connection) -> dict[str, int]:
             webhooks = self._store.all(connection)
             return {
                 "webhooks": len(webhooks),

@@ -26,10 +26,11 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from hooks.registry.registry import Registry
-from tests.hooks.registry.serving import settings
+from hooks.registry.settings import RegistrySettings
 
 async def main(database, url, first, last):
-    async with Registry(settings(database=Path(database))).running() as registry:
+    settings = RegistrySettings(tokens=("t" * 32,), database=Path(database), allowed_networks=("127.0.0.0/8",))
+    async with Registry(settings).running() as registry:
         if not await registry.management.list():
             await registry.management.create({"url": url, "watched": [], "domains": ["session"]})
         for number in range(int(first), int(last)):
@@ -93,9 +94,9 @@ async def test_a_server_killed_in_the_middle_of_a_delivery_makes_it_again_with_t
 
 async def test_no_event_is_lost_and_each_keeps_its_id_over_kills_at_random_moments(tmp_path: Path) -> None:
     chance = random.Random(7)
-    count, emitted = 200, 0
+    count, emitted = 150, 0
     async with target_server() as target:
-        for kill in range(1, 6):
+        for kill in range(1, 5):
             process = Process(tmp_path / "registry.sqlite3", target.url, emitted, count)
             await process.until_queued(min(emitted + chance.randrange(10, 60), count - 1))
             await asyncio.sleep(chance.random() * 0.05)
@@ -109,7 +110,7 @@ async def test_no_event_is_lost_and_each_keeps_its_id_over_kills_at_random_momen
         process.kill()
         found = numbers(target.got)
         assert sorted(found) == list(range(count))
-        assert sum(len(ids) > 1 for ids in found.values()) <= 6
+        assert sum(len(ids) > 1 for ids in found.values()) <= 4
         for session in range(7):
             order = [d.json["data"]["number"] for d in target.got if d.json["data"]["session_id"] == str(session)]
             firsts = list(dict.fromkeys(order))
