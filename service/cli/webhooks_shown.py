@@ -99,7 +99,8 @@ def _secret(one: Mapping[str, Any]) -> str:
 
 def _job(one: Mapping[str, Any]) -> str:
     job = one.get("job") or {}
-    return str(job.get("docker_image") or job.get("space_id") or "")
+    labels = job.get("labels") or {}  # a robojax server's jobs have no image, but a name
+    return str(job.get("docker_image") or job.get("space_id") or labels.get("id") or "")
 
 
 def _printable(text: str) -> str:
