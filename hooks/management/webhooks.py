@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -45,7 +44,7 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
     """
 
     has_secret: bool = False
-    raw: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    raw: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def status(self) -> Status:
@@ -92,7 +91,7 @@ def read_webhook(told: object) -> WebhookInfo:
             secret=secret,
             disabled=cast(bool, told["disabled"]),
             has_secret=bool(told.get("hasSecret", secret)),
-            raw=MappingProxyType(_masked(told)),
+            raw=_masked(told),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise HubTrouble(f"the Hub answered something that is no webhook: {type(error).__name__} {error}") from None

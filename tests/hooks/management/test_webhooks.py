@@ -1,5 +1,9 @@
 """What is told of a webhook: its state, and its secrets never in sight."""
 
+import copy
+import pickle
+from dataclasses import asdict
+
 import pytest
 from huggingface_hub import WebhookInfo as Theirs
 
@@ -35,6 +39,14 @@ def test_no_secret_is_in_what_is_printed():
         assert "HF_TOKEN" in text
     assert webhook.job is not None
     assert webhook.job.secrets == {"HF_TOKEN": "hf_of-the-job"}
+
+
+def test_it_can_be_copied_and_taken_apart_like_huggingface_hubs():
+    webhook = read_webhook({**TOLD, "job": JOB})
+    for other in (copy.deepcopy(webhook), pickle.loads(pickle.dumps(webhook))):
+        assert (other, other.raw, other.status) == (webhook, webhook.raw, "enabled")
+    assert asdict(webhook)["watched"] == TOLD["watched"]
+    assert asdict(webhook)["raw"]["secret"] == "********"
 
 
 @pytest.mark.parametrize(
