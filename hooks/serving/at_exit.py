@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from hooks.errors import HooksError
 
@@ -86,13 +86,12 @@ class AtExit:
         self._is_on = False
         try:
             self._call()
+        # An exception would only be printed here, and the process would end with 0.
         except HooksError as error:
-            # An exception would only be printed here, and the process would end with 0.
             sys.stderr.write(f"webhooks: {error}\n")
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            _end(1)
+        except KeyboardInterrupt:
+            _end(130)
 
     def _run_anew(self, again: list[str] | None) -> None:
         if self._is_due():
@@ -103,6 +102,13 @@ class AtExit:
             sys.stdout.flush()
             sys.stderr.flush()
             os.execv(again[0], again)
+
+
+def _end(code: int) -> NoReturn:
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def hook(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Callable[[Callable[[], Any]], None] | None:

@@ -35,7 +35,7 @@ def webhook_endpoint(path: Any = None, **options: Any) -> Any:
         options: filters and how it is run, as of ``WebhooksServer.add_webhook``.
 
     Returns:
-        The function as it is, with ``launch`` and ``run`` attached.
+        The function as it is, with ``launch``, ``run`` and ``close`` attached.
     """
     if callable(path):
         return webhook_endpoint(None, **options)(path)
@@ -46,7 +46,7 @@ def webhook_endpoint(path: Any = None, **options: Any) -> Any:
         server.start_at_exit()
         # A bound method takes no attributes.
         with contextlib.suppress(AttributeError, TypeError):
-            function.launch, function.run = server.launch, server.run
+            function.launch, function.run, function.close = server.launch, server.run, server.close
         return function
 
     return register

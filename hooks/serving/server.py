@@ -1,10 +1,8 @@
 """``WebhooksServer``: functions that are called when the Hub delivers an event."""
 
-import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -13,7 +11,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar, overload
 
 from sanic import HTTPResponse, Request
@@ -26,15 +23,16 @@ from hooks.serving import address, event_routes, interface, notices, pages
 from hooks.serving.application import WebhooksApp, new_app
 from hooks.serving.at_exit import AtExit, hook, is_interactive
 from hooks.serving.background import Background
+from hooks.serving.configuration import settings_of
 from hooks.serving.functions import check_function, kind_of
 from hooks.serving.tunnel import Program, choose, tunnel
+from hooks.serving.waiting import has_running_loop, serve_until_signal
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RESERVED = ("_events",)
 # While a script is only looked at for its server, by a command that starts it as it is told to.
 is_held: ContextVar[bool] = ContextVar("is_held", default=False)
-SECRET, DATABASE = "WEBHOOK_SECRET", "ROBOJAX_WEBHOOKS_DATABASE"
 
 
 class WebhooksServer:
@@ -70,7 +68,7 @@ class WebhooksServer:
     ):
         self._ui = None if ui is None else interface.checked(ui)
         self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
-        self._settings = _settings(settings, webhook_secret, database)
+        self._settings = settings_of(settings, webhook_secret, database)
         self._added: list[tuple[Callable[..., Any], str | None, dict[str, Any]]] = []
         self._receiver = Receiver(self._settings)
         self._app: WebhooksApp | None = None
@@ -112,7 +110,7 @@ class WebhooksServer:
 
     @property
     def app(self) -> WebhooksApp:
-        """The Sanic app. Endpoints that are added later are in it too, until it runs."""
+        """The Sanic app, of the endpoints that were added before this is asked for; after ``close``, another."""
         if self._app is None:
             self._app = self._new_app()
         return self._app
@@ -168,7 +166,8 @@ class WebhooksServer:
         check_function(function)
         self._refuse_while_running("add the webhook")
         if self._app is not None:
-            self._renew()
+            # Whoever has it may have added to it; another one would be without that.
+            raise HooksError("the app is made already, and its routes are fixed: add webhooks before .app is asked for")
         if path is not None and path.strip("/").split("/")[0] in RESERVED:
             raise InvalidWebhook(f"webhook path {path!r} is a page of the server's; give it another one")
         self._receiver.add(function, path, **options)
@@ -221,7 +220,7 @@ class WebhooksServer:
             )
         assert self._local is not None
         notices.say(notices.ready(self._local, self._public, list(self.registered_webhooks)))
-        if not (prevent_thread_lock or is_interactive() or _has_running_loop()):
+        if not (prevent_thread_lock or is_interactive() or has_running_loop()):
             self.block_thread()
 
     def _start(self, share: bool, host: str | None, port: int | None) -> None:
@@ -265,25 +264,7 @@ class WebhooksServer:
 
     def block_thread(self) -> None:
         """Wait until Ctrl-C, SIGTERM or ``close`` ends the server. A second signal ends the process at once."""
-        is_main = threading.current_thread() is threading.main_thread()
-        before: dict[int, Any] = {}
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            for known in before:
-                signal.signal(known, signal.SIG_DFL)
-            self._stop.set()
-
-        if is_main:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, ask)
-        try:
-            # With a time limit, because Windows would not let a signal in.
-            while self.is_running and not self._stop.wait(1.0):
-                pass
-        finally:
-            self.close()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        serve_until_signal(self._stop, lambda: self.is_running, self.close)
 
     def close(self) -> None:
         """End it: answers under way and running handlers get a moment, then the port is free again."""
@@ -318,26 +299,6 @@ class WebhooksServer:
             return json({"status": "ok"})
 
         return app
-
-
-def _settings(
-    given: ReceiverSettings | None, secret: str | Sequence[str] | None, database: str | Path | None
-) -> ReceiverSettings:
-    settings = given or ReceiverSettings()
-    if secret is not None and not isinstance(secret, str):
-        settings = replace(settings, secrets=tuple(secret))
-    elif secret := secret or (None if settings.secrets else os.environ.get(SECRET)):
-        settings = replace(settings, secrets=(secret,))
-    database = database or (None if settings.database else os.environ.get(DATABASE))
-    return replace(settings, database=Path(database)) if database else settings
-
-
-def _has_running_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _close_at_exit(server: WebhooksServer) -> None:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hooks.serving import address, at_exit, server
+from hooks.serving import address, at_exit, configuration
 from hooks.serving.server import WebhooksServer
 
 SWITCHES = (
-    *(server.SECRET, server.DATABASE, address.HOST, address.PORT, at_exit.SWITCH),
+    *(configuration.SECRET, configuration.DATABASE, address.HOST, address.PORT, at_exit.SWITCH),
     *("GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT", "SPACE_ID", "SPACE_HOST", "PYTHONPATH"),
 )
 

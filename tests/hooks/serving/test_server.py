@@ -189,6 +189,13 @@ def test_asgi_clients_reach_a_server_that_runs(protected):
     assert asyncio.run(call(protected.app, "/", method="GET")) == (200, b"<h1>Hello World!</h1>")
 
 
+def test_an_app_that_somebody_has_gets_no_more_webhooks(make):
+    server = make()
+    assert server.app is server.app
+    with pytest.raises(HooksError, match=r"before \.app"):
+        server.add_webhook("late")(lambda: None)
+
+
 def test_asgi_clients_are_told_when_it_does_not_run(make):
     with pytest.raises(RuntimeError, match="launch"):
         asyncio.run(call(make().app, "/"))
