@@ -256,5 +256,5 @@ class Deployments:
         except SourceError:
             return  # it ended
         # What was asked for stays until something newer is pushed.
-        if head := await self._heads.ask(Target(one.repo, one.ref)):
+        if head := await self._heads.ask(Target.of(one)):
             self._standing.declined[session_id] = head

@@ -20,7 +20,7 @@ class Heads:
 
     async def ask(self, target: Target) -> str | None:
         """The commit, or None when it cannot be told now."""
-        what = f"{target.repo} at {target.ref or 'its default branch'}"
+        what = f"{target.repo} at {target.ref!r}"
         try:
             head = await self._sources(target.repo).head(target.repo, target.ref)
         except SourceError as error:

@@ -33,7 +33,7 @@ class Standing:
 
     def targets(self) -> Sequence[Target]:
         """What is followed."""
-        followed = (Target(one.repo, one.ref) for one in self._rollout.followers() if one.mode != "off")
+        followed = (Target.of(one) for one in self._rollout.followers() if one.mode != "off")
         return [*dict.fromkeys(followed)]
 
     def wanting(self, target: Target, head: str) -> Sequence[Follower]:
@@ -41,7 +41,7 @@ class Standing:
         found = [
             one
             for one in self._rollout.followers()
-            if (one.repo, one.ref) == (target.repo, target.ref)
+            if Target.of(one) == target
             and one.mode != "off"
             and head not in (one.sha, self.declined.get(one.session_id))
             and not (one.mode == "stage" and self.staged.get(one.session_id) == head)

@@ -14,10 +14,15 @@ IGNORED_REFS = ("refs/pr/", "refs/convert/")
 
 @dataclass(frozen=True)
 class Target:
-    """What sessions follow: a ref of a repo, None for the default branch."""
+    """What sessions follow: a ref of a repo."""
 
     repo: str
-    ref: str | None
+    ref: str
+
+    @classmethod
+    def of(cls, one: Follower) -> "Target":
+        """That of a session; the Hub calls every default branch ``main``."""
+        return cls(one.repo, one.ref or "main")
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,8 @@ def is_pattern(ref: str) -> bool:
     return any(letter in ref for letter in "*?[")
 
 
-def is_about(followed: str | None, moved: str) -> bool:
+def is_about(followed: str, moved: str) -> bool:
     """Whether the ref that moved (``refs/heads/main``) is the one that is followed."""
-    followed = followed or "main"
     if is_pattern(followed):
         return moved.startswith(TAG) and fnmatchcase(moved.removeprefix(TAG), followed.removeprefix(TAG))
     return moved in (followed, BRANCH + followed, TAG + followed)
@@ -51,7 +55,7 @@ def is_about(followed: str | None, moved: str) -> bool:
 def read(payload: WebhookPayload, followers: Iterable[Follower]) -> Reading:
     """What to do about a delivery; the commit that it names is not looked at, only which ref moved."""
     repo, event = payload.repo, payload.event
-    followed = {Target(one.repo, one.ref): None for one in followers if one.mode != "off" and one.repo == repo.name}
+    followed = {Target.of(one): None for one in followers if one.mode != "off" and one.repo == repo.name}
     if repo.type != "model" or not followed:
         return Reading(ignored=f"no session follows the {repo.type} {repo.name}")
     if payload.is_about("repo.content"):

@@ -2,7 +2,7 @@ from hooks.deployment.debounce import Debounce, Hint
 from hooks.deployment.retries import Retries
 from hooks.deployment.trigger import Target
 
-MAIN, DEV = Target("a/b", None), Target("a/b", "dev")
+MAIN, DEV = Target("a/b", "main"), Target("a/b", "dev")
 
 
 def webhook(target: Target, *ids: str) -> Hint:

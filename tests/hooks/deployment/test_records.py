@@ -28,6 +28,19 @@ async def test_records_are_there_after_a_restart_and_the_oldest_are_dropped(tmp_
     database.close()
 
 
+async def test_what_a_killed_process_was_at_is_said_to_have_failed(tmp_path: Path) -> None:
+    database = Database(tmp_path / "d.sqlite", SCHEMA)
+    record = Record(REPO, None, "webhook", webhook_id="hook", delivery_ids=["1"])
+    record.begin("compiling")
+    await Records(database, 3).save(record)
+    database.close()
+    for _ in range(2):
+        database = Database(tmp_path / "d.sqlite", SCHEMA)
+        (again,) = Records(database, 3).list()
+        assert (again.id, again.result, again.reason, again.delivery_ids) == (record.id, "failed", "interrupted", ["1"])
+        database.close()
+
+
 def test_stages_follow_each_other_and_one_that_is_told_twice_is_one() -> None:
     record = Record(REPO, None, "request")
     for name in ("loading", "loading", "compiling"):

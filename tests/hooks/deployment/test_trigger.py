@@ -3,7 +3,7 @@ import pytest
 from hooks.deployment.trigger import Target, is_about, read
 from tests.hooks.deployment.world import REPO, Robot, pushed
 
-MAIN = Target(REPO, None)
+MAIN = Target(REPO, "main")
 SHA = "1" * 40
 
 
@@ -26,9 +26,9 @@ SHA = "1" * 40
 def test_a_ref_is_followed_by_branch_tag_whole_name_or_pattern_of_tags(
     followed: str | None, moved: str, wanted: bool
 ) -> None:
-    assert is_about(followed, moved) is wanted
+    assert is_about(followed or "main", moved) is wanted
     reading = read(pushed(SHA, moved), [Robot("a", ref=followed)])
-    assert reading.targets == ((Target(REPO, followed),) if wanted else ())
+    assert reading.targets == ((Target(REPO, followed or "main"),) if wanted else ())
     assert (reading.ignored is None) is wanted
 
 
@@ -45,7 +45,7 @@ def test_a_deleted_ref_is_not_looked_at() -> None:
 
 def test_sessions_of_one_ref_are_one_target_and_those_that_are_off_are_none() -> None:
     robots = [Robot("a"), Robot("b"), Robot("c", ref="main"), Robot("d", ref="dev"), Robot("e", repo="someone/leg")]
-    assert read(pushed(SHA), robots).targets == (MAIN, Target(REPO, "main"))
+    assert read(pushed(SHA), robots).targets == (MAIN,)
     assert read(pushed(SHA), [Robot("a", mode="off")]).targets == ()
 
 
