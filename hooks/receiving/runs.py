@@ -115,12 +115,12 @@ class Runs:
     ) -> float | None:
         log.error("event %s: handler %s failed", event.id, endpoint.handler.name, exc_info=error)
         now = time.time()
-        delay = None
-        if not isinstance(error, StillRuns | Unusable):
-            delay = endpoint.delay(error, event.failures + 1, self._settings)
-        # From here on the sender waits until it is written whether the event is handed back to it.
+        # To run it again would be beside itself, or in vain.
+        is_final = isinstance(error, StillRuns | Unusable)
+        delay = None if is_final else endpoint.delay(error, event.failures + 1, self._settings)
         is_ours = isinstance(error, RetryableError) and delay is not None
-        to_sender = reply is not None and not is_ours and reply.decide()
+        # Once this is decided, the sender waits until it is written whether the event is handed back to it.
+        to_sender = reply is not None and not is_final and not is_ours and reply.decide()
         write = self._inbox.database.run if to_sender else self._write
         try:
             status = await write(

@@ -227,6 +227,23 @@ async def test_a_run_that_takes_too_long_has_failed(serving, make_payload, until
     assert "its thread goes on" in dead["/webhooks/sync"]
 
 
+async def test_a_sync_run_that_goes_on_is_not_handed_back_to_its_sender(serving, make_payload) -> None:
+    receiver, goes_on, runs = Receiver(settings()), threading.Event(), []
+
+    def sync(event: Event) -> None:
+        runs.append(event.attempt)
+        goes_on.wait(10)
+
+    receiver.add(sync, timeout=0.02)
+    async with serving(receiver) as sender:
+        same = {"webhook-id": "1"}
+        told = [await sender.post("/webhooks/sync", make_payload(), headers=same) for _ in range(2)]
+    goes_on.set()
+    assert [one.status for one in told] == [500, 200]
+    assert told[1].json["status"] == "dead"
+    assert runs == [1]
+
+
 async def test_an_effect_is_written_with_the_end_of_its_event_or_not_at_all(serving, make_payload, tmp_path) -> None:
     receiver = Receiver(settings(database=tmp_path / "e.sqlite3"))
 
