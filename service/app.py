@@ -101,7 +101,8 @@ def create_app(
         webhooks,
     )
     # After the sessions: what is delivered again at the start may be about them.
-    app.blueprint(webhooks.receiving())
+    for blueprint in webhooks.blueprints():
+        app.blueprint(blueprint)
     if load is None:
         _import_ahead(app)
     return app

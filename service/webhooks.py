@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import ReceiverSettings
 from hooks.registry.registry import Registry
 from hooks.registry.settings import RegistrySettings
+from hooks.serving.event_routes import blueprint as events_of
+from hooks.serving.pages import blueprint as pages_of
+from hooks.serving.visitor import is_here
 from service.deployments import SessionUpdates
 from service.engine import LoadPolicy, Policy
 from service.gates import Limits
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 # The name that huggingface_hub's own server has for it.
 SECRET_VARIABLE = "WEBHOOK_SECRET"
 ENDPOINT = "policies"
+OPEN = "only this machine itself may deliver, until one is."
 # Seconds between looks at policy folders that sessions follow.
 FOLDER_LOOK = 1.0
 # Seconds that what happened at the very end gets to be written down.
@@ -107,14 +111,20 @@ class Webhooks:
 
     # What comes in.
 
-    def receiving(self) -> Blueprint:
-        """The routes that deliveries come to."""
+    def blueprints(self) -> Sequence[Blueprint]:
+        """The routes that deliveries come to, a page about them at ``/webhooks``, and what came."""
+        pages = pages_of(
+            self.receiver, links={"API": "/docs", "Health": "/health", "Policy updates": "/deployments"}, when_open=OPEN
+        )
+        return self._receiving(), pages, events_of(self.receiver, lambda: self.receiver.settings.secrets)
+
+    def _receiving(self) -> Blueprint:
         made = self.receiver.blueprint()
         origins = Origins(self._settings.origins)
 
         @made.on_request
         async def refuse(request: Request) -> HTTPResponse | None:
-            if self.receiver.settings.secrets or is_from_here(request):
+            if self.receiver.settings.secrets or is_here(request):
                 return origins.refusal(request)
             detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
             return answer({"detail": detail, "code": "no_secret"}, 403)
@@ -262,12 +272,6 @@ def _look_at(folder: str) -> object:
                 status = entry.stat()
                 found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino))
     return sorted(found)
-
-
-def is_from_here(request: Request) -> bool:
-    """Whether a request comes from this machine, and not through a proxy that stands on it."""
-    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "via"))
-    return not is_forwarded and request.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 def _tell_of_defect(task: "asyncio.Task[None]") -> None:

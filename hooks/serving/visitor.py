@@ -2,6 +2,7 @@
 
 import ipaddress
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from sanic import HTTPResponse, Request
@@ -13,7 +14,7 @@ from hooks.signatures import is_secret
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "cf-connecting-ip", "ngrok-trace-id", "via")
 
 
-def is_here(request: Request) -> bool:
+def is_here(request: "Request[Any, Any]") -> bool:
     """Whether the request comes from this machine, and not through a proxy or from a web page of somewhere else."""
     if any(name in request.headers for name in FORWARDED):
         return False
