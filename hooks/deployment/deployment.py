@@ -64,7 +64,7 @@ class Deployment:
             try:
                 return await self._unless_given_up(self._source.fetch(self.record.repo, self.sha, self.record.begin))
             except SourceError as error:
-                if not further or error.code not in OF_TRANSFER | {"changed_meanwhile"}:
+                if not further or error.code not in OF_TRANSFER:
                     is_commits_fault = error.code in OF_COMMIT
                     result = "rejected" if is_commits_fault else "failed"
                     raise Ended(result, error.code, str(error), is_commits_fault) from error

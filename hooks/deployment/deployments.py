@@ -71,6 +71,7 @@ class Deployments:
         self._retries = Retries(self.settings.retry, self.settings.retry_longest)
         self._hints = Hints(self.settings.quiet, self.settings.longest, now)
         self._waiting: dict[Target, Hint] = {}
+        self._superseded: dict[Target, int] = {}  # in a row
         self._ripe = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -216,8 +217,13 @@ class Deployments:
                 if self._lane.preparing(hint.target):
                     self._start(self._look_for_newer(hint.target))
 
+    def _may_supersede(self, target: Target) -> bool:
+        return self._superseded.get(target, 0) < self.settings.superseded
+
     async def _look_for_newer(self, target: Target) -> None:
         """A hint about what is being prepared right now: the same commit again, or a newer one?"""
+        if not self._may_supersede(target):
+            return
         head = await self._heads.ask(target)
         deployment = self._lane.preparing(target)
         if head is None or deployment is None:
@@ -238,8 +244,10 @@ class Deployments:
     async def _followed(self, hint: Hint) -> None:
         target, ids = hint.target, [*hint.delivery_ids]
         record = Record(target.repo, target.ref, hint.trigger, webhook_id=hint.webhook_id, delivery_ids=ids)
-        purpose = Followed(target, self._standing, self.quarantine, self._heads, again=lambda: self._hints.tell(hint))
-        await self._lane.deploy(record, purpose)
+        again = (lambda: self._hints.tell(hint)) if self._may_supersede(target) else None
+        await self._lane.deploy(record, Followed(target, self._standing, self.quarantine, self._heads, again))
+        is_superseded = record.result == "superseded" and record.reason == "newer"
+        self._superseded[target] = self._superseded.get(target, 0) + 1 if is_superseded else 0
         if record.result == "failed":
             self._retries.failed((target, record.sha), self._now())
         elif record.result in ("swapped", "staged"):

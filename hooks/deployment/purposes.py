@@ -41,9 +41,14 @@ class Followed:
     """Sessions follow a ref, and it may have moved."""
 
     def __init__(
-        self, target: Target, standing: Standing, quarantine: Quarantine, heads: Heads, again: Callable[[], None]
+        self,
+        target: Target,
+        standing: Standing,
+        quarantine: Quarantine,
+        heads: Heads,
+        again: Callable[[], None] | None,
     ):
-        """``again`` asks for another look, when the ref has moved on."""
+        """``again`` asks for another look when the ref has moved on; None: it is deployed nevertheless."""
         self.target = target
         self._standing = standing
         self._quarantine = quarantine
@@ -64,6 +69,8 @@ class Followed:
 
     async def check(self, sha: str) -> None:
         """The head again; when it is not known now, what was verified is not worse for that."""
+        if self._again is None:
+            return
         head = await self._heads.ask(self.target)
         if head not in (None, sha):
             self._again()

@@ -14,6 +14,8 @@ class DeploymentSettings:
         jitter: part of ``poll`` that each may be early or late, so that a fleet does not ask at once.
         transfers: how often a commit is fetched before bad bytes are taken for the commit's own fault.
         transfer_pause: before the second; doubled for each further one.
+        superseded: so many in a row are given up for a newer commit; the next is brought to its end, or pushes that
+            come faster than one is prepared would keep all of them from arriving.
         preparing: for loading, compiling and the gates, per session.
         swapping: until the session took the new policy over.
         retry: after a failure that was not the commit's; doubled for each further one, up to ``retry_longest``.
@@ -26,6 +28,7 @@ class DeploymentSettings:
     jitter: float = 0.2
     transfers: int = 3
     transfer_pause: float = 2.0
+    superseded: int = 3
     preparing: float = 900.0
     swapping: float = 120.0
     retry: float = 120.0
@@ -36,7 +39,7 @@ class DeploymentSettings:
         times = {name: getattr(self, name) for name in ("quiet", "transfer_pause", "retry", "retry_longest")}
         limits = {name: getattr(self, name) for name in ("longest", "preparing", "swapping")}
         limits |= {} if self.poll is None else {"poll": self.poll}
-        counts = {name: getattr(self, name) for name in ("transfers", "kept")}
+        counts = {name: getattr(self, name) for name in ("transfers", "superseded", "kept")}
         wrong = [f"{name} {value}: wanted 0 seconds or more" for name, value in times.items() if value < 0]
         wrong += [f"{name} {value}: wanted more than 0 seconds" for name, value in limits.items() if value <= 0]
         wrong += [f"{name} {value}: wanted 1 or more" for name, value in counts.items() if value < 1]

@@ -24,8 +24,8 @@ REQUIRED = ("config.json", "model.safetensors")
 # Formats whose loading runs what is written in them.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 
-# Codes of a fault that may be the transfer's as well as the commit's.
-OF_TRANSFER = frozenset({"checksum", "transfer"})
+# Codes of a fault that may be gone the next time.
+OF_TRANSFER = frozenset({"checksum", "transfer", "unreachable", "changed_meanwhile"})
 # Codes of what is wrong with the commit itself.
 OF_COMMIT = frozenset({"checksum", "incomplete", "denied_file", "too_large"})
 

@@ -188,6 +188,22 @@ async def test_a_head_that_moved_unheard_is_seen_before_the_swap(world: World) -
     assert world.results == ["superseded", "swapped"]
 
 
+async def test_pushes_that_come_faster_than_one_is_prepared_arrive_all_the_same(world: World) -> None:
+    await world.restart(replace(SETTINGS, superseded=1))
+    world.robots.may_prepare.clear()
+    made = []
+    for step in (1, 2):
+        made.append(world.push(policy(step)))
+        await until(lambda: world.robots.of("prepare") == made)
+    made.append(world.push(policy(3)))
+    await until(lambda: not world.deployments._hints.is_empty)
+    await until(lambda: world.deployments._hints.is_empty)
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert world.results == ["superseded", "swapped", "swapped"]
+    assert world.robots.of("swap") == made[1:]
+
+
 async def test_a_delivery_of_what_is_being_prepared_changes_nothing(world: World) -> None:
     world.robots.may_prepare.clear()
     sha = world.push(policy(1))
