@@ -11,7 +11,7 @@ from hooks.registry.jobs import Job
 from hooks.registry.store import WebhookStore
 from hooks.registry.webhook import Webhook
 from hooks.registry.wish import Wish, wish_of
-from hooks.sending import queue
+from hooks.sending import delivery_log
 from hooks.sending.outcome import Outcome
 from hooks.sending.sender import Sender
 from hooks.sending.targets import Resolve, TargetRules
@@ -124,7 +124,7 @@ class Management:
             UnknownWebhook: there is none of this id.
         """
         await self.get(webhook_id)
-        return await self._database.run(queue.log, webhook_id, limit, before)
+        return await self._database.run(delivery_log.entries, webhook_id, limit, before)
 
     async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
         """Send one of the log again, now. A job is only started, as it may take long; the log has how it ended.

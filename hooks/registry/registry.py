@@ -1,14 +1,11 @@
 """The registry put together: API, events, deliveries; it runs while its Sanic app does."""
 
 import asyncio
-import fcntl
 import logging
-import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import Any
 
 from sanic import Blueprint
@@ -17,6 +14,7 @@ from hooks.database import Database
 from hooks.errors import HooksError, StoreError
 from hooks.payload import WebhookPayload
 from hooks.registry import events
+from hooks.registry.alone import alone
 from hooks.registry.folder_log import note_content
 from hooks.registry.job_courier import JobCourier
 from hooks.registry.jobs import load_jobs
@@ -25,7 +23,7 @@ from hooks.registry.routes import add_routes
 from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import SCHEMA, WebhookStore
 from hooks.registry.watcher import FolderWatcher
-from hooks.sending import queue
+from hooks.sending import delivery_log
 from hooks.sending.post import PostCourier
 from hooks.sending.queue import Message
 from hooks.sending.resolver import resolve as ask_name_server
@@ -120,7 +118,7 @@ class Registry:
             StoreError: the database cannot be used, or another process uses it.
         """
         settings = self.settings
-        with _alone(settings.database), closing(Database(settings.database, SCHEMA)) as database:
+        with alone(settings.database), closing(Database(settings.database, SCHEMA)) as database:
             aside = settings.database and settings.database.with_name(settings.database.name + ".jobs")
             posts = PostCourier(self._rules, timeout=settings.timeout, resolve=self._resolve)
             jobs = JobCourier(self._jobs, aside, settings.jobs_at_once)
@@ -244,7 +242,7 @@ class Registry:
                 "webhooks": len(webhooks),
                 "webhooks_disabled": sum(bool(one.disabled) for one in webhooks),
                 "folders_known": connection.execute("SELECT count(*) FROM folders").fetchone()[0],
-                **{f"deliveries_{status}": count for status, count in queue.counts(connection).items()},
+                **{f"deliveries_{status}": count for status, count in delivery_log.counts(connection).items()},
             }
 
         return await database.run(transaction) | {"deliveries_dropped_since_start": sender.dropped}
@@ -253,27 +251,3 @@ class Registry:
 def _tell_of_defect(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.critical("%s ended", task.get_name(), exc_info=task.exception())
-
-
-@contextmanager
-def _alone(database: Path | None) -> Iterator[None]:
-    """Hold the database's lock file: two senders on one queue would send everything twice."""
-    if database is None:
-        yield
-        return
-    try:
-        database.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(database.with_name(database.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StoreError(f"database {str(database)!r}: its lock file cannot be made ({error.strerror})") from error
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StoreError(
-                f"database {str(database)!r}: another process sends from it; end that, run one process, "
-                "or give this one another file"
-            ) from None
-        yield
-    finally:
-        os.close(file)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hooks.errors import InvalidWebhook, UnknownWebhook
 from hooks.registry.webhook import SUSPENDED, Watched, Webhook
 from hooks.registry.wish import Wish
-from hooks.sending import queue
+from hooks.sending import delivery_log, queue
 from hooks.sending.outcome import Destination
 
 WEBHOOKS = """
@@ -151,7 +151,7 @@ class WebhookStore:
         """
         self.get(connection, webhook_id)
         connection.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
-        queue.forget(connection, webhook_id)
+        delivery_log.forget(connection, webhook_id)
 
     def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
         """Where its events go now."""

@@ -1,4 +1,4 @@
-"""The deliveries that wait, and the log of those that were tried: transactions on the database, with the time given.
+"""The deliveries that wait and the outcomes of those that were tried: transactions, with the time given.
 
 Order is kept per webhook and subject (a repo, a session): only the oldest waiting delivery of each has a ``due_at``,
 and the transaction that finishes it makes the next one due.
@@ -7,12 +7,11 @@ and the transaction that finishes it makes the next one due.
 import json
 import secrets
 import sqlite3
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hooks.sending.outcome import Outcome, Parcel
-from hooks.sending.schedule import iso
 
 SCHEMA = """
 CREATE TABLE messages (
@@ -54,8 +53,6 @@ CREATE INDEX of_delivery ON attempts (delivery_id, at);
 CREATE TABLE held (webhook_id TEXT PRIMARY KEY) STRICT;
 """
 
-# delivered: taken; failed: no attempt left; dropped: too many waited; waiting: the only one that is not final.
-STATES = ("waiting", "delivered", "failed", "dropped")
 # Attempts of one delivery that are kept; replays may add any number.
 MAX_ATTEMPTS = 50
 
@@ -168,7 +165,7 @@ def due(
         under_way = busy.get(webhook_id, ())
         rows = connection.execute(
             "SELECT deliveries.*, is_hub, body FROM deliveries JOIN messages ON messages.id = message_id "
-            f"WHERE webhook_id = ? AND due_at <= ? AND deliveries.id NOT IN ({_marks(under_way)}) "
+            f"WHERE webhook_id = ? AND due_at <= ? AND deliveries.id NOT IN ({marks(under_way)}) "
             "ORDER BY due_at, number LIMIT ?",
             (webhook_id, now, *under_way, max(per_webhook - len(under_way), 0)),
         )
@@ -179,7 +176,8 @@ def due(
     return found, later
 
 
-def _marks(values: Collection[object]) -> str:
+def marks(values: Collection[object]) -> str:
+    """Placeholders for them in SQL."""
     return ", ".join("?" * len(values))
 
 
@@ -272,79 +270,3 @@ def release(connection: sqlite3.Connection, webhook_id: str, now: float) -> None
             "WHERE webhook_id = ? AND status = 'waiting' GROUP BY subject)",
             (now, webhook_id),
         )
-
-
-def forget(connection: sqlite3.Connection, webhook_id: str) -> None:
-    """A webhook is gone, and its log with it."""
-    connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,))
-    connection.execute("DELETE FROM deliveries WHERE webhook_id = ?", (webhook_id,))
-    _drop_messages(connection)
-
-
-def prune(connection: sqlite3.Connection, before: float, most: int) -> int:
-    """Forget what was finished before then, and above so many also what is newer; how many.
-
-    What waits for a webhook that is not enabled is forgotten too when it is older.
-    """
-    count = connection.execute(
-        "DELETE FROM deliveries WHERE finished_at < ? OR number IN (SELECT number FROM deliveries "
-        "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?) "
-        "OR (status = 'waiting' AND created_at < ? AND webhook_id IN (SELECT * FROM held))",
-        (before, most, before),
-    ).rowcount
-    if count:
-        _drop_messages(connection)
-    return count
-
-
-def _drop_messages(connection: sqlite3.Connection) -> None:
-    connection.execute(
-        "DELETE FROM messages WHERE NOT EXISTS (SELECT 1 FROM deliveries WHERE message_id = messages.id)"
-    )
-
-
-def log(connection: sqlite3.Connection, webhook_id: str, limit: int, before: str | None = None) -> list[dict[str, Any]]:
-    """The newest deliveries of a webhook with their attempts, newest first; older than ``before`` when given."""
-    rows = connection.execute(
-        "SELECT deliveries.*, type FROM deliveries JOIN messages ON messages.id = message_id "
-        "WHERE webhook_id = ? AND number < coalesce((SELECT number FROM deliveries WHERE id = ?), ?) "
-        "ORDER BY number DESC LIMIT ?",
-        (webhook_id, before, 0 if before else 1 << 62, limit),
-    ).fetchall()
-    attempts: dict[str, list[dict[str, Any]]] = {row["id"]: [] for row in rows}
-    for attempt in connection.execute(
-        f"SELECT * FROM attempts WHERE delivery_id IN ({_marks(rows)}) ORDER BY rowid", [row["id"] for row in rows]
-    ):
-        attempts[attempt["delivery_id"]].append(_attempt(attempt))
-    return [
-        {
-            "id": row["id"],
-            "webhookDeliveryId": f"msg_{row['id']}",
-            "type": row["type"],
-            "subject": row["subject"],
-            "status": row["status"],
-            "createdAt": iso(row["created_at"]),
-            "finishedAt": iso(row["finished_at"]),
-            "nextAttemptAt": iso(row["due_at"]) if row["status"] == "waiting" else None,
-            "attempts": attempts[row["id"]],
-        }
-        for row in rows
-    ]
-
-
-def _attempt(row: sqlite3.Row) -> dict[str, Any]:
-    return {
-        "at": iso(row["at"]),
-        "seconds": round(row["seconds"], 3),
-        "status": row["status"],
-        "exitStatus": row["exit_status"],
-        "error": row["error"],
-        "excerpt": row["excerpt"],
-        "isReplay": bool(row["is_replay"]),
-    }
-
-
-def counts(connection: sqlite3.Connection) -> dict[str, int]:
-    """How many deliveries of each status there are."""
-    counted: Sequence[sqlite3.Row] = connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1").fetchall()
-    return dict.fromkeys(STATES, 0) | {row[0]: row[1] for row in counted}

@@ -144,6 +144,27 @@ async def test_a_file_that_grows_is_not_read_before_it_rests(tmp_path: Path) -> 
     await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_a_folder_that_moves_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, read = Heard(), []
+    folder = write_policy(tmp_path / "act", b"first")
+
+    def read_and_move(folder: Path, stop: threading.Event) -> str:
+        read.append(content_sha(folder, stop))
+        if len(read) == 1:
+            write_policy(folder, b"second")
+        return read[-1]
+
+    monkeypatch.setattr("hooks.registry.watcher.content_sha", read_and_move)
+    running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=30.0).run())
+    await until(lambda: heard)
+    assert heard == [("act", content_sha(folder, GO_ON))]
+    assert len(read) == 2
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_folder_that_tells_nothing_is_looked_at_now_and_then(tmp_path: Path) -> None:
     heard = Heard()
     folder = tmp_path / "not" / "there" / "act"
