@@ -34,9 +34,13 @@ def is_interactive() -> bool:
 
 def is_wanted() -> bool:
     """Whether a server may start by itself at the end of this process."""
+    return os.environ.get(SWITCH, "").lower() not in ("0", "off", "no", "false") and is_script()
+
+
+def is_script() -> bool:
+    """Whether this process is a script's own: it ends by itself, and may be started again."""
     return not (
-        os.environ.get(SWITCH, "").lower() in ("0", "off", "no", "false")
-        or is_interactive()
+        is_interactive()
         # Test runs and child processes import scripts; that is no running of them.
         or "pytest" in sys.modules
         or "unittest.__main__" in sys.modules

@@ -1,13 +1,20 @@
 """What a server is told by its arguments, and else by the environment."""
 
+import hashlib
+import itertools
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hooks.receiving.settings import ReceiverSettings
+from hooks.serving.at_exit import is_script
 
 SECRET, DATABASE = "WEBHOOK_SECRET", "ROBOJAX_WEBHOOKS_DATABASE"
+MEMORY = "memory"
+# Servers of one script are told apart by the order in which it makes them.
+_made: Iterator[int] = itertools.count(1)
 
 
 def settings_of(
@@ -19,5 +26,29 @@ def settings_of(
         settings = replace(settings, secrets=tuple(secret))
     elif secret := secret or (None if settings.secrets else os.environ.get(SECRET)):
         settings = replace(settings, secrets=(secret,))
-    database = database or (None if settings.database else os.environ.get(DATABASE))
-    return replace(settings, database=Path(database)) if database else settings
+    database = database or settings.database or os.environ.get(DATABASE) or usual_database(next(_made))
+    return replace(settings, database=None if database in (None, MEMORY) else Path(database))
+
+
+def usual_database(number: int) -> Path | None:
+    """A file of this script's own in the user's state folder, so that a restart remembers what came.
+
+    None where there is no script to come back (a REPL, a notebook, a test run), or where nothing can be written.
+
+    Args:
+        number: of the server in its script, from 1.
+    """
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None or not is_script():
+        return None
+    path = Path(script).resolve()
+    folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "robojax" / "webhooks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    # Two scripts of one name are two scripts.
+    name = f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    return folder / (f"{name}.sqlite3" if number == 1 else f"{name}-{number}.sqlite3")

@@ -36,7 +36,7 @@ def ready(local: str, public: str | None, paths: Sequence[str]) -> str:
 
 def limits(database: Path | None, version: str) -> str:
     """What users would else find out by a loss."""
-    kept = "in memory and forgotten when this ends; database='webhooks.sqlite' keeps them"
+    kept = "in memory and forgotten when this ends; database='webhooks.sqlite3' keeps them"
     lines = [
         SHARED,
         SPACE,

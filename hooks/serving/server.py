@@ -46,7 +46,8 @@ class WebhooksServer:
         port: the first free one from 7860 on when None, any free one when 0.
         share: ask ``cloudflared``, ``ngrok`` or ``tunnel`` for a public address; without a secret one is made.
         tunnel: a command that makes a public address, with ``{url}``, ``{host}`` and ``{port}`` in it.
-        database: file that keeps events over a restart; ``ROBOJAX_WEBHOOKS_DATABASE`` when None, else memory.
+        database: file that keeps events over a restart; ``ROBOJAX_WEBHOOKS_DATABASE`` when None, else one of the
+            script's own in ``~/.local/state/robojax/webhooks``. ``"memory"``, or no script: a restart forgets them.
         settings: all else about receiving; arguments here win over it.
 
     Raises:

@@ -71,9 +71,10 @@ Script = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]
 
 
 @pytest.fixture
-def environment() -> dict[str, str]:
+def environment(tmp_path: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in SWITCHES}
-    return {name: value for name, value in kept.items() if not name.startswith("PYTEST")} | {address.PORT: "0"}
+    kept = {name: value for name, value in kept.items() if not name.startswith("PYTEST")}
+    return kept | {address.PORT: "0", "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
 @pytest.fixture

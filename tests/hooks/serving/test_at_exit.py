@@ -68,6 +68,28 @@ def test_the_documented_script_serves_when_it_has_ended_and_a_signal_ends_it_wit
         assert (code, "Traceback" in errors) == (0, False)
 
 
+COUNTING = """
+from pathlib import Path
+from hooks import Event, WebhookPayload, webhook_endpoint
+
+@webhook_endpoint
+def count(payload: WebhookPayload, event: Event):
+    with Path("runs").open("a") as file:
+        file.write(f"{event.delivery_id}\\n")
+"""
+
+
+# The peer: three runs, and three more after a restart.
+def test_a_duplicate_is_known_after_a_kill_without_anything_being_set_up(script, tmp_path):
+    for _ in range(2):
+        with script(COUNTING) as (process, url):
+            for _ in range(3):
+                assert ask(f"{url}/webhooks/count", sample(), Webhook_Id="the-same").status == 200
+            process.kill()
+    assert (tmp_path / "runs").read_text().split() == ["the-same"]
+    assert [path.name[:4] for path in (tmp_path / "state" / "robojax" / "webhooks").glob("*.sqlite3")] == ["app-"]
+
+
 # The peer: RuntimeError, cannot schedule new futures after interpreter shutdown.
 @pytest.mark.parametrize("before", ["", WITHOUT_HOOK], ids=["in the script's process", "in a process of its own"])
 def test_handlers_have_threads_processes_and_name_lookups_at_the_end_of_a_script(script, before):
