@@ -38,6 +38,8 @@ from service.state import own_token, read_secrets, state_folder
 
 logger = logging.getLogger(__name__)
 
+# What a start may fail with, besides settings: a database that cannot be used, say.
+StartFailed = HooksError
 # The name that huggingface_hub's own server has for it.
 SECRET_VARIABLE = "WEBHOOK_SECRET"
 ENDPOINT = "policies"
@@ -68,7 +70,9 @@ class Webhooks:
         if not secrets and os.environ.get(SECRET_VARIABLE):
             secrets = (os.environ[SECRET_VARIABLE],)
         try:
-            self.receiver = Receiver(ReceiverSettings(secrets=secrets, database=self._file("events.sqlite3")))
+            self.receiver = Receiver(
+                ReceiverSettings(secrets=secrets, database=self._file("events.sqlite3")), is_guarded=True
+            )
             self.receiver.add(self._pushed, ENDPOINT)
             self.registry = self._make_registry() if settings.registry else None
         except HooksError as error:

@@ -28,9 +28,13 @@ class Receiver:
     Args:
         settings: secrets, limits, the file of events; without secrets it is open to everyone.
         prefix: of all paths.
+        is_guarded: the app that it is in decides who may deliver without a secret; no warning then.
     """
 
-    def __init__(self, settings: ReceiverSettings | None = None, *, prefix: str = "/webhooks"):
+    def __init__(
+        self, settings: ReceiverSettings | None = None, *, prefix: str = "/webhooks", is_guarded: bool = False
+    ):
+        self._is_guarded = is_guarded
         self.settings = settings or ReceiverSettings()
         self.prefix = "/" + prefix.strip("/") if prefix.strip("/") else ""
         self._endpoints: dict[str, Endpoint] = {}
@@ -146,7 +150,8 @@ class Receiver:
         # Functions, because Sanic's blueprints register them by their names.
         @blueprint.before_server_start
         async def start_webhooks(app: Sanic) -> None:
-            for path in (path for path, endpoint in self._endpoints.items() if endpoint.proofs.is_open):
+            is_open = [path for path, endpoint in self._endpoints.items() if endpoint.proofs.is_open]
+            for path in is_open if not self._is_guarded else ():
                 log.warning("no webhook secret is set: whoever reaches %s may deliver to it", path)
             self._intake = await Intake.open(self.settings, self._endpoints, app)
 

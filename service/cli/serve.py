@@ -26,6 +26,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     from service.logs import configure_logging
     from service.serving import CannotListen, listen, run
     from service.state import usual_state
+    from service.webhooks import StartFailed
 
     settings = settings_or_end(flags, config)
     if settings.state is None:
@@ -55,6 +56,13 @@ def serve(config: Path | None, **flags: Any) -> None:
         )
     except ModelError as error:
         fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
+    except StartFailed as error:
+        fail(
+            Code.USAGE,
+            "the server cannot start",
+            str(error),
+            "--state names another folder; `--state off` keeps nothing",
+        )
     _end()
 
 
