@@ -29,6 +29,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -252,8 +253,10 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def jaxmodels_loader(path: str, revision: str | None = None, /, *, on_progress=None) -> jaxmodels.Policy:
-    return jaxmodels.load_policy(path, revision, on_progress=on_progress)
+def jaxmodels_loader(
+    path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None
+) -> jaxmodels.Policy:
+    return jaxmodels.load_policy(path, revision, like=like, on_progress=on_progress)
 
 
 def processor() -> str:
