@@ -82,6 +82,7 @@ class Event:
 
         Args:
             effect: a function of the inbox's SQLite connection, which may write tables of its own there (named so that
-                they do not begin with ``events``). When it raises, nothing is written and the run has failed.
+                they do not begin with ``events``). When it raises, nothing is written and the run has failed. It may
+                not commit, so neither ``with connection:`` nor ``executescript``.
         """
         self.effects.append(effect)

@@ -2,7 +2,8 @@
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -163,10 +164,25 @@ def finish(
         ),
     )
     for effect in effects:
-        try:
-            effect(connection)
-        except Exception as error:
-            raise EffectFailed from error
+        with _undivided(connection):
+            try:
+                effect(connection)
+            except Exception as error:
+                raise EffectFailed from error
+
+
+@contextmanager
+def _undivided(connection: sqlite3.Connection) -> Iterator[None]:
+    """An effect that commits (``with connection:``, ``executescript``) would be written without its event's end."""
+
+    def judge(action: int, *_: object) -> int:
+        return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_TRANSACTION else sqlite3.SQLITE_OK
+
+    connection.set_authorizer(judge)
+    try:
+        yield
+    finally:
+        connection.set_authorizer(None)
 
 
 def fail(

@@ -126,7 +126,7 @@ class Runs:
             status = await write(
                 ledger.fail,
                 event.id,
-                f"{type(error).__name__}: {error}"[:2000],
+                _reason(error),
                 now=now,
                 attempts=self._settings.attempts,
                 retry_at=None if delay is None else now + delay,
@@ -161,6 +161,15 @@ class Runs:
                 if self.is_ending:
                     raise  # it is run again at the next start
                 await asyncio.sleep(STORE_PAUSE)
+
+
+def _reason(error: BaseException) -> str:
+    """In words that a database takes: a name of a file may hold bytes that are no text, and an error may have none."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text[:2000].encode("utf-8", "replace").decode()
 
 
 def _request_of(event: Event, app: Sanic | None) -> Request:

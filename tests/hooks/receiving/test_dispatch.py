@@ -268,6 +268,61 @@ async def test_an_effect_is_written_with_the_end_of_its_event_or_not_at_all(serv
     connection.close()
 
 
+@pytest.mark.parametrize("way", ["with", "executescript", "commit"])
+async def test_an_effect_that_commits_is_refused_and_nothing_of_it_is_written(
+    serving, make_payload, tmp_path, way: str
+) -> None:
+    receiver = Receiver(settings(database=tmp_path / "e.sqlite3"))
+
+    def effect(event: Event) -> None:
+        def write(connection: sqlite3.Connection) -> None:
+            if way == "with":
+                with connection:
+                    connection.execute("CREATE TABLE moves (attempt INTEGER)")
+            elif way == "executescript":
+                connection.executescript("CREATE TABLE moves (attempt INTEGER)")
+            else:
+                connection.execute("CREATE TABLE moves (attempt INTEGER)")
+                connection.commit()
+
+        event.when_done(write)
+
+    receiver.add(effect)
+    async with serving(receiver) as sender:
+        told = await sender.post("/webhooks/effect", make_payload())
+        (event,) = await receiver.events()
+    assert told.status == 500
+    assert event.error is not None
+    assert "not authorized" in event.error
+    with sqlite3.connect(tmp_path / "e.sqlite3") as connection:
+        assert connection.execute("SELECT name FROM sqlite_master WHERE name='moves'").fetchall() == []
+    connection.close()
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("this error has no text")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("\udcff.bin"), _Mute()])
+async def test_an_error_whose_text_cannot_be_written_is_an_error_like_any_other(
+    serving, make_payload, error: Exception
+) -> None:
+    receiver = Receiver(settings())
+
+    def fail(event: Event) -> None:
+        if event.attempt == 1:
+            raise error
+
+    receiver.add(fail)
+    async with serving(receiver) as sender:
+        same = {"webhook-id": "1"}
+        told = [(await sender.post("/webhooks/fail", make_payload(), headers=same)).status for _ in range(2)]
+        (event,) = await receiver.events()
+    assert told == [500, 200]
+    assert event.status is Status.DONE
+
+
 async def test_what_did_not_end_before_a_stop_goes_on_at_the_next_start(serving, make_payload, until, tmp_path) -> None:
     runs = []
 
