@@ -17,7 +17,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-REQUEST_DEADLINE = 20  # seconds between two bytes of a request; the receiver has a stricter one for a whole body
+REQUEST_DEADLINE = 20  # seconds of a request's head; the receiver has a stricter limit for a body
 
 
 class WebhooksApp(Sanic[Any, Any]):

@@ -11,6 +11,8 @@ from typing import Any
 
 from sanic import Sanic
 
+from hooks.serving.prompt import PromptProtocol
+
 try:
     import uvloop
 except ImportError:  # there is none for Windows
@@ -101,6 +103,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
         # Sanic would listen before its router is ready.
         server = await app.create_server(
             sock=listener,
+            protocol=PromptProtocol,
             return_asyncio_server=True,
             access_log=False,
             asyncio_server_kwargs={"start_serving": False},

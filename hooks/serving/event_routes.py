@@ -13,6 +13,7 @@ from hooks.receiving.receiver import Receiver
 from hooks.serving.visitor import refusal
 
 MOST = 500
+LAST = (1 << 63) - 1  # number that an event can have
 
 
 def brief(event: Event) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def blueprint(receiver: Receiver, allowed: Callable[[], Sequence[str]], prefix: 
     async def list_events(request: Request) -> HTTPResponse:
         try:
             limit = min(max(int(request.args.get("limit", "50")), 1), MOST)
-            before = None if request.args.get("before") is None else int(request.args.get("before"))
+            before = None if request.args.get("before") is None else min(max(int(request.args.get("before")), 0), LAST)
             status = None if request.args.get("status") is None else Status(request.args.get("status"))
         except ValueError as error:
             return json({"error": str(error)}, 422)

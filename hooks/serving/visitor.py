@@ -20,7 +20,11 @@ def is_here(request: "Request[Any, Any]") -> bool:
         return False
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     # A page of a foreign name may resolve to this machine, or post to it: its Host or Origin gives it away.
-    if not _is_loopback(urlsplit(f"//{host}").hostname) or (origin and urlsplit(origin).netloc != host):
+    try:
+        named, page = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
+    except ValueError:  # a bracket that does not close
+        return False
+    if not _is_loopback(named) or (origin and page != host):
         return False
     return _is_loopback(request.ip)
 

@@ -101,6 +101,7 @@ def test_events_are_listed_shown_and_replayed(server):
     assert ask(f"{events}/{found['id']}/replay", {}, **given).status == 202
     assert ask(f"{events}?status=dead&limit=5", **given).json == []
     assert ask(f"{events}?status=odd", **given).status == 422
+    assert ask(f"{events}?before={'9' * 30}", **given).json[0]["id"] == found["id"]
     assert ask(f"{events}/none", **given).status == 404
     page = ask(f"{server.url}/").text
     assert found["id"] in page
@@ -108,7 +109,12 @@ def test_events_are_listed_shown_and_replayed(server):
 
 
 @pytest.mark.parametrize(
-    "headers", [{"x_forwarded_for": "1.2.3.4"}, {"host": "evil.example"}, {"origin": "https://evil.example"}]
+    "headers",
+    [
+        {"x_forwarded_for": "1.2.3.4"},
+        *({"host": "evil.example"}, {"origin": "https://evil.example"}),
+        *({"host": "[::1"}, {"origin": "http://[::1"}),
+    ],
 )
 def test_without_a_secret_events_are_for_visitors_of_this_machine_alone(make, headers):
     with make() as server:

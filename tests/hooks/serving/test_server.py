@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import io
 import socket
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from hooks.errors import HooksError, InvalidWebhook, StoreError
 from hooks.payload import WebhookPayload
 from hooks.receiving.settings import ReceiverSettings
 from hooks.samples import sample
+from hooks.serving import application
 from hooks.serving.address import CannotListen, chosen, listen
 from hooks.serving.endpoint import the_server, webhook_endpoint
 from hooks.serving.interface import UnusableInterface
@@ -239,6 +241,23 @@ def test_on_a_space_its_public_address_is_told(make, capsys, monkeypatch):
     assert "x" * 20 not in told
 
 
+@pytest.mark.parametrize("start", ["GET /healthz HTTP/1.1\r\nX: ", "GET / HTTP/1.1\r\nContent-Length: 99\r\n\r\n"])
+def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
+    monkeypatch.setattr(application, "REQUEST_DEADLINE", 0.3)
+    with make() as server:
+        server.app.config.RESPONSE_TIMEOUT = 0.3
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as line:
+            line.sendall(start.encode())
+            until, told = time.monotonic() + 5, b""
+            line.settimeout(0.05)
+            while not told and time.monotonic() < until:
+                with contextlib.suppress(TimeoutError):
+                    told = line.recv(100)
+                with contextlib.suppress(OSError):
+                    line.sendall(b"a")
+    assert told.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
+
+
 def test_ports_are_gradios(monkeypatch):
     assert chosen(None, None, {}) == ("127.0.0.1", tuple(range(7860, 7960)))
     assert chosen(None, None, {"SPACE_ID": "a/b"}) == ("0.0.0.0", (7860,))
@@ -255,6 +274,13 @@ def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):
             assert other.getsockname()[1] != port
         with pytest.raises(CannotListen, match=f"port {port}: Address already in use; end what listens"):
             make(port=port).launch(prevent_thread_lock=True)
+
+
+def test_launch_takes_gradios_names_for_host_and_port(make):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotListen, match=rf"cannot listen on 0\.0\.0\.0, port {port}"):
+            make().launch(prevent_thread_lock=True, server_name="0.0.0.0", server_port=port)
 
 
 async def test_where_a_loop_runs_launch_returns_and_two_servers_serve(make):
