@@ -18,16 +18,31 @@ _made: Iterator[int] = itertools.count(1)
 
 
 def settings_of(
-    given: ReceiverSettings | None, secret: str | Sequence[str] | None, database: str | Path | None
+    given: ReceiverSettings | None,
+    secret: str | Sequence[str] | None,
+    database: str | Path | None,
+    *,
+    has_script: bool = True,
 ) -> ReceiverSettings:
-    """The settings with a secret and a database; what is empty counts as not given."""
+    """The settings with a secret and a database; what is empty counts as not given.
+
+    Args:
+        has_script: whether the running program is the one that describes the server, and not a command that loads it.
+    """
     settings = given or ReceiverSettings()
     if secret is not None and not isinstance(secret, str):
         settings = replace(settings, secrets=tuple(secret))
     elif secret := secret or (None if settings.secrets else os.environ.get(SECRET)):
         settings = replace(settings, secrets=(secret,))
-    database = database or settings.database or os.environ.get(DATABASE) or usual_database(next(_made))
+    database = database or settings.database or os.environ.get(DATABASE) or None
+    if database is None and has_script:
+        database = usual_database(next(_made))
     return replace(settings, database=None if database in (None, MEMORY) else Path(database))
+
+
+def usual_folder() -> Path:
+    """Where scripts keep their events when nothing else was said."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "robojax" / "webhooks"
 
 
 def usual_database(number: int) -> Path | None:
@@ -42,7 +57,10 @@ def usual_database(number: int) -> Path | None:
     if script is None or not is_script():
         return None
     path = Path(script).resolve()
-    folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "robojax" / "webhooks"
+    # A program that runs other people's apps (uvicorn, robojax) would give all of them one file.
+    if path.suffix != ".py" or "site-packages" in path.parts:
+        return None
+    folder = usual_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

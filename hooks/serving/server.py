@@ -69,7 +69,7 @@ class WebhooksServer:
     ):
         self._ui = None if ui is None else interface.checked(ui)
         self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
-        self._settings = settings_of(settings, webhook_secret, database)
+        self._settings = settings_of(settings, webhook_secret, database, has_script=not is_held.get())
         self._added: list[tuple[Callable[..., Any], str | None, dict[str, Any]]] = []
         self._receiver = Receiver(self._settings)
         self._app: WebhooksApp | None = None
@@ -200,12 +200,16 @@ class WebhooksServer:
         share: bool | None = None,
         host: str | None = None,
         port: int | None = None,
+        server_name: str | None = None,
+        server_port: int | None = None,
     ) -> None:
         """Serve now, and print the addresses. One that runs already goes on.
 
         Args:
             prevent_thread_lock: return when it answers, and serve in the background; always so in a notebook, in a REPL
                 and where an event loop runs. Else this returns when Ctrl-C, SIGTERM or ``close`` has ended the server.
+            server_name: ``host`` by its name in gradio.
+            server_port: ``port`` likewise.
 
         Raises:
             CannotListen: the port is taken.
@@ -216,8 +220,11 @@ class WebhooksServer:
             return
         self._at_exit.cancel()
         if not self.is_running:
+            ports = (port, server_port, self._port)
             self._start(
-                self._share if share is None else share, host or self._host, self._port if port is None else port
+                self._share if share is None else share,
+                host or server_name or self._host,
+                next((one for one in ports if one is not None), None),
             )
         assert self._local is not None
         notices.say(notices.ready(self._local, self._public, list(self.registered_webhooks)))

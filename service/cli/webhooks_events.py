@@ -113,7 +113,9 @@ def _open(database: Path | None) -> Any:
     def opened() -> Iterator[Inbox]:
         if not path.is_file():
             why = f"there is no file {str(path)!r}"
-            fail(Code.USAGE, "the events cannot be read", why, "give --database, or --url of a running server")
+            fail(
+                Code.USAGE, "the events cannot be read", why, "give --database, or --url of a running server" + _known()
+            )
         try:
             with Inbox(path) as inbox:
                 yield inbox
@@ -123,6 +125,14 @@ def _open(database: Path | None) -> Any:
             fail(Code.USAGE, "the events cannot be read", str(error), "give the --database that the server writes")
 
     return opened()
+
+
+def _known() -> str:
+    """Those files of events that scripts keep without being told where, the newest first."""
+    from hooks.serving.configuration import usual_folder
+
+    found = sorted(usual_folder().glob("*.sqlite3"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return f"; scripts keep theirs in {', '.join(map(str, found[:5]))}" if found else ""
 
 
 def _call(url: str, method: str, path: str, secret_file: Path | None) -> Any:

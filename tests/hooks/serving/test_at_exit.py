@@ -90,6 +90,15 @@ def test_a_duplicate_is_known_after_a_kill_without_anything_being_set_up(script,
     assert [path.name[:4] for path in (tmp_path / "state" / "robojax" / "webhooks").glob("*.sqlite3")] == ["app-"]
 
 
+def test_a_program_that_runs_other_peoples_apps_gives_them_no_file_of_its_own(script, tmp_path):
+    runner = tmp_path / "site-packages" / "runner.py"
+    runner.parent.mkdir()
+    runner.write_text(COUNTING)
+    with script("import os, sys\nos.execv(sys.executable, [sys.executable, 'site-packages/runner.py'])") as (_, url):
+        assert ask(f"{url}/healthz").status == 200
+    assert not (tmp_path / "state").exists()
+
+
 # The peer: RuntimeError, cannot schedule new futures after interpreter shutdown.
 @pytest.mark.parametrize("before", ["", WITHOUT_HOOK], ids=["in the script's process", "in a process of its own"])
 def test_handlers_have_threads_processes_and_name_lookups_at_the_end_of_a_script(script, before):

@@ -36,7 +36,8 @@ def environment(environment, tmp_path):
     (tmp_path / "app.py").write_text(MODULE)
     (tmp_path / "secret").write_text(SECRET + "\n")
     return {name: value for name, value in environment.items() if not name.startswith("PYTEST")} | {
-        "WEBHOOK_SECRET": ""
+        "WEBHOOK_SECRET": "",
+        "XDG_STATE_HOME": str(tmp_path / "state"),
     }
 
 
@@ -141,6 +142,13 @@ def test_what_cannot_be_done_ends_with_2_and_says_why_and_what_to_do(robojax, ar
     assert why in told.stderr
     assert "Do: " in told.stderr
     assert "Traceback" not in told.stderr
+
+
+def test_whoever_looks_for_the_events_of_a_script_is_told_its_file(robojax, tmp_path):
+    kept = tmp_path / "state" / "robojax" / "webhooks" / "app-0123abcd.sqlite3"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert str(kept) in robojax("webhooks", "events", "list").stderr
 
 
 def test_a_server_that_is_not_there_ends_with_4_and_a_delivery_to_it_with_1(robojax):
