@@ -139,7 +139,7 @@ class TargetRules:
                 named = str(inner) if host == str(inner) else f"{host!r} is {inner},"
                 raise UnsafeTarget(
                     f"url: {named} {'which ' if host != str(inner) else ''}is {kind}; nothing is sent there unless the "
-                    f"operator allows its network (allowed networks, e.g. {_example(inner)})"
+                    f"operator allows its network (allowed_networks, or --registry-allow {_example(inner)})"
                 )
 
     def _is_allowed(self, address: Address) -> bool:

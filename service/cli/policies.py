@@ -27,7 +27,8 @@ def deployments(
         typer.echo(json.dumps(found, indent=2))
         return
     if not found:
-        typer.echo(f"no policy updates at {base}")
+        whose = f" of session {session_id!r}" if session_id else ""
+        typer.echo(f"no policy updates{whose} at {base}")
         return
     from rich.box import SIMPLE
     from rich.console import Console
@@ -64,14 +65,20 @@ def policy(
 ) -> None:
     """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
     body = {"revision": revision, "force": force}
-    found = call(base_url(url), "POST", f"/sessions/{quote(session_id, safe='')}/policy", body, patience=1800)
+    path = f"/sessions/{quote(session_id, safe='')}/policy"
+    found = call(base_url(url), "POST", path, body, patience=1800, then=_then(session_id))
     _tell(session_id, found, as_json)
 
 
 def rollback(session_id: SESSION, url: Url = None, as_json: AsJson = False) -> None:
     """Bring back the policy that a session ran before its last update."""
-    found = call(base_url(url), "POST", f"/sessions/{quote(session_id, safe='')}/rollback", patience=120)
+    path = f"/sessions/{quote(session_id, safe='')}/rollback"
+    found = call(base_url(url), "POST", path, patience=120, then=_then(session_id))
     _tell(session_id, found, as_json)
+
+
+def _then(session_id: str) -> str:
+    return f"robojax sessions shows what runs, robojax deployments {session_id} what was tried"
 
 
 def _tell(session_id: str, found: Any, as_json: bool) -> None:

@@ -103,8 +103,14 @@ def base_url(url: str | None) -> str:
     return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
 
 
-def call(base: str, method: str, path: str, body: object = None, *, patience: float = 10) -> Any:
-    """The server's JSON answer, or the end of this command."""
+def call(
+    base: str, method: str, path: str, body: object = None, *, patience: float = 10, then: str | None = None
+) -> Any:
+    """The server's JSON answer, or the end of this command.
+
+    Args:
+        then: what to do where there is no such thing, or it cannot be done now.
+    """
     import json
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
@@ -121,8 +127,9 @@ def call(base: str, method: str, path: str, body: object = None, *, patience: fl
             why = json.load(error)["detail"]
         except (ValueError, KeyError, TypeError):
             why = f"status {error.code}"
-        then = "robojax sessions shows what there is" if error.code in (404, 409) else "look at the server's log"
-        fail(Code.TRANSPORT, f"the server at {base} refused", str(why), then)
+        usual = then or "robojax sessions shows what there is"
+        advice = usual if error.code in (400, 404, 409, 422) else "look at the server's log"
+        fail(Code.TRANSPORT, f"the server at {base} refused", str(why), advice)
     except (URLError, TimeoutError, HTTPException, ValueError) as error:
         why = str(getattr(error, "reason", None) or error) or type(error).__name__
         fail(

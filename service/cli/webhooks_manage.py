@@ -341,13 +341,20 @@ def _failing(what: str) -> Iterator[None]:
         except UnknownWebhook as error:
             fail(Code.TRANSPORT, what, str(error), "`robojax webhooks list` shows those there are")
         except HubTrouble as error:
-            then = {401: "log in with `hf auth login`, set HF_TOKEN, or give --token-file"}.get(
-                error.status or 0, "try again later; look at --endpoint and --timeout"
-            )
-            fail(Code.TRANSPORT, what, str(error), then)
+            fail(Code.TRANSPORT, what, str(error), _then(error.status or 0))
         finally:
             for warning in told:
                 warn(str(warning.message))
+
+
+def _then(status: int) -> str:
+    if status == 401:
+        return (
+            "log in with `hf auth login`, or set HF_TOKEN or --token-file; a robojax server's log names its token file"
+        )
+    if 400 <= status < 500 and status not in (408, 429):
+        return "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
+    return "try again later; look at --endpoint and --timeout"
 
 
 def _form(as_json: bool, form: Format, quiet: bool) -> Format:

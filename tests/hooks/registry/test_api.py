@@ -119,7 +119,7 @@ async def test_a_token_that_is_none_or_wrong_or_may_only_read_is_told_so(
     ("named", "text"),
     [
         ({"url": "http://169.254.169.254/latest"}, "the metadata server of a cloud"),
-        ({"url": "http://10.1.2.3/hook"}, "10.1.2.3 is private.*allowed networks, e.g. 10.1.2.0/24"),
+        ({"url": "http://10.1.2.3/hook"}, "10.1.2.3 is private.*--registry-allow 10.1.2.0/24"),
         ({"url": "http://u:p@example.com/"}, "user name or password"),
         ({"url": "ftp://example.com"}, "wanted http or https"),
         ({"watched": []}, "watched: wanted at least one item"),

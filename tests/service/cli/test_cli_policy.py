@@ -23,6 +23,31 @@ def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax):
     assert (found["rate"], found["verdict"]) == (25.0, "fits")
 
 
+def test_updates_by_hand_are_told_with_what_became_of_them(serve, robojax):
+    with serve("--state", "off") as (_, url):
+
+        def told(*arguments: str, code: int = 0) -> str:
+            done = robojax(*arguments, "--url", url)
+            assert done.returncode == code, done.stderr
+            assert "Traceback" not in done.stderr
+            return done.stdout + done.stderr
+
+        assert "no policy updates of session 'nobody' at" in told("deployments", "nobody")
+        assert "Session nobody not found" in told("policy", "nobody", "v1", code=4)
+        assert "robojax deployments nobody" in told("rollback", "nobody", code=4)
+        body = {"session_id": "arm", "policy_path": POLICY, "transport_server_url": url}
+        request = urllib.request.Request(
+            f"{url}/sessions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=60).close()
+        assert "arm: noop" in told("policy", "arm")
+        assert "has no revision 'v9'" in told("policy", "arm", "v9", code=4)
+        assert "ran no other policy" in told("rollback", "arm", code=4)
+        results = [one["result"] for one in json.loads(told("deployments", "arm", "--json"))]
+        assert results == ["failed", "failed", "noop"]
+        assert "v9" in told("deployments")
+
+
 @pytest.mark.parametrize("wait", [0.3, None], ids=["loading", "ready"])
 def test_a_server_with_a_real_policy_ends_with_0(serve, wait):
     def create(url: str) -> None:

@@ -263,6 +263,17 @@ def test_a_hub_that_hangs_ends_the_command(call, hub):
     assert "--timeout" in told
 
 
+def test_a_refusal_says_what_to_do_and_asks_for_another_try_only_where_that_helps(call, hub, monkeypatch):
+    create = ("create", "--url", URL, "--watch", "model:a")
+    for status, then in [(400, "change what it names"), (404, "robojax server with --registry"), (500, "try again")]:
+        hub.script("POST", status)
+        told = call(*create, code=4).output
+        assert then in told
+        assert ("try again" in told) == (status == 500)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "log names its token file" in call("ls", code=4).output
+
+
 def test_letters_that_steer_a_terminal_are_written_out(call, hub, made):
     the_one(hub).watched = [{"type": "model", "name": "arm\x1b[2J\n[bold]x"}]
     for told in (call("ls").output, call("info", made, "--format", "human").output):
