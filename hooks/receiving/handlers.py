@@ -120,7 +120,7 @@ def _meaning(name: str, annotation: Any) -> tuple[str, type[BaseModel] | None] |
             return PAYLOAD, None
         if issubclass(kind, Event):
             return EVENT, None
-        # sanic's, fastapi's, starlette's: what a handler reads of it has the same names in all of them.
+        # sanic's, fastapi's, starlette's: it is given sanic's, whose headers and method have the names of the others'.
         if any(parent.__name__ == "Request" for parent in kind.__mro__):
             return REQUEST, None
     if annotation in (inspect.Parameter.empty, Any):
