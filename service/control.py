@@ -92,7 +92,7 @@ class Control:
         discarded: answers that came back after a hold or a stop and were thrown away.
         holds: how often each reason held the robot.
         largest_step: (a,) the largest change of each joint's command from one tick to the next since it was last
-            set to zeros.
+            set to zeros. After a pause, of what was commanded and where the robot is the nearer one counts.
         lateness: seconds from a tick's deadline to its run.
         latency: seconds from asking to answer, on the event loop's side.
         late_by_chunk: how many actions of each of the newest chunks were over when it came.
@@ -122,6 +122,7 @@ class Control:
         self._anchor = 0.0
         self._index = -1
         self._request: InFlight | None = None
+        self._is_hurried = False
         self._stretch = 0
         self._usual_latency = 0.0
         self._failures = 0
@@ -213,12 +214,17 @@ class Control:
         if action is not None:
             self.hold = None
             if self.command is not None:
-                np.maximum(self.largest_step, np.abs(action - self.command), out=self.largest_step)
+                np.maximum(self.largest_step, self._step_to(action, self.command), out=self.largest_step)
             self.command, self._moved_at = action, now
             self._is_moving, self._is_dry, self._holds_left = True, False, 0
             return Step(command=action, ask=self._ask(now))
         self._wait_for_policy(now)
         return Step(command=self._hold_pose(), ask=self._ask(now))
+
+    def _step_to(self, action: np.ndarray, command: np.ndarray) -> np.ndarray:
+        step, pose = np.abs(action - command), self._buffer.pose
+        # A robot that stood may have been moved by hand; a gripper that holds something is never where it was sent.
+        return step if self._is_moving or pose is None else np.minimum(step, np.abs(action - pose))
 
     def _wait_for_policy(self, now: float) -> None:
         if self.hold is not None and self.hold.code not in _OF_POLICY:
@@ -244,20 +250,28 @@ class Control:
         if isinstance(snapshot, Lack):
             return None
         self._request = InFlight(snapshot, now, self._stretch)
+        self._is_hurried = False
         return snapshot
 
+    def hurry(self) -> None:
+        """What is in flight is not wanted, another chunk is, at the next tick; what is planned is done until then."""
+        self._stretch += 1
+        self._failures = 0
+        self._is_hurried = True
+
     def _is_chunk_wanted(self) -> bool:
-        if self.pace.ensemble is not None:
+        if self.pace.ensemble is not None or self._is_hurried:
             return True
         delay = self._usual_latency / self.actions.period
         # One action of margin: an answer that comes during a tick is used at the next.
         is_running_dry = len(self.actions) <= math.ceil(delay) + 1
         return is_running_dry or self.actions.consumed + math.floor(delay) >= self.pace.action_steps
 
-    def answer(self, chunk: object, now: float, *, fade: int = 0) -> None:
+    def answer(self, chunk: object, now: float, *, fade: int | None = None) -> None:
         """The policy's answer to the snapshot asked with: (1, t, a). Refused whole when anything of it is wrong.
 
-        ``fade`` is how many of its actions lead over from the chunk before; ensembling does that by itself.
+        ``fade`` says that it is the first of another policy, and how many of its actions lead over from what the one
+        before planned; nothing else of that remains.
         """
         request = self._close_request()
         if request is None:
@@ -273,8 +287,9 @@ class Control:
         self._usual_latency = self.latency.percentile(90) or 0.0
         self.chunks += 1
         seen_at, actions = request.snapshot.seen_at, chunk[0]
-        if fade and self.pace.ensemble is None:
+        if fade is not None:
             actions = self.actions.faded(actions, seen_at, now, fade)
+            self.actions.clear()
         late = self.actions.late
         usable = self.actions.push(actions, seen_at, now)
         self.late_by_chunk.add(self.actions.late - late)

@@ -42,7 +42,7 @@ class Drive:
         lost: rooms that are down, with the reason.
         broken: fails when the link raises, which ends the session.
         recent: newest observations, each with the chunk that the policy answered.
-        guard: told the code and text of every inference that fails, before anything else is done about it.
+        guard: told the code and text of every inference of ``served`` that fails, before anything else is done.
     """
 
     def __init__(
@@ -101,8 +101,7 @@ class Drive:
         """Nothing goes out any more; the figures stay."""
         self._link = None
         self.broken.cancel()
-        if self._successor is not None:
-            self._successor.taken.cancel()
+        self.stay()
 
     async def idle(self) -> None:
         """Wait until a robot that was halted has all repeats of its hold."""
@@ -167,21 +166,30 @@ class Drive:
 
     # Asking the policy.
 
-    def take_over(self, served: Served, fade: int = 0, then: Callable[[], None] = lambda: None) -> asyncio.Future[None]:
+    def take_over(
+        self, served: Served, fade: int = 0, then: Callable[[], None] = lambda: None, *, at_once: bool = False
+    ) -> asyncio.Future[None]:
         """Ask another policy from the next chunk on; done when it has. What the old one planned is done until then.
 
         Args:
             served: its requirements are those of the one before, and it is compiled for the frames that come.
             fade: how many of its first actions lead over from the plan of the one before.
             then: called at that very moment, whether or not somebody still waits.
+            at_once: the next chunk is asked for at the next tick, and what the old one is thinking about is not done.
         """
-        if self._successor is not None:
-            self._successor.taken.cancel()
+        self.stay()
         successor = _Successor(served, fade, then, asyncio.get_running_loop().create_future())
         self._successor = successor
-        if not self.control.is_running:
+        if at_once or not self.control.is_running:
             self._change_over()
+        if at_once:
+            self.control.hurry()
         return successor.taken
+
+    def stay(self) -> None:
+        """Whatever waits to take over does not."""
+        if self._successor is not None:
+            self._successor.taken.cancel()
 
     def _change_over(self) -> None:
         successor, self._successor = self._successor, None
@@ -202,10 +210,10 @@ class Drive:
             self.control.obstruct("compiling", f"compiling for {in_words(snapshot.sizes)}")
             return
         assert self._tasks is not None
-        self._tasks.create_task(self._ask(snapshot))
+        # Named now: before the task begins, another one may have taken over.
+        self._tasks.create_task(self._ask(self.served, snapshot))
 
-    async def _ask(self, snapshot: Snapshot) -> None:
-        served = self.served
+    async def _ask(self, served: Served, snapshot: Snapshot) -> None:
         observation = snapshot.observation()
         if served.requirements.state is None:
             del observation["observation.state"]
@@ -214,16 +222,16 @@ class Drive:
         except InferenceStuck as error:
             self.inference_errors += 1
             self.control.withdraw()
-            self._warn("stuck", str(error))
+            self._warn(served, "stuck", str(error))
             self._notify(Move.FAILED, str(error))
             return
         except PolicyFailed as error:
             self.inference_errors += 1
-            self._warn("policy_failed", str(error))
+            self._warn(served, "policy_failed", str(error))
             self.control.refuse(str(error), time.monotonic())
         else:
             self._note(inference)
-            fade = 0
+            fade = None
             if served is self.served:
                 self.recent.append((observation, inference.chunk))
                 if self._fading is not None and self._fading[0] is served:
@@ -231,12 +239,13 @@ class Drive:
             rejected = self.control.rejected
             self.control.answer(inference.chunk, time.monotonic(), fade=fade)
             if self.control.rejected > rejected and self.control.hold is not None:
-                self._warn("not_finite", self.control.hold.text)
+                self._warn(served, "not_finite", self.control.hold.text)
         if self.control.fault is not None:
             self._notify(Move.FAILED, self.control.fault)
 
-    def _warn(self, code: str, text: str) -> None:
-        if self.guard is not None:
+    def _warn(self, served: Served, code: str, text: str) -> None:
+        # What the one before was still thinking about is not the fault of the one that is watched.
+        if self.guard is not None and served is self.served:
             self.guard(code, text)
 
     def _note(self, inference: Inference) -> None:

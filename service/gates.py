@@ -67,9 +67,9 @@ def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
         total = sum(chunk.size for chunk in trial.chunks)
         return Verdict("not_finite", f"{bad} of {total} values of its actions are not finite", figures)
     chunks = [chunk[: trial.executed] for chunk in trial.chunks]
-    ranges = _ranges(table, [chunk for chunk in trial.references if chunk is not None])
+    widths = ranges(table, [chunk for chunk in trial.references if chunk is not None])
 
-    outside, joint = _worst([_outside(chunk, table) / ranges for chunk in chunks], table)
+    outside, joint = _worst([_outside(chunk, table) / widths for chunk in chunks], table)
     figures["outside_range"] = round(outside, 4)
     if outside > limits.margin:
         text = (
@@ -88,7 +88,7 @@ def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
     pairs = [(chunk, old) for chunk, old in zip(chunks, trial.references, strict=True) if old is not None]
     figures["compared"] = len(pairs)
     if pairs:
-        difference, joint = _worst([np.abs(chunk - old[: trial.executed]) / ranges for chunk, old in pairs], table)
+        difference, joint = _worst([np.abs(chunk - old[: trial.executed]) / widths for chunk, old in pairs], table)
         figures["difference"] = round(difference, 4)
         if difference > limits.difference:
             text = (
@@ -100,12 +100,16 @@ def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
     return Verdict(None, "not compared with the running policy: it has not seen anything lately", figures)
 
 
-def _ranges(table: JointTable, seen: Sequence[np.ndarray]) -> np.ndarray:
+def ranges(table: JointTable, seen: Sequence[np.ndarray]) -> np.ndarray:
     """(a,) the width of each joint's range; of a joint without one, what the running policy makes of it."""
     widths = np.array([joint.high - joint.low for joint in table.joints], np.float64)
-    spread = np.ptp(np.concatenate(seen), axis=0) if seen else np.ones(len(widths))
-    # Where nothing is known, plain units: better a gate that is too narrow than none.
-    return np.where(np.isfinite(widths), widths, np.maximum(spread, 1e-6) if seen else 1.0)
+    if not seen:
+        # Plain units: better a gate that is too narrow than none.
+        return np.where(np.isfinite(widths), widths, 1.0)
+    values = np.concatenate(seen).astype(np.float64)
+    # A joint that stood still lately has a range too; joints of one robot have one unit.
+    least = 0.1 * np.abs(values[:, ~np.isfinite(widths)]).max(initial=1e-5)
+    return np.where(np.isfinite(widths), widths, np.maximum(np.ptp(values, axis=0), least))
 
 
 def _outside(chunk: np.ndarray, table: JointTable) -> np.ndarray:

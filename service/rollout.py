@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from service.changeover import Misfit
+from service.changeover import Held, Misfit
 from service.drive import Drive
 from service.engine import Engine, Served
 from service.errors import MoveRefused, ServiceError, UnknownSession
-from service.gates import Limits, Trial, Verdict, judge
+from service.gates import Limits, Trial, Verdict, judge, ranges
 from service.session import Session
 from service.sessions import Sessions
 from service.stage import Stage
@@ -103,15 +103,20 @@ class _Watched:
     """A session whose policy is on probation.
 
     Attributes:
+        held: the policy.
         first: its figures when the policy took over.
-        steps: (a,) what the old policy's commands did from tick to tick at most.
+        allowed: (a,) how far a command may change from one tick to the next; infinite where nothing is known.
+        was_latched, had_failed: that an emergency stop or an error was there before it took over, and is still.
         trouble: set with code and text when an inference fails.
         back: the way back, begun at that moment: a few more failures would end the session.
     """
 
     drive: Drive
+    held: Held | None
     first: _Counters
-    steps: np.ndarray
+    allowed: np.ndarray
+    was_latched: bool
+    had_failed: bool
     trouble: asyncio.Future[tuple[str, str]]
     back: "asyncio.Task[Verdict] | None" = None
 
@@ -143,7 +148,7 @@ class Rollout:
         return [
             Follower(
                 session_id=session.id,
-                repo=os.path.expanduser(session.new.policy_path),
+                repo=_repo_of(session),
                 ref=session.new.revision,
                 sha=session.policies.running.commit,
                 mode=session.new.auto_update,
@@ -156,6 +161,8 @@ class Rollout:
         """Load, compile and judge a policy beside the running one; with no reason against it, it is staged."""
         try:
             session = self._sessions.get(session_id)
+            if _repo_of(session) != repo:
+                return Verdict("gone", f"session {session_id!r} was made anew, with another policy")
             tell("loading")
             served = await session.stage_policy(sha, str(folder), tell)
         except Misfit as error:
@@ -190,11 +197,14 @@ class Rollout:
                 return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
             if run < len(seen):
                 chunks.append(chunk[0])
+        # Ensembling does something of every action; otherwise a chunk is done from where its answer finds it.
+        late = round(drive.control.late_by_chunk.percentile(90) or 0)
+        executed = pace.chunk if pace.ensemble is not None else min(pace.action_steps + late, pace.chunk)
         trial = Trial(
             chunks=chunks,
             references=[None if old is None else old[0] for _, old in seen],
             seconds=seconds,
-            executed=pace.action_steps,
+            executed=executed,
             budget=pace.action_steps / pace.action_rate,
             usual=drive.inference["total"].percentile(90),
         )
@@ -209,13 +219,21 @@ class Rollout:
             if staged is None or staged.commit != sha:
                 return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
             drive = _drive_of(session)
-            before = _Counters.of(drive)
+            before, allowed = _Counters.of(drive), self._allowed_steps(drive)
             usual, count = drive.control.late_by_chunk.samples.max(initial=0), drive.control.late_by_chunk.count
             await session.change_policy(self._fade(drive), self.settings.patience)
         except ServiceError as error:
             return _refusal(error)
         trouble: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-        watched = _Watched(drive, _Counters.of(drive), drive.control.largest_step.copy(), trouble)
+        watched = _Watched(
+            drive,
+            session.policies.running,
+            _Counters.of(drive),
+            np.maximum(allowed, 1.5 * drive.control.largest_step),
+            session.is_latched,
+            session.stage is Stage.ERROR,
+            trouble,
+        )
         watched.watch(lambda: self.rollback(session_id))
         self._watched[session_id] = watched
         drive.control.largest_step[:] = 0
@@ -246,6 +264,8 @@ class Rollout:
         if found is None:
             return Verdict(None, "", figures)
         code, text = found
+        if session.policies.running is not watched.held and watched.back is None:
+            return Verdict(code, text, figures)
         logger.warning("session %s: %s goes back to the policy before: %s", session_id, sha[:12], text)
         back = await (watched.back or self.rollback(session_id))
         if back.reason is not None:
@@ -257,19 +277,24 @@ class Rollout:
         settings, drive, first, trouble = self.settings, watched.drive, watched.first, watched.trouble
         pause = min(0.1, settings.probation / 10)
         ran, still_since = 0.0, time.monotonic()
-        widths = np.array([joint.high - joint.low for joint in drive.table.joints])
-        allowed = np.maximum(settings.step * widths, 1.5 * watched.steps)
+        allowed = watched.allowed
         while ran < settings.probation:
             done, _ = await asyncio.wait([trouble], timeout=pause)
             if done:
                 return trouble.result()
             now = _Counters.of(drive)
-            if session.is_latched:
-                return "emergency_stop", f"an emergency stop came on its probation: {session.reason}"
-            if session.stage is Stage.ERROR:
-                return "error", f"the session failed on its probation: {session.reason}"
+            watched.was_latched &= session.is_latched
+            watched.had_failed &= session.stage is Stage.ERROR
+            if session.stage is Stage.ERROR and session.is_over:
+                return "session", f"the session ended on its probation: {session.reason}"
             if session.is_over or session.stage is Stage.DELETED:
                 return None
+            if session.policies.running is not watched.held:
+                return "taken_back", "another policy was asked for on its probation"
+            if session.is_latched and not watched.was_latched:
+                return "emergency_stop", f"an emergency stop came on its probation: {session.reason}"
+            if session.stage is Stage.ERROR and not watched.had_failed:
+                return "error", f"the session failed on its probation: {session.reason}"
             if now.starvations - first.starvations > settings.starvations:
                 return "starved", f"the queue ran dry {now.starvations - first.starvations} times on its probation"
             missed, ticks = now.missed_ticks - first.missed_ticks, now.ticks - first.ticks
@@ -307,10 +332,16 @@ class Rollout:
             if session.policies.before is None:
                 return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
             before = _Counters.of(drive)
-            await session.restore_policy(self._fade(drive), self.settings.patience)
+            session.restore_policy(self._fade(drive))
         except ServiceError as error:
             return _refusal(error)
         return Verdict(None, "", _cost(before, _Counters.of(drive)))
+
+    def _allowed_steps(self, drive: Drive) -> np.ndarray:
+        widths = np.array([joint.high - joint.low for joint in drive.table.joints])
+        if drive.recent:
+            widths = ranges(drive.table, [chunk[0] for _, chunk in drive.recent])
+        return self.settings.step * widths
 
     def _fade(self, drive: Drive) -> int:
         return round(self.settings.fade * drive.control.pace.action_rate)
@@ -326,6 +357,10 @@ def _refusal(error: ServiceError, folder: Path | None = None) -> Verdict:
             return Verdict("busy", text)
         case _:
             return Verdict("load", text)
+
+
+def _repo_of(session: Session) -> str:
+    return os.path.expanduser(session.new.policy_path)
 
 
 def _drive_of(session: Session) -> Drive:

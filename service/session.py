@@ -198,11 +198,14 @@ class Session:
         async with self._changing:
             drive = self._driven()
             served = await self.policies.stage(commit, folder, tell)
-            sizes = drive.buffer.sizes()
-            if sizes and len(sizes) == len(drive.buffer.frames) and not served.is_compiled(sizes):
-                tell("compiling")
-                await self._engine.compile(served, sizes)
+            await self._compile(drive, served, tell)
             return served
+
+    async def _compile(self, drive: Drive, served: Served, tell: Callable[[str], None] = lambda stage: None) -> None:
+        sizes = drive.buffer.sizes()
+        if sizes and len(sizes) == len(drive.buffer.frames) and not served.is_compiled(sizes):
+            tell("compiling")
+            await self._engine.compile(served, sizes)
 
     async def discard_policy(self) -> None:
         """Let go of the staged policy."""
@@ -220,39 +223,50 @@ class Session:
             ServiceError: nothing is staged, the session ended, or the boundary did not come in time.
         """
         async with self._changing:
-            await self._take_over(self.policies.staged, "staged", self.policies.staged_took_over, fade, patience)
+            drive, held = self._driven(), self.policies.staged
+            if held is None:
+                raise MoveRefused(f"session {self.id!r} has no staged policy")
+            # Frames may have another size than when it was staged.
+            await self._compile(drive, held.served)
+            if self._driven() is not drive or self.policies.staged is not held:
+                raise MoveRefused(f"session {self.id!r} has no staged policy any more")
+            await self._take_over(drive, held, fade, patience)
 
-    async def restore_policy(self, fade: int, patience: float) -> None:
-        """Let the policy from before take over again, likewise."""
-        async with self._changing:
-            await self._take_over(self.policies.before, "kept", self.policies.before_took_over, fade, patience)
+    def restore_policy(self, fade: int) -> None:
+        """Let the policy from before take over again, now; what waits for its turn was judged beside the one that goes.
 
-    async def _take_over(
-        self, held: Held | None, what: str, note: Callable[[], Held | None], fade: int, patience: float
-    ) -> None:
-        drive = self._driven()
+        Raises:
+            MoveRefused: there is none, or the session ended.
+        """
+        drive, held = self._driven(), self.policies.before
         if held is None:
-            raise MoveRefused(f"session {self.id!r} has no {what} policy")
+            raise MoveRefused(f"session {self.id!r} has no policy from before")
+        drive.stay()
+        if self.policies.staged is not None:
+            self._let_go(self.policies.staged)
+            self.policies.staged = None
+        drive.take_over(held.served, fade, lambda: self._let_go(self.policies.before_took_over()), at_once=True)
 
-        def took_over() -> None:
-            left = note()
-            if left is not None:
-                self._letting_go.add(task := asyncio.create_task(left.hold.aclose()))
-                task.add_done_callback(self._letting_go.discard)
-
-        taken = drive.take_over(held.served, fade, took_over)
+    async def _take_over(self, drive: Drive, held: Held, fade: int, patience: float) -> None:
+        taken = drive.take_over(held.served, fade, lambda: self._let_go(self.policies.staged_took_over()))
         try:
             async with asyncio.timeout(patience):
                 await taken
         except TimeoutError:
-            raise MoveRefused(
-                f"session {self.id!r} asked for no chunk in {patience:g} s (it is held: "
-                f"{drive.control.hold.text if drive.control.hold else 'waiting for the policy'})"
-            ) from None
+            if self.policies.running is held:
+                return  # at the very last moment
+            hold = drive.control.hold.text if drive.control.hold else "waiting for the policy"
+            why = f"it is held: {hold}" if drive.control.is_running else f"it is {self.stage}"
+            raise MoveRefused(f"session {self.id!r} asked for no chunk in {patience:g} s ({why})") from None
         except asyncio.CancelledError:
             if not taken.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             raise MoveRefused(f"session {self.id!r} ended, or another policy came first") from None
+
+    def _let_go(self, held: Held | None) -> None:
+        if held is not None:
+            self._letting_go.add(task := asyncio.create_task(held.hold.aclose()))
+            task.add_done_callback(self._letting_go.discard)
 
     def _driven(self) -> Drive:
         if self.drive is None or self.is_over or not self._life.is_loaded:

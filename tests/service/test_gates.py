@@ -73,3 +73,11 @@ def test_a_joint_without_a_range_is_measured_by_how_far_the_running_policy_moves
     same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
     assert judge(Trial(chunks=[old + 0.4], **same), table, Limits()).reason is None  # type: ignore[arg-type]
     assert judge(Trial(chunks=[old + 0.6], **same), table, Limits()).reason == "differs"  # type: ignore[arg-type]
+
+
+def test_a_joint_without_a_range_that_stood_still_lately_may_differ_a_little() -> None:
+    table = JointTable([Joint("lift", 0), Joint("turn", 1)])
+    old = np.tile(np.array([1.5, 0.0], np.float32), (20, 1))
+    same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
+    assert judge(Trial(chunks=[old + 0.02], **same), table, Limits()).reason is None  # type: ignore[arg-type]
+    assert judge(Trial(chunks=[old + 0.06], **same), table, Limits()).reason == "differs"  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ class Rig:
         self.rollout = Rollout(self.sessions, settings)
         self.told: list[str] = []
         self.robots: list[asyncio.Task[None]] = []
+        self.size, self.pose = (48, 64), POSE
 
     def load(self, path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
         return self.policies[path]
@@ -50,8 +51,8 @@ class Rig:
         async def send() -> None:
             while True:
                 for camera in link.rooms.cameras:
-                    link.deliver_frame(camera, np.zeros((48, 64, 3), np.uint8))
-                link.deliver_joints(POSE)
+                    link.deliver_frame(camera, np.zeros((*self.size, 3), np.uint8))
+                link.deliver_joints(self.pose)
                 await asyncio.sleep(0.01)
 
         self.robots.append(asyncio.create_task(send()))
@@ -294,3 +295,195 @@ async def test_what_happens_to_a_session_is_told(rig: Rig) -> None:
     ]
     assert rig.events[3][1]["emergency_stop"] is True
     assert rig.events[3][1]["reason"] == "test"
+
+
+async def test_an_emergency_stop_of_before_is_not_blamed_on_the_policy_that_comes_after_it(rig: Rig) -> None:
+    session = await rig.running()
+    await rig.sessions.emergency_stop("yesterday")
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.1)
+    await rig.sessions.reset("s")
+    await rig.sessions.start("s")
+    assert (await watching).reason is None
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_an_error_of_the_old_policy_is_not_blamed_on_the_one_that_mends_it(rig: Rig) -> None:
+    session = await rig.running()
+    rig.policies["owner/name"].failures.extend(RuntimeError("x") for _ in range(50))
+    await until(lambda: str(session.stage) == "error")
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.1)
+    await rig.sessions.restart("s")
+    assert (await watching).reason is None
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_a_policy_that_somebody_takes_back_has_not_passed_its_probation(rig: Rig) -> None:
+    await rig.running()
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.05)
+    assert (await rig.rollout.rollback("s")).reason is None
+    assert (await watching).reason == "taken_back"
+
+
+async def test_going_back_does_not_wait_for_a_swap_and_that_swap_does_not_come_after_it(rig: Rig) -> None:
+    session = await rig.running()
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    third = "c" * 40
+    assert (await rig.prepare(ScriptedPolicy(), third)).reason is None
+    rig.robots[0].cancel()
+    await until(lambda: session.status().stats["hold_code"] == "camera_stale")
+    swapping = asyncio.create_task(rig.rollout.swap("s", third))
+    await asyncio.sleep(0.05)
+    began = time.monotonic()
+    assert (await rig.rollout.rollback("s")).reason is None
+    assert time.monotonic() - began < 0.5
+    assert (await swapping).reason == "busy"
+    assert rig.rollout.followers()[0].sha == SHA
+    assert (await rig.rollout.swap("s", third)).reason == "not_staged"
+
+
+async def test_an_inference_of_the_old_policy_that_fails_late_is_not_blamed_on_the_new_one(rig: Rig) -> None:
+    session = await rig.running()
+    gate = threading.Event()
+
+    class Late(ScriptedPolicy):
+        def act(self, observation):
+            gate.wait(5)
+            raise RuntimeError("x")
+
+    old = session.policies.running
+    assert old is not None
+    assert session.drive is not None
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    old.served.policy = Late()
+    asked = session.drive.control
+    await until(lambda: asked.is_waiting)
+    await asyncio.sleep(0.1)
+    await rig.sessions.stop("s")
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    gate.set()
+    await until(lambda: not asked.is_waiting)
+    await rig.sessions.start("s")
+    assert (await rig.rollout.probation("s", NEXT)).reason is None
+
+
+async def test_frames_of_another_size_since_it_was_staged_do_not_keep_a_policy_out_or_in(rig: Rig) -> None:
+    session = await rig.running()
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    rig.size = (24, 32)
+    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (24, 32)})
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    rig.size = (96, 128)
+    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (96, 128)})
+    assert (await rig.rollout.rollback("s")).reason is None
+    assert rig.rollout.followers()[0].sha == SHA
+
+
+LONG = replace(SO100_REQUIREMENTS, chunk=300, action_steps=300)
+
+
+async def test_the_plan_of_a_policy_that_is_taken_back_is_not_done_to_its_end() -> None:
+    async with rigged() as rig:
+        rig.policies["owner/name"] = ScriptedPolicy(LONG, step=0.01, commit=SHA)
+        session = await rig.running()
+        await rig.sessions.stop("s")
+        assert (await rig.prepare(ScriptedPolicy(LONG, step=0.01))).reason is None
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        await rig.sessions.start("s")
+        await until(lambda: session.drive is not None and len(session.drive.control.actions) > 200)
+        began = time.monotonic()
+        assert (await rig.rollout.rollback("s")).reason is None
+        assert time.monotonic() - began < 0.5
+        assert rig.rollout.followers()[0].sha == SHA
+
+
+async def test_a_robot_that_is_held_goes_back_at_once() -> None:
+    async with rigged(patience=0.3) as rig:
+        session = await rig.running()
+        assert (await rig.prepare(ScriptedPolicy())).reason is None
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        rig.robots[0].cancel()
+        await until(lambda: session.status().stats["hold_code"] == "camera_stale")
+        assert (await rig.rollout.rollback("s")).reason is None
+        assert session.status().stats["policy_commit"] == SHA
+
+
+class LaterWild(ScriptedPolicy):
+    def act(self, observation):
+        chunk = super().act(observation)
+        chunk[:, 5:] += 150
+        return chunk
+
+
+ENSEMBLE = replace(SO100_REQUIREMENTS, chunk=300, action_steps=1, temporal_ensemble_coeff=0.01)
+
+
+async def test_with_ensembling_every_action_of_a_chunk_is_judged() -> None:
+    async with rigged() as rig:
+        rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
+        await rig.running()
+        assert (await rig.prepare(ScriptedPolicy(ENSEMBLE, step=0.01))).reason is None
+        assert (await rig.prepare(LaterWild(ENSEMBLE, step=0.01), "c" * 40)).reason == "out_of_range"
+
+
+async def test_with_ensembling_nothing_of_a_policy_that_is_taken_back_remains() -> None:
+    async with rigged(fade=0.0) as rig:
+        rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
+        session = await rig.running()
+        later = ScriptedPolicy(ENSEMBLE, step=0.01)
+        assert (await rig.prepare(later)).reason is None
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        later.step = 4.0
+        await until(lambda: max(rig.transport.link.sent[-1].values.values()) > 30)
+        assert (await rig.rollout.rollback("s")).reason is None
+        assert session.status().stats["policy_commit"] == SHA
+        # Predictions of what was taken back would be averaged in for the 3 s that its chunk lasts.
+        await until(lambda: max(rig.transport.link.sent[-1].values.values()) < 10, within=1.0)
+
+
+async def test_a_jump_of_a_joint_without_a_range_takes_the_policy_back() -> None:
+    async with rigged() as rig:
+        needs = replace(SO100_REQUIREMENTS, joint_names=(*tuple(POSE)[:5], "lift"))
+        rig.policies["owner/name"] = ScriptedPolicy(needs, commit=SHA)
+        rig.pose = {**POSE, "lift": 6.0}
+        del rig.pose["Jaw"]
+        await rig.running()
+        later = ScriptedPolicy(needs)
+        verdict = await rig.prepare(later)
+        assert verdict.reason is None, verdict.text
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        later.step = 40.0
+        assert (await rig.rollout.probation("s", NEXT)).reason == "jump"
+
+
+async def test_a_session_of_the_same_name_with_another_policy_gets_nothing(rig: Rig) -> None:
+    await rig.running()
+    await rig.sessions.delete("s")
+    rig.policies["other/name"] = ScriptedPolicy(commit="d" * 40)
+    session = await rig.running(replace(NEW, policy_path="other/name"))
+    assert (await rig.prepare(ScriptedPolicy())).reason == "gone"
+    assert session.policies.staged is None
+
+
+async def test_a_robot_that_was_moved_by_hand_while_it_stood_makes_no_jump(rig: Rig) -> None:
+    session = await rig.running()
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    await rig.sessions.stop("s")
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.1)
+    rig.pose = {**POSE, "Rotation": 80.0}
+    await asyncio.sleep(0.1)
+    await rig.sessions.start("s")
+    verdict = await watching
+    assert verdict.reason is None, verdict.text
+    assert session.status().stats["policy_commit"] == NEXT
