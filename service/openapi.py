@@ -18,6 +18,7 @@ from service.schemas import (
     HTTPValidationError,
     NewSessionRequest,
     PolicyRequest,
+    Quarantined,
     SessionStatusResponse,
     ValidationError,
 )
@@ -34,7 +35,10 @@ SPECIFIED_MODELS: tuple[type[BaseModel], ...] = (
     SessionStatusResponse,
     ValidationError,
 )
-FULL_MODELS = (*SPECIFIED_MODELS, NewSessionRequest, PolicyRequest, Deployment, DeploymentStage, ErrorResponse)
+FULL_MODELS = (
+    *(*SPECIFIED_MODELS, NewSessionRequest, PolicyRequest),
+    *(Deployment, DeploymentStage, Quarantined, ErrorResponse),
+)
 SECURITY = {
     "BearerAuth": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT"},
     "ApiKeyAuth": {"type": "apiKey", "in": "header", "name": "X-API-Key"},

@@ -164,18 +164,32 @@ class Deployment(BaseModel):
     """One policy update: what set it off, which commit, what was done when, what became of it."""
 
     id: str
+    at: float = Field(description="Seconds since 1970.")
     repo: str
     ref: str | None
     sha: str | None
     trigger: str = Field(description="webhook, poll, request or folder.")
     webhook_id: str | None
     delivery_ids: list[str] = Field(description="Webhook-Id of every delivery that told of it.")
-    sessions: dict[str, Any] = Field(description="What became of it in each session.")
+    sessions: list[str] = Field(description="Those it was for; the first went ahead of the others.")
     stages: list[DeploymentStage]
-    result: str | None = Field(description="null while it goes on.")
+    result: str | None = Field(
+        description="swapped, staged, rejected, rolled_back, superseded, failed, noop or alert; null while it goes on."
+    )
     reason: str | None = Field(description="Stable code of why it was refused or taken back.")
     text: str
-    figures: dict[str, Any]
+    figures: dict[str, Any] = Field(description="What became of it in each session, and what was measured there.")
+
+
+class Quarantined(BaseModel):
+    """A commit that is not deployed by itself any more."""
+
+    repo: str
+    sha: str
+    at: float = Field(description="Seconds since 1970.")
+    reason: str = Field(description="Stable code.")
+    text: str
+    deployment: str | None = Field(description="The update in which it was refused or taken back.")
 
 
 class ErrorResponse(BaseModel):

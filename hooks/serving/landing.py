@@ -132,7 +132,8 @@ def page(
         parts.append(" This Space sleeps after 48 hours without traffic on free hardware; a delivery then fails.")
     elif not base.startswith("https://"):
         parts.append(
-            f" {escape(base)} is no public address; the Hub needs one: <code>share=True</code>, a Space or a proxy."
+            f" {escape(base)} is no public address; the Hub needs one: a proxy, a Space, or a tunnel "
+            "(<code>share=True</code> in a script)."
         )
     parts.append("</p>")
     return (

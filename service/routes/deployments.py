@@ -8,7 +8,7 @@ from service.routes.answers import answer
 from service.routes.body import read_body
 from service.routes.context import Request
 from service.routes.route import Query, Route
-from service.schemas import Deployment, PolicyRequest
+from service.schemas import Deployment, PolicyRequest, Quarantined
 
 LIMIT = 500
 
@@ -81,7 +81,7 @@ ROUTES = (
         set_session_policy,
         "Policies",
         Deployment,
-        body=PolicyRequest,
+        optional_body={"$ref": f"#/components/schemas/{PolicyRequest.__name__}"},
         errors=(404, 409, 502),
         is_patient=True,
     ),
@@ -94,6 +94,6 @@ ROUTES = (
         errors=(404, 409),
         is_patient=True,
     ),
-    Route("GET", "/quarantine", list_quarantine, "Policies", {"type": "array", "items": {"type": "object"}}),
+    Route("GET", "/quarantine", list_quarantine, "Policies", _list_of(Quarantined)),
     Route("DELETE", "/quarantine/{commit}", release_from_quarantine, "Policies", errors=(404,)),
 )

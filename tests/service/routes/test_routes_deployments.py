@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from service.app import create_app
+from service.schemas import Deployment, Quarantined
 from service.scripted_policy import ScriptedPolicy
 from service.serving import listen, serving
 from service.settings import Settings
@@ -120,6 +121,9 @@ async def test_a_folder_that_changes_is_swapped_in_and_one_that_is_broken_is_not
         assert (await rig.stats())["policy_commit"] == swapped["sha"]
         (bad,) = (await rig.call("GET", "/quarantine"))[1]
         assert (bad["sha"], bad["reason"]) == (refused["sha"], "out_of_range")
+        for model, found in ((Deployment, swapped), (Deployment, refused), (Quarantined, bad)):
+            model.model_validate(found, strict=True)
+            assert set(found) == set(model.model_fields)
         assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 200
         assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 404
         assert (await rig.call("GET", f"/deployments/{refused['id']}"))[1] == refused
