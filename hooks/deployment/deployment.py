@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hooks.deployment.records import Record
-from hooks.deployment.rollout import INNOCENT, Rollout, Verdict
+from hooks.deployment.rollout import INNOCENT, OF_SESSION, Rollout, Verdict
 from hooks.deployment.settings import DeploymentSettings
 from hooks.deployment.source import OF_COMMIT, OF_TRANSFER, Source
 from hooks.errors import SourceError
@@ -113,29 +113,55 @@ class Deployment:
         self._judge(session, "probation", verdict, "rolled_back")
 
     async def roll_out(
-        self, sessions: Sequence[tuple[str, bool]], folder: Path, check: Callable[[], Awaitable[None]]
+        self,
+        sessions: Sequence[tuple[str, bool]],
+        folder: Path,
+        check: Callable[[], Awaitable[None]],
+        wants: Callable[[str], bool],
     ) -> None:
-        """Through all steps, one session after the other; nobody follows one that failed.
+        """Through all steps, one session after the other; nobody follows one that failed by the commit's fault.
 
         Args:
             sessions: their ids, and whether it is only prepared there.
             check: called when the first is prepared and nothing has changed for a robot yet; may raise `Ended`.
+            wants: whether a session is to have it still, when its turn comes.
         """
+        left_out: list[Ended] = []
         for session, is_only_staged in sessions:
-            await self.prepared(session, folder)
-            if self.is_preparing:
-                try:
-                    self.check_given_up()
-                    await check()
-                except BaseException:
-                    await self._rollout.discard(session, self.sha)
-                    raise
-                self.is_preparing = False
-            if is_only_staged:
-                self.record.figures[session]["result"] = "staged"
+            if not wants(session):
                 continue
-            await self.swapped(session)
-            await self.proved(session)
+            try:
+                await self._bring(session, is_only_staged, folder, check)
+            except Ended as ended:
+                if ended.reason not in OF_SESSION:
+                    raise
+                # A robot that is held, or gone, must not keep it from the others.
+                self.record.figures.setdefault(session, {})["result"] = "failed"
+                left_out.append(ended)
+        arrived = any(figures.get("result") in ("swapped", "staged") for figures in self.record.figures.values())
+        if later := [ended for ended in left_out if ended.reason != "gone"] or ([] if arrived else left_out):
+            raise later[0]
+        if not arrived:
+            raise Ended("superseded", "gone", "no session wants it any more")
+
+    async def _bring(
+        self, session: str, is_only_staged: bool, folder: Path, check: Callable[[], Awaitable[None]]
+    ) -> None:
+        await self.prepared(session, folder)
+        if self.is_preparing:
+            try:
+                self.check_given_up()
+                await check()
+                self.check_given_up()
+            except BaseException:
+                await self._rollout.discard(session, self.sha)
+                raise
+            self.is_preparing = False
+        if is_only_staged:
+            self.record.figures[session]["result"] = "staged"
+            return
+        await self.swapped(session)
+        await self.proved(session)
 
     def _judge(self, session: str, step: str, verdict: Verdict, result: str) -> None:
         """Keep a verdict's figures; one with a reason ends it all, with this result."""
@@ -145,7 +171,7 @@ class Deployment:
         if verdict.reason is None:
             return
         is_innocent = verdict.reason in INNOCENT or result == "failed"
-        figures["result"] = "failed" if is_innocent and result == "rejected" else result
+        figures["result"] = "failed" if is_innocent else result
         raise Ended(figures["result"], verdict.reason, f"session {session}: {verdict.text}", not is_innocent)
 
     async def _unless_given_up(self, work: Awaitable[Result]) -> Result:

@@ -15,7 +15,7 @@ from hooks.deployment.heads import Heads
 from hooks.deployment.hints import Hints
 from hooks.deployment.journal import Journal, OnEvent
 from hooks.deployment.lane import Lane
-from hooks.deployment.purposes import Asked, Followed
+from hooks.deployment.purposes import WENT_BACK, Asked, Followed
 from hooks.deployment.records import SCHEMA, Record, ensure_tables
 from hooks.deployment.retries import Retries
 from hooks.deployment.rollout import Rollout
@@ -72,6 +72,7 @@ class Deployments:
         self._hints = Hints(self.settings.quiet, self.settings.longest, now)
         self._waiting: dict[Target, Hint] = {}
         self._superseded: dict[Target, int] = {}  # in a row
+        self._asked: set[Asked] = set()
         self._ripe = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,7 +161,9 @@ class Deployments:
         """
         one = self._standing.session(session_id)
         record = Record(one.repo, one.ref, "request", sha=one.sha, sessions=[session_id])
-        self._lane.give_up(session_id, "rollback", "somebody went back to the policy before")
+        self._lane.give_up(session_id, "rollback", WENT_BACK, is_asked=True)
+        for asked in self._asked:
+            asked.is_withdrawn |= asked.session == session_id
         record.begin("swapping")
         try:
             verdict = await self._rollout.rollback(session_id)
@@ -254,15 +257,21 @@ class Deployments:
             self._retries.forget((target, record.sha))
 
     async def _requested(self, record: Record, session_id: str, force: bool) -> None:
-        await self._lane.deploy(record, Asked(session_id, self._standing, self.quarantine, force))
+        asked = Asked(session_id, self._standing, self.quarantine, force)
+        self._asked.add(asked)
+        try:
+            head = await self._heads.ask(Target.of(self._standing.session(session_id)))
+            await self._lane.deploy(record, asked)
+        except SourceError as error:  # it ended before its turn came
+            record.end("failed", "gone", str(error))
+            await self._journal.finish(record)
+            return
+        finally:
+            self._asked.discard(asked)
         if record.result != "swapped" or record.sha is None:
             return
+        if head is not None:
+            # Before anything that waited for this looks: what was asked for stays until something newer is pushed.
+            self._standing.declined[session_id] = head
         if force:
             await self.quarantine.release(record.sha, record.repo)
-        try:
-            one = self._standing.session(session_id)
-        except SourceError:
-            return  # it ended
-        # What was asked for stays until something newer is pushed.
-        if head := await self._heads.ask(Target.of(one)):
-            self._standing.declined[session_id] = head

@@ -48,10 +48,10 @@ class Lane:
         one = self._current
         return one if one is not None and self._target == target and one.is_preparing and one.record.sha else None
 
-    def give_up(self, session: str, reason: str, text: str) -> None:
-        """Make way for a request about a session that the present deployment only prepares by itself."""
+    def give_up(self, session: str, reason: str, text: str, *, is_asked: bool = False) -> None:
+        """Make way for a request about a session that the present deployment only prepares, by itself or as asked."""
         one = self._current
-        if one is not None and self._target is not None and session in one.record.sessions:
+        if one is not None and (is_asked or self._target is not None) and session in one.record.sessions:
             one.give_up(reason, text)
 
     async def deploy(self, record: Record, purpose: Purpose) -> None:
@@ -100,9 +100,18 @@ class Lane:
         for aim in aims:
             if (staged := self._standing.staged.pop(aim.session, None)) is not None:
                 await self._rollout.discard(aim.session, staged)
-        await deployment.roll_out(aims, folder, lambda: purpose.check(deployment.sha))
-        self._standing.staged |= {aim.session: record.sha for aim in aims if aim.is_only_staged}
-        return record.end("staged" if all(aim.is_only_staged for aim in aims) else "swapped")
+        try:
+            await deployment.roll_out(
+                aims,
+                folder,
+                lambda: purpose.check(deployment.sha),
+                lambda session: purpose.wants(session, deployment.sha),
+            )
+        finally:
+            results = {session: figures.get("result") for session, figures in record.figures.items()}
+            staged = {session: deployment.sha for session, result in results.items() if result == "staged"}
+            self._standing.staged |= staged
+        return record.end("swapped" if "swapped" in results.values() else "staged")
 
     async def _is_swapped_from_stage(self, deployment: Deployment, session: str) -> bool:
         """Swap to what is prepared already; False when it is not, or not any more."""

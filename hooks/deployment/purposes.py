@@ -10,6 +10,8 @@ from hooks.deployment.source import Source
 from hooks.deployment.standing import Standing
 from hooks.deployment.trigger import Target
 
+WENT_BACK = "somebody went back to the policy before"
+
 
 class Aim(NamedTuple):
     """A session that a commit is for, and whether it is only prepared there."""
@@ -34,6 +36,10 @@ class Purpose(Protocol):
 
     async def check(self, sha: str) -> None:
         """Raise `Ended` when what was prepared is not wanted any more."""
+        ...
+
+    def wants(self, session: str, sha: str) -> bool:
+        """Whether a session that was chosen is to have it still."""
         ...
 
 
@@ -76,29 +82,44 @@ class Followed:
             self._again()
             raise Ended("superseded", "newer", f"{head[:12]} came while it was being prepared")
 
+    def wants(self, session: str, sha: str) -> bool:
+        """It may have been made anew, to follow something else or nothing."""
+        return any(one.session_id == session for one in self._standing.wanting(self.target, sha))
+
 
 class Asked:
-    """Somebody wants a session to have it, newer or older."""
+    """Somebody wants a session to have it, newer or older.
+
+    Attributes:
+        is_withdrawn: somebody went back to the policy before since then.
+    """
 
     target = None
 
     def __init__(self, session: str, standing: Standing, quarantine: Quarantine, is_forced: bool):
         """``is_forced``: from quarantine too."""
-        self._session = session
+        self.is_withdrawn = False
+        self.session = session
         self._standing = standing
         self._quarantine = quarantine
         self._is_forced = is_forced
 
     async def choose(self, source: Source, repo: str, head: str) -> Sequence[Aim]:
         """That session, unless it runs it already."""
-        if self._standing.session(self._session).sha == head:
+        if self.is_withdrawn:
+            raise Ended("superseded", "rollback", WENT_BACK)
+        if self._standing.session(self.session).sha == head:
             return []
         if not self._is_forced:
             check_quarantine(self._quarantine, repo, head)
-        return [Aim(self._session, False)]
+        return [Aim(self.session, False)]
 
     async def check(self, sha: str) -> None:
         """Whoever asked meant this commit."""
+
+    def wants(self, session: str, sha: str) -> bool:
+        """As long as nobody asks for another one."""
+        return True
 
 
 def check_quarantine(quarantine: Quarantine, repo: str, sha: str) -> None:

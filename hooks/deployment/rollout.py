@@ -73,3 +73,5 @@ class Rollout(Protocol):
 
 # Reasons that say nothing against the commit, so that it is not quarantined for them.
 INNOCENT = frozenset({"session", "not_staged", "stopped", "gone", "busy", "memory"})
+# Those that say nothing about other sessions either.
+OF_SESSION = frozenset({"gone", "busy"})

@@ -235,6 +235,80 @@ async def test_nobody_follows_a_session_that_failed(world: World) -> None:
     assert world.deployments.list()[0].figures["a"]["result"] == "rolled_back"
 
 
+@pytest.mark.parametrize("reason", ["busy", "gone"])
+async def test_a_session_that_is_held_or_gone_does_not_keep_it_from_the_others(world: World, reason: str) -> None:
+    world.robots.robots += [Robot("b"), Robot("c")]
+    world.robots["a"].verdicts["prepare"] = Verdict(reason, "not now")
+    world.robots["b"].verdicts["swap"] = Verdict(reason, "not now")
+    sha = world.push(policy(1))
+    await world.idle()
+    assert world.robots["c"].sha == sha
+    (record,) = world.deployments.list()
+    assert (record.result, record.reason) == (("failed", "busy") if reason == "busy" else ("swapped", None))
+    assert [record.figures[session]["result"] for session in "abc"] == ["failed", "failed", "swapped"]
+    assert world.deployments.quarantine.list() == []
+    world.robots["a"].verdicts.clear()
+    assert (await world.deployments.deploy("a")).result == "swapped"
+
+
+async def test_a_session_that_is_made_anew_meanwhile_gets_only_what_it_follows(world: World) -> None:
+    world.robots.robots += [Robot("b"), Robot("c")]
+    world.robots.may_prepare.clear()
+    sha = world.push(policy(1))
+    await until(lambda: bool(world.robots.of("prepare")))
+    world.robots["b"].mode = "off"
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert [world.robots[session].sha == sha for session in "abc"] == [True, False, True]
+
+
+async def test_a_rollback_that_comes_in_the_last_question_before_the_swap_is_heard(world: World) -> None:
+    first = world.robots["a"].sha
+    world.push(policy(1))
+    await world.idle()
+    world.robots.may_prepare.clear()
+    world.push(policy(2))
+    await until(lambda: len(world.robots.of("prepare")) == 2)
+    hanging = world.hub.script("GET /api/models/.*", "hang", times=1)
+    world.robots.may_prepare.set()
+    await until(lambda: hanging.met == 1)
+    assert (await world.deployments.rollback("a")).result == "rolled_back"
+    await world.idle()
+    assert world.robots["a"].sha == first
+    assert world.deployments.list()[1].reason == "rollback"
+
+
+async def test_a_rollback_ends_what_was_asked_for_before_it(world: World) -> None:
+    first = world.robots["a"].sha
+    world.push(policy(1))
+    await world.idle()
+    world.hub.push(REPO, policy(2), deliver=False)
+    world.robots.may_prepare.clear()
+    asked = await world.deployments.deploy("a", wait=False)
+    await until(lambda: len(world.robots.of("prepare")) == 2)
+    await world.deployments.rollback("a")
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert (asked.result, asked.reason) == ("superseded", "rollback")
+    assert world.robots["a"].sha == first
+
+
+async def test_what_was_asked_for_is_not_replaced_by_a_hint_that_waited_behind_it(world: World) -> None:
+    first = world.robots["a"].sha
+    world.push(policy(1))
+    await world.idle()
+    second = world.hub.head(REPO)
+    world.robots.may_prepare.clear()
+    asked = await world.deployments.deploy("a", str(first), wait=False)
+    await until(lambda: len(world.robots.of("prepare")) == 2)
+    world.tell(second)
+    await asyncio.sleep(0.3)  # until it waits for its turn
+    world.hub.script("GET /api/models/.*", "hang", times=1)
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert (asked.result, world.robots["a"].sha) == ("swapped", first)
+
+
 async def test_a_staged_commit_waits_and_is_swapped_at_once_when_it_is_asked_for(world: World) -> None:
     world.robots["a"].mode = "stage"
     sha = world.push(policy(1))
