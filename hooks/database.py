@@ -5,6 +5,7 @@ is there after a loss of power too.
 """
 
 import asyncio
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ class Database:
         self._thread = ThreadPoolExecutor(1, "database")
         try:
             self._connection = self._thread.submit(self._open, list(schema)).result()
+            self._file = self._file_is()
         except sqlite3.Error as error:
             self._thread.shutdown()
             raise StoreError(f"database {self._name}: {error}; wanted a SQLite file that can be written") from error
@@ -87,6 +89,14 @@ class Database:
             raise
         return connection
 
+    def _file_is(self) -> tuple[int, int] | None:
+        """What tells the file from another one of its name; None when there is none."""
+        try:
+            status = None if self.path is None else os.stat(self.path)
+        except OSError:
+            return None
+        return None if status is None else (status.st_dev, status.st_ino)
+
     def run_now(
         self,
         transaction: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
@@ -122,6 +132,9 @@ class Database:
 
     def _transact(self, transaction: Callable[..., Result], arguments: tuple, named: dict) -> Result:
         connection = self._connection
+        if self._file_is() != self._file:
+            # What was written would be in a file without a name, which nobody finds after the next start.
+            raise StoreError(f"database {self._name}: it was deleted or replaced while it was in use; restart")
         try:
             connection.execute("BEGIN IMMEDIATE")
             try:

@@ -75,6 +75,20 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
     assert path.read_text().startswith("not a database")
 
 
+def test_a_file_that_is_deleted_or_replaced_takes_nothing_that_would_be_lost(tmp_path: Path) -> None:
+    path = tmp_path / "events.sqlite3"
+    database = Database(path, SCHEMA)
+    path.unlink()
+    with pytest.raises(StoreError, match="deleted or replaced"):
+        database.run_now(add, "one")
+    another = Database(path, SCHEMA)
+    with pytest.raises(StoreError, match="deleted or replaced"):
+        database.run_now(add, "two")
+    assert another.run_now(words) == []
+    database.close()
+    another.close()
+
+
 def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
     Database(tmp_path / "events.sqlite3", SCHEMA).close()
     assert (tmp_path / "events.sqlite3").stat().st_mode & 0o077 == 0
