@@ -104,8 +104,8 @@ def environment(job: Job, destination: Destination, parcel: Parcel, payload: Pat
     given |= {"WEBHOOK_ID": parcel.id, "WEBHOOK_PAYLOAD_FILE": str(payload)}
     if len("WEBHOOK_PAYLOAD=") + len(parcel.body) + 1 <= MAX_VARIABLE:
         given["WEBHOOK_PAYLOAD"] = parcel.body.decode()
-    if parcel.repo is not None:
-        given["WEBHOOK_REPO_ID"], given["WEBHOOK_REPO_TYPE"] = parcel.repo
+    if (repo := parcel.repo) is not None:
+        given["WEBHOOK_REPO_ID"], given["WEBHOOK_REPO_TYPE"] = repo
     if destination.secret:
         given["WEBHOOK_SECRET"] = destination.secret
     return given

@@ -1,5 +1,6 @@
 """What one attempt is made with, and what came of it."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -32,12 +33,20 @@ class Parcel:
     Attributes:
         id: ``Webhook-Id``; the same in every attempt, also across restarts and replays.
         body: JSON; the same in every attempt.
-        repo: its id and type, when the event is about one.
+        is_hub: whether the body is of the Hub's shape, about a repo.
     """
 
     id: str
     body: bytes
-    repo: tuple[str, str] | None = None
+    is_hub: bool = False
+
+    @property
+    def repo(self) -> tuple[str, str] | None:
+        """Id and type of the repo that it is about, read from the body."""
+        if not self.is_hub:
+            return None
+        repo = json.loads(self.body)["repo"]
+        return str(repo["name"]), str(repo["type"])
 
 
 @dataclass(frozen=True)

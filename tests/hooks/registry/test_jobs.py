@@ -25,7 +25,7 @@ from hooks.sending.outcome import Destination, Outcome, Parcel
 from tests.hooks.registry.serving import settings
 from tests.hooks.sending.target import until
 
-PARCEL = Parcel("msg_1", b'{"a":1}', ("lab/act", "model"))
+PARCEL = Parcel("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
 READ_FILE = """
 import json, os
@@ -66,7 +66,7 @@ async def test_a_job_gets_the_event_and_nothing_of_the_servers_environment(
         "MODE": "offline",
         "TOKEN": "***",
         "WEBHOOK_ID": "msg_1",
-        "WEBHOOK_PAYLOAD": '{"a":1}',
+        "WEBHOOK_PAYLOAD": PARCEL.body.decode(),
         "WEBHOOK_REPO_ID": "lab/act",
         "WEBHOOK_REPO_TYPE": "model",
     }
