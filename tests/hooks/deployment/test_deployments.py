@@ -273,6 +273,7 @@ async def test_a_rollback_that_comes_in_the_last_question_before_the_swap_is_hea
     world.robots.may_prepare.set()
     await until(lambda: hanging.met == 1)
     assert (await world.deployments.rollback("a")).result == "rolled_back"
+    hanging.released.set()
     await world.idle()
     assert world.robots["a"].sha == first
     assert world.deployments.list()[1].reason == "rollback"
@@ -303,8 +304,10 @@ async def test_what_was_asked_for_is_not_replaced_by_a_hint_that_waited_behind_i
     await until(lambda: len(world.robots.of("prepare")) == 2)
     world.tell(second)
     await asyncio.sleep(0.3)  # until it waits for its turn
-    world.hub.script("GET /api/models/.*", "hang", times=1)
+    hanging = world.hub.script("GET /api/models/.*", "hang", times=1)
     world.robots.may_prepare.set()
+    await until(lambda: hanging.met == 1)
+    hanging.released.set()
     await world.idle()
     assert (asked.result, world.robots["a"].sha) == ("swapped", first)
 
