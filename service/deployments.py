@@ -17,6 +17,8 @@ class Record(Protocol):
     @property
     def reason(self) -> str | None: ...
     @property
+    def sha(self) -> str | None: ...
+    @property
     def text(self) -> str: ...
     @property
     def stages(self) -> Sequence[Any]: ...
@@ -37,8 +39,10 @@ class Deployments(Protocol):
 
 
 # Codes of a record that did not go well -> whose matter it is, for the status of the answer.
-_ASKED_WRONG = frozenset({"unknown_repo", "unknown_revision", "unknown_session", "quarantined", "no_previous", "busy"})
-_OF_SOURCE = frozenset({"unreachable", "timeout", "denied", "disk", "transfer"})
+_ASKED_WRONG = frozenset(
+    {"unknown_repo", "unknown_revision", "unknown_session", "quarantined", "no_previous", "busy", "gone"}
+)
+_OF_SOURCE = frozenset({"unreachable", "timeout", "denied", "disk", "transfer", "limited", "bad_answer"})
 # How often a request that waits for its update looks at it, in seconds.
 _LOOK = 0.02
 
@@ -46,8 +50,10 @@ _LOOK = 0.02
 class SessionUpdates:
     """``service.updates.Updates`` over deployments."""
 
-    def __init__(self, deployments: Deployments):
+    def __init__(self, deployments: Deployments, refusal: type[Exception]):
+        """``refusal`` is what the deployments raise for a session that runs no policy."""
         self._deployments = deployments
+        self._refusal = refusal
 
     def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
         """The newest first."""
@@ -67,7 +73,10 @@ class SessionUpdates:
 
     async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
         """Bring a revision to a session; returns when it runs it, or was refused. Probation goes on after that."""
-        record = await self._deployments.deploy(session_id, revision, force=force, wait=False)
+        try:
+            record = await self._deployments.deploy(session_id, revision, force=force, wait=False)
+        except self._refusal as error:
+            raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
         # The record is the one thing that tells; it is ours, in this process and thread.
         while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK)
@@ -75,7 +84,10 @@ class SessionUpdates:
 
     async def rollback(self, session_id: str) -> Mapping[str, object]:
         """Bring back the policy from before."""
-        return self._told(await self._deployments.rollback(session_id))
+        try:
+            return self._told(await self._deployments.rollback(session_id))
+        except self._refusal as error:
+            raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
 
     def quarantine(self) -> Sequence[Mapping[str, object]]:
         """Commits in quarantine."""
@@ -95,6 +107,8 @@ class SessionUpdates:
 def _error_of(record: Record) -> ServiceError | None:
     """What could not be tried at all is an error; a policy that was tried and refused is an answer."""
     if record.result in ("failed", "rejected"):
+        if record.reason == "quarantined":
+            return UpdateFailed(f'{record.text}; send "force": true, or DELETE /quarantine/{record.sha} first')
         if record.reason in _ASKED_WRONG:
             return UpdateFailed(record.text)
         if record.reason in _OF_SOURCE:

@@ -117,6 +117,10 @@ class Served:
         return key in self._compiled
 
 
+# Path, revision, and the folder in which they are.
+_Key = tuple[str, str | None, str | None]
+
+
 @dataclass
 class _Entry:
     loading: asyncio.Task[Served]
@@ -139,7 +143,7 @@ class Engine:
     def __init__(self, *, stuck_after: float = 5.0, niceness: int = 5, switch_interval: float | None = 0.001):
         self.stuck_after = stuck_after
         self._niceness = niceness
-        self._entries: dict[tuple[str, str | None], _Entry] = {}
+        self._entries: dict[_Key, _Entry] = {}
         self._is_frozen = False
         # Python's default of 5 ms is how long a thread in Python code may keep the event loop waiting.
         if switch_interval is not None:
@@ -172,10 +176,13 @@ class Engine:
         Raises:
             PolicyError: it cannot be loaded or compiled.
         """
-        key = (path, revision)
+        key = (path, revision, folder)
+        if folder is None:
+            # Files that were verified in a folder will do for whoever asks for no folder, but not the other way round.
+            key = next((one for one in self._entries if one[:2] == (path, revision)), key)
         entry = self._entries.get(key)
         if entry is None or (entry.loading.done() and entry.loading.exception() is not None):
-            entry = _Entry(asyncio.create_task(self._load(load, key, folder, like), name=f"load {path}"))
+            entry = _Entry(asyncio.create_task(self._load(load, key, like), name=f"load {path}"))
             entry.loading.add_done_callback(lambda task: self._drop_unused(key, task))
             self._entries[key] = entry
         entry.listeners.append(on_progress)
@@ -191,16 +198,14 @@ class Engine:
             if entry.loading.done():
                 self._drop_unused(key, entry.loading)
 
-    def _drop_unused(self, key: tuple[str, str | None], loading: asyncio.Task[Served]) -> None:
+    def _drop_unused(self, key: _Key, loading: asyncio.Task[Served]) -> None:
         entry = self._entries.get(key)
         failed = loading.cancelled() or loading.exception() is not None
         if entry is not None and entry.loading is loading and (failed or not entry.users):
             del self._entries[key]
 
-    async def _load(
-        self, load: LoadPolicy, key: tuple[str, str | None], folder: str | None, like: Policy | None
-    ) -> Served:
-        path, revision = key
+    async def _load(self, load: LoadPolicy, key: _Key, like: Policy | None) -> Served:
+        path, revision, folder = key
         place = (path, revision) if folder is None else (folder, None)
 
         def tell(stage: str) -> None:

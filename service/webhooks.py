@@ -15,6 +15,7 @@ from hooks.deployment.folder_source import FolderSource
 from hooks.deployment.hub_source import HubLimits, HubSource
 from hooks.deployment.settings import DeploymentSettings
 from hooks.deployment.source import Source
+from hooks.deployment.trigger import is_pattern
 from hooks.errors import HooksError
 from hooks.payload import WebhookPayload
 from hooks.receiving.event import Event
@@ -25,6 +26,7 @@ from hooks.registry.settings import RegistrySettings
 from hooks.serving.event_routes import blueprint as events_of
 from hooks.serving.pages import blueprint as pages_of
 from hooks.serving.visitor import is_here
+from jaxmodels.errors import HubError
 from service.deployments import SessionUpdates
 from service.engine import LoadPolicy, Policy
 from service.gates import Limits
@@ -85,6 +87,7 @@ class Webhooks:
         self._folders = FolderSource(self._file("policies") or cache / "robojax" / "policies")
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
+        self._came_from_folder: dict[str, bool] = {}
 
     def _file(self, name: str) -> Path | None:
         return None if self._state is None else self._state / name
@@ -182,7 +185,7 @@ class Webhooks:
         for task in running:
             task.add_done_callback(_tell_of_defect)
         try:
-            yield SessionUpdates(deployments)
+            yield SessionUpdates(deployments, HooksError)
         finally:
             self._deployments = None
             for task in running:
@@ -191,13 +194,22 @@ class Webhooks:
             deployments.close()
 
     def _source(self, repo: str) -> Source:
-        return self._folders if is_folder(repo) else self._hub
+        # A folder that is gone for a moment is not looked for on the Hub: there its name may be a stranger's.
+        return self._folders if self._came_from_folder.get(repo, is_folder(repo)) else self._hub
 
     def identified(self, load: LoadPolicy) -> LoadPolicy:
-        """The same, but a policy from a folder knows what its content is called, too: a change of it is noticed."""
+        """The same, but a policy from a folder knows what its content is called, too: a change of it is noticed.
+
+        And a pattern of tags (``deploy-*``) is resolved, as it is when they are followed.
+        """
 
         def load_and_name(path: str, revision: str | None = None, /, **more: Any) -> Policy:
+            if more.get("like") is not None:
+                return load(path, revision, **more)  # an update, whose name is known
+            self._came_from_folder[_expanded(path)] = is_folder(path)
             if not is_folder(path):
+                if revision is not None and is_pattern(revision):
+                    revision = self._newest(path, revision)
                 return load(path, revision, **more)
             before = self._content(path)
             policy = load(path, revision, **more)
@@ -206,6 +218,12 @@ class Webhooks:
             return policy
 
         return load_and_name
+
+    def _newest(self, repo: str, pattern: str) -> str:
+        try:
+            return asyncio.run(self._hub.head(repo, pattern))
+        except HooksError as error:
+            raise HubError(str(error)) from error
 
     def _content(self, folder: str) -> str | None:
         # In a loader's thread, which has no loop of its own.
@@ -217,7 +235,9 @@ class Webhooks:
         """Look at a policy folder again when something in it has changed."""
         seen: dict[str, object] = {}
         while True:
-            followed = {one.new.policy_path for one in sessions.list() if one.new.auto_update != "off"}
+            # As deployments call them, so without a "~".
+            modes = [(_expanded(one.new.policy_path), one.new.auto_update) for one in sessions.list()]
+            followed = {folder for folder, mode in modes if mode != "off"}
             for folder in filter(is_folder, followed):
                 look = await asyncio.to_thread(_look_at, folder)
                 if folder in seen and seen[folder] != look:
@@ -265,6 +285,10 @@ class Webhooks:
 def is_folder(path: str) -> bool:
     """Whether a policy's path is a folder of this machine, as loading it would decide."""
     return bool(path) and os.path.isdir(os.path.expanduser(path))
+
+
+def _expanded(path: str) -> str:
+    return os.path.expanduser(path)
 
 
 def _look_at(folder: str) -> object:

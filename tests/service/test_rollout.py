@@ -487,3 +487,14 @@ async def test_a_robot_that_was_moved_by_hand_while_it_stood_makes_no_jump(rig: 
     verdict = await watching
     assert verdict.reason is None, verdict.text
     assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_what_was_verified_acts_and_not_what_somebody_else_loaded_under_the_same_name(rig: Rig) -> None:
+    session = await rig.running()
+    unverified = ScriptedPolicy(commit=NEXT)
+    rig.policies["owner/name"] = unverified
+    await rig.sessions.create(replace(NEW, session_id="pinned", revision=NEXT, auto_update="off"))
+    verified = ScriptedPolicy()
+    assert (await rig.prepare(verified)).reason is None
+    assert session.policies.staged is not None
+    assert session.policies.staged.served.policy is verified

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from service.app import create_app
+from service.errors import TransportError
 from service.schemas import Deployment, Quarantined
 from service.scripted_policy import ScriptedPolicy
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
+from tests.stub_hub import StubHub
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 QUICK = {"update_quiet": 0.1, "update_probation": 0.2, "update_patience": 1.0, "update_poll": 0.0}
@@ -36,7 +39,7 @@ def write(folder: Path, step: float = 0.1, **more: Any) -> None:
 
 
 def load(path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
-    told = json.loads((Path(path) / "config.json").read_text())
+    told = json.loads((Path(path).expanduser() / "config.json").read_text())
     return ScriptedPolicy(step=told["step"], failures=[np.full((1, 20, 6), np.nan, np.float32)] * told.get("nan", 0))
 
 
@@ -74,10 +77,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def rigged(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
+async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncIterator[Rig]:
     write(folder)
     transport = MemoryTransport()
-    app = create_app(Settings(**(QUICK | settings)), transport=transport, load=load)
+    app = create_app(Settings(**(QUICK | settings)), transport=transport, load=loads or load)
 
     async def send() -> None:
         while True:
@@ -272,3 +275,86 @@ async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> N
         "session.deleted",
     ]
     assert heard[2]["data"]["sessions"] == ["arm"]
+
+
+async def test_a_session_that_ended_in_an_error_is_no_error_of_the_server(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        rig.transport.refuse = TransportError("no such room")
+        body = {"session_id": "arm", "policy_path": str(rig.folder), "transport_server_url": "http://rooms.example"}
+        assert (await rig.call("POST", "/sessions", json=body))[0] == 502
+        for path in ("/sessions/arm/policy", "/sessions/arm/rollback"):
+            status, told = await rig.call("POST", path)
+            assert (status, told["code"]) == (409, "update_failed"), (path, told)
+            assert "'arm'" in told["detail"]
+
+
+async def test_a_folder_of_the_home_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with rigged(tmp_path / "policy") as rig:
+        rig.folder = Path("~/policy")
+        await rig.running()
+        await asyncio.sleep(0.2)  # the first look at the folder
+        write(tmp_path / "policy", 0.2)
+        swapped = await rig.until(lambda found: found and found[0]["result"])
+        assert swapped["result"] == "swapped", swapped
+
+
+async def test_a_folder_that_is_gone_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name may be that of a stranger's repo there."""
+    monkeypatch.chdir(tmp_path)
+    async with rigged(tmp_path / "policies") as rig:
+        rig.folder = Path("lab/act")
+        (tmp_path / "lab").mkdir()
+        write(tmp_path / "lab" / "act")
+        with StubHub() as hub:
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+            hub.push("lab/act", {"config.json": '{"step": 0.2}', "model.safetensors": b"0.2"})
+            await rig.running()
+            shutil.rmtree(tmp_path / "lab" / "act")
+            status, told = await rig.call("POST", "/sessions/arm/policy")
+            assert (status, told["code"]) == (409, "update_failed"), told
+            assert "lab/act is not there" in told["detail"]
+            assert hub.requests == []
+
+
+async def test_a_pattern_of_tags_is_the_highest_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StubHub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        for number, step in ((9, 0.1), (10, 0.2)):
+            files = {"config.json": json.dumps({"step": step}), "model.safetensors": str(step).encode()}
+            highest = hub.push("lab/act", files, tag=f"deploy-{number}")
+        hub.push("lab/act", {"config.json": "{}"})
+        loaded: list[str | None] = []
+
+        def load_noted(path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
+            loaded.append(revision)
+            return ScriptedPolicy(commit=revision)
+
+        async with rigged(tmp_path / "policy", loads=load_noted) as rig:
+            body = {
+                "policy_path": "lab/act",
+                "transport_server_url": "http://rooms.example",
+                "auto_update": "swap",
+                "revision": "deploy-*",
+            }
+            status, told = await rig.call("POST", "/sessions", json=body | {"session_id": "arm"})
+            assert status == 200, told
+            assert loaded == [highest]
+            assert (await rig.stats())["policy_commit"] == highest
+            status, told = await rig.call("POST", "/sessions", json=body | {"session_id": "b", "revision": "nothing-*"})
+            assert status == 422, told
+            assert "no tag is like" in json.dumps(told)
+
+
+async def test_what_is_in_quarantine_says_how_to_get_it_out(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running("off")
+        write(rig.folder, 90.0)
+        assert (await rig.call("POST", "/sessions/arm/policy"))[1]["result"] == "rejected"
+        status, told = await rig.call("POST", "/sessions/arm/policy")
+        assert status == 409
+        assert "DELETE /quarantine/" in told["detail"]
+        assert '"force": true' in told["detail"]
