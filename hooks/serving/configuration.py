@@ -30,7 +30,7 @@ def settings_of(
         has_script: whether the running program is the one that describes the server, and not a command that loads it.
     """
     settings = given or ReceiverSettings()
-    if secret is not None and not isinstance(secret, str):
+    if secret and not isinstance(secret, str):
         settings = replace(settings, secrets=tuple(secret))
     elif secret := secret or (None if settings.secrets else os.environ.get(SECRET)):
         settings = replace(settings, secrets=(secret,))

@@ -324,6 +324,7 @@ def test_secret_and_database_come_from_arguments_then_from_the_environment(monke
     assert WebhooksServer().settings.secrets == ("from-the-environment",)
     assert WebhooksServer().settings.database == tmp_path / "a.sqlite"
     assert WebhooksServer(webhook_secret="").settings.secrets == ("from-the-environment",)
+    assert WebhooksServer(webhook_secret=[]).settings.secrets == ("from-the-environment",)
     assert WebhooksServer(webhook_secret=("old", "new")).settings.secrets == ("old", "new")
     assert WebhooksServer(database="b").settings.database == Path("b")
     monkeypatch.setenv("WEBHOOK_SECRET", "")
