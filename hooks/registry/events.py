@@ -73,11 +73,16 @@ def session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:
 def _plain(value: Any) -> Any:
     """As JSON has it: a figure that is not finite is null, and what has no form of its own is its text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {_text(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(part) for part in value]
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    return str(value)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """Without lone surrogates, as names of files may have and no database takes."""
+    return str(value).encode("utf-8", "replace").decode()

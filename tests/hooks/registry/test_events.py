@@ -105,7 +105,14 @@ async def test_session_events_go_to_every_webhook_of_that_domain_as_standard_web
 ) -> None:
     await add(registry, f"{target.url}/repo")
     webhook = await add(registry, f"{target.url}/session", watched=[], domains=["session"], secret="x" * 20)
-    data = {"session_id": "s1", "missed_ticks": 0, "rate": float("nan"), "path": Path("/p"), "list": (1, {"a": None})}
+    data = {
+        "session_id": "s1",
+        "missed_ticks": 0,
+        "rate": float("nan"),
+        "path": Path("/p"),
+        "list": (1, {"a": None}),
+        "no\udcfftext": "\ud800.bin",
+    }
     assert await registry.emit_session("session.policy.swapped", data) == 1
     await target.wait_for(1)
     body = target.got[0].json
@@ -118,6 +125,7 @@ async def test_session_events_go_to_every_webhook_of_that_domain_as_standard_web
         "rate": None,
         "path": "/p",
         "list": [1, {"a": None}],
+        "no?text": "?.bin",
     }
     await until_finished(registry, webhook)
     assert (await log(registry, webhook))[0]["subject"] == "session:s1"
