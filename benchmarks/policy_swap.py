@@ -67,7 +67,7 @@ async def swap_all(sessions: Sessions, rollout: Rollout, folder: Path, sha: str)
     done = []
     for session in sessions.list():
         began = time.monotonic()
-        verdict = await rollout.prepare(session.id, str(folder), sha, folder, lambda stage: None)
+        verdict = await rollout.prepare(session.id, session.new.policy_path, sha, folder, lambda stage: None)
         prepared = time.monotonic() - began
         assert verdict.reason is None, verdict
         verdict = await rollout.swap(session.id, sha)
