@@ -11,6 +11,8 @@ from hooks.receiving.event import Answer, Event, Status
 
 log = logging.getLogger(__name__)
 
+# What a handler passes on of another server's answer does not say how this one is sent.
+OF_THE_WIRE = ("content-type", "content-length", "transfer-encoding", "connection")
 MOST_STORED = 1 << 20  # bytes of an answer that are kept for duplicates
 
 
@@ -46,7 +48,7 @@ def value_of(handler: str, value: object) -> Answer:
     A value that has no JSON is told as null: the handler has run, and an error would make the sender send again.
     """
     if isinstance(value, HTTPResponse):
-        headers = {name: text for name, text in value.headers.items() if name.lower() != "content-type"}
+        headers = {name: text for name, text in value.headers.items() if name.lower() not in OF_THE_WIRE}
         return Answer(value.status, value.body or b"", value.content_type or "text/plain", headers)
     try:
         return Answer(200, pydantic_core.to_json(value, by_alias=True, inf_nan_mode="null"))

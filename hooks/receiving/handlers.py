@@ -75,7 +75,10 @@ def handler_of(function: Callable[..., Any]) -> Handler:
         wants.append((parameter.name, kind, parameter.kind is parameter.POSITIONAL_ONLY))
     called = inspect.unwrap(function) if inspect.isfunction(function) else function
     # For an object with __call__, that is what would have to be async.
-    is_async = any(inspect.iscoroutinefunction(one) for one in (function, called, type(called).__call__))
+    ways = (function, called, type(called).__call__)
+    if any(inspect.isasyncgenfunction(one) for one in ways):
+        raise InvalidWebhook(f"handler {name}: found an async generator, whose body would not run; return, not yield")
+    is_async = any(inspect.iscoroutinefunction(one) for one in ways)
     return Handler(function, name, is_async, tuple(wants), model)
 
 

@@ -81,7 +81,9 @@ class Runs:
             return await self._fail(endpoint, event, error, reply)
         except EffectFailed as error:
             return await self._fail(endpoint, event, error.__cause__ or error, reply)
-        except (Exception, SystemExit) as error:  # a handler must not end the server
+        except GeneratorExit:
+            raise  # of this coroutine, when its loop has ended
+        except BaseException as error:  # an exit or a panic of a library must not end the server, nor the lane
             return await self._fail(endpoint, event, error, reply)
         if reply is not None:
             reply.tell(told)

@@ -108,6 +108,14 @@ def test_annotations_that_cannot_be_looked_up_are_read_as_text() -> None:
     assert [kind for _, kind, _ in handler_of(local).wants] == ["payload", "request", "payload"]
 
 
+def test_a_handler_that_yields_is_refused_because_it_would_not_run() -> None:
+    async def later(payload: WebhookPayload):
+        yield payload
+
+    with pytest.raises(InvalidWebhook, match=r"later: .* would not run"):
+        handler_of(later)
+
+
 @pytest.mark.parametrize(
     "function",
     [lambda number: number, lambda payload, port=1, *, other: None, 3, "text"],

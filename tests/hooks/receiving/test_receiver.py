@@ -435,7 +435,11 @@ async def test_an_error_of_the_handler_is_500_without_its_text_and_the_next_try_
     assert "private detail" in caplog.text
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()], ids=["exit", "cancelled"])
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), Panic()], ids=repr)
 async def test_a_handler_cannot_end_the_server(serving, error: BaseException, caplog) -> None:
     receiver = Receiver()
 
@@ -451,6 +455,14 @@ async def test_a_handler_cannot_end_the_server(serving, error: BaseException, ca
     async with serving(receiver) as sender:
         assert [(await sender.post(f"/webhooks/{name}")).status for name in ("ends", "ends_too")] == [500, 500]
         assert (await sender.post("/webhooks/well")).json == 3
+
+
+async def test_a_response_of_a_handler_is_sent_whole_whatever_its_headers_say_of_its_length(serving) -> None:
+    receiver, headers = Receiver(), {"Content-Length": "500", "Transfer-Encoding": "chunked", "X-Of": "another server"}
+    receiver.add(lambda: sanic.HTTPResponse('"short"', 201, headers, "application/json"), "passed_on")
+    async with serving(receiver) as sender:
+        told = await sender.post("/webhooks/passed_on")
+    assert (told.status, told.json, told.headers["x-of"]) == (201, "short", "another server")
 
 
 async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> None:
