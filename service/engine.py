@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ from service.worker import Worker, call_in_thread
 logger = logging.getLogger(__name__)
 
 Sizes = Mapping[str, tuple[int, int]]
+# Seconds that a trial waits for a moment in which no robot waits.
+TRIAL_WAIT = 1.0
 
 
 class Policy(Protocol):
@@ -185,6 +187,7 @@ class Engine:
             entry = _Entry(asyncio.create_task(self._load(load, key, like), name=f"load {path}"))
             entry.loading.add_done_callback(lambda task: self._drop_unused(key, task))
             self._entries[key] = entry
+        del like  # it may be replaced, and its weights let go, while this context lasts
         entry.listeners.append(on_progress)
         entry.users += 1
         try:
@@ -325,7 +328,10 @@ class Engine:
             chunk = served.policy.act(observation)
             return chunk, time.perf_counter() - began
 
-        await self.until_idle()
+        # Robots that keep the device busy all the time are yielded to by the thread's priority alone.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TRIAL_WAIT):
+                await self.until_idle()
         try:
             return await call_in_thread(infer, "policy-trial", 2 * self._niceness)
         except JaxModelsError as error:

@@ -307,6 +307,7 @@ class Session:
                 served=served,
                 notify=self._happened,
             )
+            del served  # another one may take over, and then this one's weights are let go
             self._tell("joining rooms")
             async with self._transport.connect(
                 new.transport_server_url,

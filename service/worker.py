@@ -137,6 +137,7 @@ class Worker:
                 if self._current is not job:
                     return  # left behind; somebody else works here now
                 self._current = None
+            del job  # with it a policy, and its weights, would wait here for the next job
 
 
 def call_in_thread(call: Callable[[], Result], name: str, niceness: int = 0) -> asyncio.Future[Result]:

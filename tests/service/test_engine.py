@@ -251,6 +251,22 @@ async def test_a_policy_is_tried_out_away_from_the_device_thread(engine: Engine)
         assert "secret" not in str(caught.value)
 
 
+async def test_a_policy_is_tried_out_even_when_robots_never_leave_the_device_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.engine.TRIAL_WAIT", 0.05)
+    gate, policy = threading.Event(), ScriptedPolicy()
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        policy.failures.append(gate)
+        robot = asyncio.create_task(engine.submit(served, OBSERVATION))
+        while not policy.acted:  # noqa: ASYNC110 - it is another thread's
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(2):
+            await engine.try_out(served, OBSERVATION)
+        gate.set()
+        await robot
+
+
 async def test_a_revision_that_lies_in_a_folder_is_loaded_from_there_and_like_another(engine: Engine) -> None:
     first, second = ScriptedPolicy(), ScriptedPolicy()
     asked: list[tuple[object, ...]] = []

@@ -1,8 +1,10 @@
 """Another policy for a running robot: it is let in at a chunk boundary, or not at all, or taken back."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -498,3 +500,18 @@ async def test_what_was_verified_acts_and_not_what_somebody_else_loaded_under_th
     assert (await rig.prepare(verified)).reason is None
     assert session.policies.staged is not None
     assert session.policies.staged.served.policy is verified
+
+
+async def test_a_policy_that_was_replaced_twice_is_not_in_memory_any_more(rig: Rig) -> None:
+    session = await rig.running()
+    seen: list[weakref.ref[ScriptedPolicy]] = []
+    for number in range(4):
+        assert session.policies.running is not None
+        seen.append(weakref.ref(session.policies.running.served.policy))  # type: ignore[arg-type]
+        sha = str(number) * 40
+        assert (await rig.prepare(ScriptedPolicy(), sha)).reason is None
+        assert (await rig.rollout.swap("s", sha)).reason is None
+    rig.policies.clear()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert [policy() is None for policy in seen] == [True, True, True, False]
