@@ -15,6 +15,8 @@ from service.punctual import PunctualProtocol
 # Answers under way may end, then connections are cut. Together with what the sessions take to hold
 # their robots and leave their rooms (3.5 s at most) this stays below five seconds.
 PATIENCE = 1.0
+# Connections that wait to be accepted; of a burst above it each tries again a second later (Sanic's own is 100).
+BACKLOG = 1024
 
 
 class CannotListen(Exception):
@@ -60,6 +62,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
             server = await app.create_server(
                 sock=listener,
                 protocol=PunctualProtocol,
+                backlog=BACKLOG,
                 return_asyncio_server=True,
                 access_log=False,
                 # Sanic would listen before its router is ready.

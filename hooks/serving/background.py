@@ -21,6 +21,8 @@ except ImportError:  # there is none for Windows
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0  # seconds in which answers under way may end
+# Connections that wait to be accepted; of a burst above it each tries again a second later (Sanic's own is 100).
+BACKLOG = 1024
 STOPPING = 15.0  # and for everything: handlers, tunnel, database
 
 Beside = Callable[[], AbstractAsyncContextManager[object]]
@@ -104,6 +106,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
         server = await app.create_server(
             sock=listener,
             protocol=PromptProtocol,
+            backlog=BACKLOG,
             return_asyncio_server=True,
             access_log=False,
             asyncio_server_kwargs={"start_serving": False},

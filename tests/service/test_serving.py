@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import socket
 import threading
 
@@ -42,6 +43,15 @@ def test_a_taken_port_and_an_unknown_host_are_told():
             listen("127.0.0.1", listener.getsockname()[1])
     with pytest.raises(CannotListen, match=r"host '256\.1\.1\.1' is no address"):
         listen("256.1.1.1", 0)
+
+
+async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy():
+    app = create_app(Settings(), transport=MemoryTransport(), load=ScriptedLoader())
+    async with serving(app, listen("127.0.0.1", 0)) as url:
+        with contextlib.ExitStack() as held:
+            # Nothing is accepted meanwhile: this runs on the same loop. One turned away tries again a second later.
+            for _ in range(300):
+                held.enter_context(socket.create_connection(tuple(app_address(url)), timeout=0.5))
 
 
 async def test_a_server_ends_in_time_with_a_create_a_socket_and_an_idle_connection_open():

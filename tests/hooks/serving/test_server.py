@@ -16,6 +16,7 @@ from hooks.receiving.settings import ReceiverSettings
 from hooks.samples import sample
 from hooks.serving import application
 from hooks.serving.address import CannotListen, chosen, listen
+from hooks.serving.background import serving
 from hooks.serving.endpoint import the_server, webhook_endpoint
 from hooks.serving.interface import UnusableInterface
 from hooks.serving.server import WebhooksServer
@@ -256,6 +257,17 @@ def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
                 with contextlib.suppress(OSError):
                     line.sendall(b"a")
     assert told.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
+
+
+async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy(make):
+    app = make().app
+    listener = listen("127.0.0.1", (0,))
+    address = listener.getsockname()
+    async with serving(app, listener):
+        with contextlib.ExitStack() as held:
+            # Nothing is accepted meanwhile: this runs on the same loop. One turned away tries again a second later.
+            for _ in range(300):
+                held.enter_context(socket.create_connection(address, timeout=0.5))
 
 
 def test_ports_are_gradios(monkeypatch):
