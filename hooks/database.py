@@ -45,7 +45,7 @@ class Database:
         try:
             self._connection = self._thread.submit(self._open, list(schema)).result()
             self._file = self._file_is()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self._thread.shutdown()
             raise StoreError(f"database {self._name}: {error}; wanted a SQLite file that can be written") from error
         except BaseException:

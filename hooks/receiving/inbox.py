@@ -39,7 +39,10 @@ class Inbox:
         """
         if self.path is None or fcntl is None:
             return
-        lock = open(self.path.with_name(self.path.name + ".lock"), "a")  # noqa: SIM115 (held until close)
+        try:
+            lock = open(self.path.with_name(self.path.name + ".lock"), "a")  # noqa: SIM115 (held until close)
+        except OSError as error:
+            raise StoreError(f"database {str(self.path)!r}: its lock file cannot be made ({error.strerror})") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

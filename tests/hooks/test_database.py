@@ -1,6 +1,7 @@
 """The file of events: versions, whole transactions, what happens when it cannot be used."""
 
 import asyncio
+import errno
 import sqlite3
 import subprocess
 import sys
@@ -73,6 +74,15 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
     with pytest.raises(StoreError, match="not a database"):
         Database(path, SCHEMA)
     assert path.read_text().startswith("not a database")
+
+
+def test_a_file_that_cannot_be_made_its_owners_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(StoreError, match="Read-only file system"):
+        Database(tmp_path / "events.sqlite3", SCHEMA)
 
 
 def test_a_file_that_is_deleted_or_replaced_takes_nothing_that_would_be_lost(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks.errors import UnknownEvent
+from hooks.errors import StoreError, UnknownEvent
 from hooks.receiving import ledger, records
 from hooks.receiving.event import Answer, Event, Status
 from hooks.receiving.inbox import Inbox
@@ -44,6 +44,12 @@ def end(inbox: Inbox, number: int, *, at: float = NOW) -> None:
 def inbox(tmp_path: Path):
     with Inbox(tmp_path / "events.sqlite3") as opened:
         yield opened
+
+
+def test_a_lock_file_that_cannot_be_made_is_told(inbox: Inbox, tmp_path: Path) -> None:
+    (tmp_path / "events.sqlite3.lock").mkdir()
+    with pytest.raises(StoreError, match="lock file cannot be made"):
+        inbox.own()
 
 
 def test_events_are_listed_newest_first_page_by_page(inbox: Inbox) -> None:
