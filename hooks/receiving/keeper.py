@@ -30,7 +30,7 @@ class Keeper:
     async def run(self) -> None:
         """Until it is cancelled."""
         seen: int | None = None
-        tidied = 0.0
+        tidied, told = 0.0, ""
         while True:
             try:
                 seen, places = await self._inbox.database.run(ledger.changed, seen)
@@ -40,8 +40,12 @@ class Keeper:
                     tidied = time.monotonic()
                     seen = None  # and look whether anything waits that nobody has
                     await self.tidy(time.time())
+                told = ""
             except StoreError as error:
-                log.error("the inbox cannot be looked after: %s", error)
+                # Once: a disk that is full stays so for long, and a log of it would fill another.
+                if str(error) != told:
+                    log.error("the inbox cannot be looked after: %s", error)
+                told = str(error)
             await asyncio.sleep(LOOK_EVERY)
 
     async def tidy(self, now: float) -> None:

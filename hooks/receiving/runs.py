@@ -155,11 +155,14 @@ class Runs:
         **named: Arguments.kwargs,
     ) -> Result:
         """Write what became of an event, for as long as that takes: a disk may be full for a while."""
+        told = ""
         while True:
             try:
                 return await self._inbox.database.run(transaction, event_id, *arguments, **named)
             except StoreError as error:
-                log.error("event %s: what became of it cannot be written yet: %s", event_id, error)
+                if str(error) != told:
+                    log.error("event %s: what became of it cannot be written yet: %s", event_id, error)
+                told = str(error)
                 if self.is_ending:
                     raise  # it is run again at the next start
                 await asyncio.sleep(STORE_PAUSE)

@@ -1,7 +1,12 @@
 """What is done beside a running receiver."""
 
+import asyncio
+import sqlite3
 import time
 
+from hooks.errors import StoreError
+from hooks.receiving.dispatch import Dispatch
+from hooks.receiving.inbox import Inbox
 from hooks.receiving.keeper import Keeper
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import DAY, ReceiverSettings
@@ -38,3 +43,25 @@ async def test_what_is_old_is_forgotten_while_it_runs(serving, make_payload) -> 
         assert len(await receiver.events()) == 1
         await keeper.tidy(time.time() + 15)
         assert await receiver.events() == []
+
+
+async def test_what_keeps_it_from_its_work_is_logged_once_until_it_is_over(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("hooks.receiving.keeper.LOOK_EVERY", 0.0)
+    troubles, is_over = ["full", "full", "", "full", "locked"], asyncio.Event()
+
+    def changed(connection: sqlite3.Connection, seen: int | None) -> tuple[int, None]:
+        if not troubles:
+            is_over.set()
+        elif trouble := troubles.pop(0):
+            raise StoreError(trouble)
+        return 1, None
+
+    monkeypatch.setattr("hooks.receiving.ledger.changed", changed)
+    with Inbox(None) as inbox:
+        settings = ReceiverSettings()
+        keeping = asyncio.create_task(Keeper(inbox, Dispatch(inbox, settings, {}), settings).run())
+        async with asyncio.timeout(5):
+            await is_over.wait()
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+    assert [record.message.rpartition(" ")[2] for record in caplog.records] == ["full", "full", "locked"]
