@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Inferences that a latency is measured with.
 RUNS = 10
+IMAGES = "observation.images."
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,10 @@ class Rollout:
 
     async def _judge(self, drive: Drive, served: Served) -> Verdict:
         pace = drive.control.pace
-        seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = list(drive.recent)
+        # Frames of a size that comes no more would be compiled for, and nothing is as slow as that.
+        seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
+            (observation, chunk) for observation, chunk in drive.recent if served.is_compiled(_sizes_of(observation))
+        ]
         if not seen:
             seen = [(_grey(drive, served), None)]
         wanted = (1, pace.chunk, pace.width)
@@ -372,15 +376,21 @@ def _drive_of(session: Session) -> Drive:
 def _grey(drive: Drive, served: Served) -> Mapping[str, np.ndarray]:
     """An observation for a robot that has shown nothing yet: grey pictures, joints in the middle of their ranges."""
     needs = served.requirements
-    sizes = drive.buffer.sizes() or needs.cameras
+    sizes = drive.buffer.sizes()
+    if len(sizes) < len(needs.cameras):
+        sizes = needs.cameras  # what some of them show is not what it was compiled for
     observation: dict[str, np.ndarray] = {
-        f"observation.images.{camera}": np.full((1, *sizes.get(camera, size), 3), 128, np.uint8)
-        for camera, size in needs.cameras.items()
+        f"{IMAGES}{camera}": np.full((1, *sizes[camera], 3), 128, np.uint8) for camera in needs.cameras
     }
     if needs.state is not None:
         middle = np.array([[(joint.low + joint.high) / 2 for joint in drive.table.joints]], np.float32)
         observation["observation.state"] = np.where(np.isfinite(middle), middle, np.float32(0))
     return observation
+
+
+def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
+    images = {name.removeprefix(IMAGES): array for name, array in observation.items() if name.startswith(IMAGES)}
+    return {camera: (image.shape[1], image.shape[2]) for camera, image in images.items()}
 
 
 async def _until_next_chunk(drive: Drive, chunks: int) -> None:

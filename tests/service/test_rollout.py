@@ -515,3 +515,47 @@ async def test_a_policy_that_was_replaced_twice_is_not_in_memory_any_more(rig: R
     await asyncio.sleep(0.05)
     gc.collect()
     assert [policy() is None for policy in seen] == [True, True, True, False]
+
+
+class CompilesInTheMiddle(ScriptedPolicy):
+    """As a real one: a frame size that is new is compiled by the first who comes with it."""
+
+    def act(self, observation):
+        sizes = {name.rpartition(".")[2]: value.shape[1:3] for name, value in observation.items() if value.ndim == 4}
+        if not self.is_compiled(1, sizes):
+            time.sleep(2.0)
+        return super().act(observation)
+
+
+async def test_no_policy_is_slow_because_of_frames_that_do_not_come_any_more(rig: Rig) -> None:
+    rig.size = (30, 40)
+    session = await rig.running()
+    assert session.drive is not None
+    await until(lambda: session.drive is not None and len(session.drive.recent) >= 2)
+    rig.size = (24, 32)
+    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (24, 32)})
+    assert (await rig.prepare(CompilesInTheMiddle())).reason is None
+
+
+async def test_no_policy_is_slow_because_one_camera_of_two_is_not_there_yet(rig: Rig) -> None:
+    needs = replace(SO100_REQUIREMENTS, cameras={"front": (48, 64), "wrist": (48, 64)})
+    rig.policies["owner/name"] = ScriptedPolicy(needs, commit=SHA)
+    await rig.sessions.create(replace(NEW, camera_names=("front", "wrist")))
+    rig.transport.link.deliver_frame("front", np.zeros((24, 32, 3), np.uint8))
+    assert (await rig.prepare(CompilesInTheMiddle(needs))).reason is None
+
+
+async def test_a_policy_that_hangs_is_taken_back(rig: Rig) -> None:
+    rig.sessions.engine.stuck_after = 0.2
+    session = await rig.running()
+    later, gate = ScriptedPolicy(), threading.Event()
+    assert (await rig.prepare(later)).reason is None
+    later.failures.append(gate)
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    assert (await rig.rollout.probation("s", NEXT)).reason == "stuck"
+    gate.set()
+    assert rig.rollout.followers()[0].sha == SHA
+    assert str(session.stage) == "error"
+    await rig.sessions.restart("s")
+    sent = len(rig.transport.link.sent)
+    await until(lambda: len(rig.transport.link.sent) > sent + 5)
