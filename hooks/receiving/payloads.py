@@ -12,6 +12,7 @@ from hooks.payload import WebhookPayload, WebhookPayloadUpdatedFile
 
 NEEDED = ("event", "repo", "webhook")
 SHOWN = 5
+LONGEST = 512  # letters of a fact; listings have those of many events, and a body could be one name of 5 MB
 AT_ONCE = 500
 _FILES = TypeAdapter(list[WebhookPayloadUpdatedFile])
 # Models of these need no more than the three parts; a subclass of the user may.
@@ -154,4 +155,4 @@ def _part(data: object, name: str) -> object:
 
 def _text(data: object, name: str) -> str | None:
     found = _part(data, name)
-    return found if isinstance(found, str) else None
+    return found[:LONGEST] if isinstance(found, str) else None

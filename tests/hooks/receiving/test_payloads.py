@@ -18,6 +18,13 @@ class Robot(WebhookPayload):
     robot: str
 
 
+def test_a_fact_is_no_longer_than_a_listing_can_hold(make_payload) -> None:
+    data = make_payload("a" * 5_000_000)
+    data["webhook"]["id"] = data["event"]["scope"] = "b" * 5_000_000
+    facts = facts_of(data)
+    assert [len(text or "") for text in (facts.repo, facts.webhook_id, facts.scope)] == [512] * 3
+
+
 def test_what_the_hub_may_send_one_day_is_kept(make_payload) -> None:
     data = make_payload(later={"x": 1})
     data["repo"] |= {"type": "kernel", "stars": 3}
