@@ -115,10 +115,11 @@ class FolderWatcher:
                         moved.set()
                     is_new = False
             except OSError as error:
-                logger.info("folder %s: no notices of its parent (%s); it is polled", folder, error.strerror)
+                logger.info("folder %s: no notices of its parent (%s); it is polled", folder, error)
             await asyncio.sleep(self._poll)
 
     async def _hear_content(self, folder: Path, moved: asyncio.Event, replaced: asyncio.Event) -> None:
+        is_missed = False
         while True:
             replaced.clear()
             try:
@@ -135,8 +136,11 @@ class FolderWatcher:
                         moved.set()
                     is_new = False
             except OSError as error:
-                # Not there yet, or more files than the system watches (fs.inotify.max_user_watches).
-                logger.info("folder %s: no notices of its content (%s); it is polled", folder, error.strerror)
+                was_missed, is_missed = is_missed, isinstance(error, FileNotFoundError)
+                if not is_missed:  # more files than the system watches (fs.inotify.max_user_watches)
+                    logger.info("folder %s: no notices of its content (%s); it is polled", folder, error)
+                elif not was_missed:
+                    logger.warning("folder %s is not there; it is watched as soon as it is", folder)
                 await _until(replaced, self._poll)
 
 

@@ -165,11 +165,12 @@ async def test_a_folder_that_moves_while_it_is_read_is_read_again(
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_folder_that_tells_nothing_is_looked_at_now_and_then(tmp_path: Path) -> None:
+async def test_a_folder_that_is_not_there_is_said_once_and_looked_at_now_and_then(tmp_path: Path, caplog) -> None:
     heard = Heard()
     folder = tmp_path / "not" / "there" / "act"
-    running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=0.05).run())
-    await asyncio.sleep(0.1)
+    running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=0.02).run())
+    await asyncio.sleep(0.15)
+    assert [line.count(f"{folder} is not there") for line in caplog.messages] == [1]
     write_policy(folder)
     await until(lambda: len(heard) == 1)
     running.cancel()
