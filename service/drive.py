@@ -232,14 +232,15 @@ class Drive:
         else:
             self._note(inference)
             fade = None
-            if served is self.served:
-                self.recent.append((observation, inference.chunk))
-                if self._fading is not None and self._fading[0] is served:
-                    fade, self._fading = self._fading[1], None
-            rejected = self.control.rejected
+            if served is self.served and self._fading is not None and self._fading[0] is served:
+                fade, self._fading = self._fading[1], None
+            rejected, chunks = self.control.rejected, self.control.chunks
             self.control.answer(inference.chunk, time.monotonic(), fade=fade)
             if self.control.rejected > rejected and self.control.hold is not None:
                 self._warn(served, "not_finite", self.control.hold.text)
+            if self.control.chunks > chunks and served is self.served:
+                # Only what was taken: nothing can be compared with what is not finite.
+                self.recent.append((observation, inference.chunk))
         if self.control.fault is not None:
             self._notify(Move.FAILED, self.control.fault)
 

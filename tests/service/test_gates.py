@@ -81,3 +81,11 @@ def test_a_joint_without_a_range_that_stood_still_lately_may_differ_a_little() -
     same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
     assert judge(Trial(chunks=[old + 0.02], **same), table, Limits()).reason is None  # type: ignore[arg-type]
     assert judge(Trial(chunks=[old + 0.06], **same), table, Limits()).reason == "differs"  # type: ignore[arg-type]
+
+
+def test_figures_of_an_action_that_is_as_large_as_numbers_go_can_be_told() -> None:
+    table = JointTable([Joint("lift", 0)])
+    old, wild = np.full((20, 1), -3e38, np.float32), np.full((20, 1), 3e38, np.float32)
+    verdict = judge(trial(wild, chunks=[wild], references=[old]), table, Limits())
+    assert verdict.reason == "differs"
+    json.dumps(dict(verdict.figures), allow_nan=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import threading
 import time
 import weakref
@@ -559,3 +560,14 @@ async def test_a_policy_that_hangs_is_taken_back(rig: Rig) -> None:
     await rig.sessions.restart("s")
     sent = len(rig.transport.link.sent)
     await until(lambda: len(rig.transport.link.sent) > sent + 5)
+
+
+async def test_what_the_running_policy_answered_wrongly_is_nothing_to_compare_with(rig: Rig) -> None:
+    session = await rig.running()
+    assert session.drive is not None
+    old = rig.policies["owner/name"]
+    old.failures.append(np.full((1, 20, 6), np.nan, np.float32))
+    await until(lambda: session.drive is not None and session.drive.control.rejected == 1)
+    verdict = await rig.prepare(ScriptedPolicy(step=3.0))
+    assert verdict.reason == "differs", verdict.text
+    json.dumps(dict(verdict.figures), allow_nan=False)
