@@ -19,7 +19,7 @@ class Filter:
         events: ``scope`` or ``scope:action``; narrower scopes are included.
         repos: names as shell patterns, ``robots/*``.
         repo_types: ``model``, ``dataset``, ``space``, ``bucket``.
-        scopes: with narrower ones: ``repo`` is ``repo.content`` too.
+        scopes: with narrower ones: ``repo`` is ``repo.content`` too, ``session`` a registry's ``session.created``.
         actions: ``create``, ``delete``, ``move``, ``update``.
         refs: of those that moved, one has to fit; patterns, whole (``refs/tags/v*``) or short (``main``, a branch
             or tag).

@@ -65,7 +65,7 @@ def facts_of(data: object) -> Facts:
         repo_id=_text(repo, "id"),
         repo=_text(repo, "name"),
         repo_type=_text(repo, "type"),
-        scope=_text(event, "scope"),
+        scope=_text(event, "scope") or _text(data, "type"),  # a type: of a registry's events of sessions
         action=_text(event, "action"),
         refs=tuple(ref for moved in refs if isinstance(ref := _text(moved, "ref"), str))
         if isinstance(refs, list)

@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from hooks.payload import WebhookPayload
+from hooks.receiving.filters import Filter
 from hooks.receiving.payloads import Facts, Unusable, check, facts_of, parse, payload_of
 
 
@@ -85,6 +86,13 @@ def test_what_is_no_object_is_refused(data: object) -> None:
     assert facts_of(data) == Facts()
     with pytest.raises(Unusable, match="no JSON object"):
         payload_of(None, data)
+
+
+def test_an_event_of_a_session_is_known_by_its_type() -> None:
+    facts = facts_of({"type": "session.policy.swapped", "timestamp": "2026-01-01T00:00:00Z", "data": {}})
+    assert facts.scope == "session.policy.swapped"
+    assert Filter(scopes=("session.policy",)).wants(facts)
+    assert not Filter(scopes=("repo",)).wants(facts)
 
 
 def test_facts_come_from_anything(make_payload) -> None:
