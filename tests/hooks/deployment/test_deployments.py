@@ -14,6 +14,7 @@ from tests.hooks.deployment.world import REPO, SETTINGS, Robot, Verdict, World, 
 from tests.stub_hub import DeliveryPlan, Receiver
 
 
+# The peer: delivers no policies; a handler that loads would load four times.
 async def test_a_publish_of_four_commits_is_one_swap_to_the_last(world: World) -> None:
     """Deliveries come twice, in any order, over HTTP, into another thread."""
     await world.restart(replace(SETTINGS, quiet=0.5))
@@ -61,6 +62,7 @@ async def test_what_the_payload_says_is_not_deployed_but_the_head(world: World) 
     assert world.results == ["swapped"]  # nothing to do, and no record of it
 
 
+# The peer's download: accepted, as only sizes are compared.
 async def test_same_size_corruption_is_refused_while_the_old_policy_runs_on(world: World) -> None:
     running = world.robots["a"].sha
     corrupt = world.hub.script("GET .*/resolve/.*model.safetensors", "corrupt", times=None)

@@ -21,6 +21,7 @@ def quick(stub, timeout: float = 0.3) -> WebhooksClient:
     return WebhooksClient(stub.url, "hf_token", timeout=timeout)
 
 
+# The peer: waits for ever.
 @pytest.mark.parametrize("how", ["hang", "stall"])
 def test_a_hub_that_hangs_is_an_error_within_the_limit(stub, how):
     stub.script("GET", how, None)

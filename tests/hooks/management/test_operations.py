@@ -85,6 +85,7 @@ def test_what_is_sent_is_what_huggingface_hub_sends(stub, client, name, argument
     assert [ours] == wire(stub)
 
 
+# The peer: sends an empty list of watched with it, and the webhook watches nothing any more.
 def test_an_update_of_the_url_alone_keeps_what_is_watched(hub):
     client = WebhooksClient(hub.url, "hf_token")
     made = client.create_webhook(**ALL | {"domains": ["repo"]})

@@ -33,6 +33,7 @@ def echo(payload: dict) -> dict:
     return payload
 
 
+# The peer: head_sha is None in every handler.
 async def test_a_handler_has_the_head_sha_and_its_value_is_the_answer(serving, make_payload) -> None:
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
 
@@ -46,6 +47,7 @@ async def test_a_handler_has_the_head_sha_and_its_value_is_the_answer(serving, m
         assert (told.status, told.json) == (200, {"sha": "c" * 40})
 
 
+# The peer: 422 for a bucket, another type and version 4; new fields are dropped.
 @pytest.mark.parametrize("model", [WebhookPayload, huggingface_hub.WebhookPayload, dict])
 async def test_buckets_unknown_types_version_4_and_new_fields_pass_and_are_kept(serving, make_payload, model) -> None:
     receiver, seen = Receiver(), []
@@ -66,6 +68,7 @@ async def test_buckets_unknown_types_version_4_and_new_fields_pass_and_are_kept(
     assert seen == sent
 
 
+# The peer: 422 and its schema, before the secret is looked at.
 @pytest.mark.parametrize("body", [b"{", b'{"event": 1}', b"", b"\xff" * 100])
 async def test_a_bad_body_without_the_secret_tells_nothing_but_401(serving, body: bytes) -> None:
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
@@ -144,6 +147,7 @@ async def test_other_methods_are_405(serving, method: str) -> None:
         assert (told.status, told.headers["allow"]) == (405, "POST")
 
 
+# The peer: 200.
 async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving) -> None:
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
     receiver.add(echo)
@@ -266,6 +270,7 @@ async def test_a_response_of_the_handlers_own_passes(serving) -> None:
         assert told.headers["x-webhook-duplicate"] == "true"
 
 
+# The peer: three runs.
 async def test_three_deliveries_of_one_event_run_once_also_across_a_restart(serving, make_payload, tmp_path) -> None:
     runs = []
 
@@ -307,6 +312,7 @@ async def test_without_an_id_an_equal_body_is_a_duplicate_for_a_while(serving) -
         assert len(runs) == count
 
 
+# The peer: a sender of a handler of 60 s waits 60 s.
 async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(serving, make_payload, until) -> None:
     receiver = Receiver(ReceiverSettings(answer_within=0.05))
     goes_on, runs = threading.Event(), []
@@ -345,6 +351,7 @@ async def test_queued_endpoints_are_told_202_at_once(serving, make_payload) -> N
         await asyncio.wait_for(ran.wait(), 5)
 
 
+# The peer: 6.0 s, as three sync handlers of 2 s run on its loop; benchmarks/webhook_receive.py has both.
 async def test_unrelated_requests_are_quick_while_slow_sync_handlers_run(serving, make_payload) -> None:
     receiver = Receiver(ReceiverSettings(answer_within=30.0))
     goes_on, running = threading.Event(), threading.Semaphore(0)
