@@ -19,7 +19,7 @@ class NewSession:
 
     Attributes:
         rate: control ticks per second; the policy's own rate when None, else the default of the settings.
-        revision: branch, tag or commit of a policy from the Hub.
+        revision: branch, tag, commit or pattern of tags (``deploy-*``) of a policy from the Hub.
         joint_names: names of the policy's joints in order, for checkpoints that do not say.
         auto_update: what a push to ``revision`` does: nothing, another policy is made ready, or it takes over.
     """
