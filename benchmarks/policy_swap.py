@@ -27,6 +27,7 @@ from control_jitter import SHIPPED, SocketTransport, jaxmodels_loader, processor
 from safetensors.numpy import load_file, save_file
 
 from service.engine import Engine
+from service.probation import ProbationSettings
 from service.rollout import Rollout, RolloutSettings
 from service.sessions import NewSession, Sessions, SessionSettings
 from service.stats import Recent
@@ -87,7 +88,7 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
         engine=Engine(),
         settings=SessionSettings(samples=SAMPLES),
     )
-    rollout = Rollout(sessions, RolloutSettings(probation=0.5))
+    rollout = Rollout(sessions, RolloutSettings(probation=ProbationSettings(seconds=0.5)))
     tasks = []
     for number in range(options.sessions):
         session = await sessions.create(NewSession(f"s{number}", str(options.policy), "loopback", rate=options.rate))

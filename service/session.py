@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from service.buffer import Buffer
-from service.changeover import Changeover, Held
+from service.changeover import Changeover
 from service.control import Control
 from service.drive import Drive
-from service.engine import Engine, LoadPolicy, Served
+from service.engine import Engine, LoadPolicy
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.fit import fit
 from service.request import NewSession, SessionSettings
@@ -61,13 +61,11 @@ class Session:
         self.rooms: Rooms | None = None
         self.drive: Drive | None = None
         self.created_at = time.monotonic()
+        self.policies = Changeover(new, engine, load, self._driven)
         self._transport = transport
-        self.policies = Changeover(engine, load, new.policy_path)
         self._engine = engine
         self._settings = settings
         self._tell_others = tell
-        self._changing = asyncio.Lock()
-        self._letting_go: set[asyncio.Task[None]] = set()
         self._life = Lifecycle(new.session_id)
         self._active_since = self.created_at
         self._settled = asyncio.Event()
@@ -187,88 +185,12 @@ class Session:
         if move in (Move.FAILED, Move.EXPIRED):
             self._halt()
 
-    # Its policies.
-
-    async def stage_policy(self, commit: str, folder: str, tell: Callable[[str], None]) -> Served:
-        """Load another policy beside the one that runs, compiled for the frames that come; nothing changes by it.
-
-        Raises:
-            ServiceError: it cannot be loaded, needs something else, or the session is not there for it.
-        """
-        async with self._changing:
-            drive = self._driven()
-            served = await self.policies.stage(commit, folder, tell)
-            await self._compile(drive, served, tell)
-            return served
-
-    async def _compile(self, drive: Drive, served: Served, tell: Callable[[str], None] = lambda stage: None) -> None:
-        sizes = drive.buffer.sizes()
-        if sizes and len(sizes) == len(drive.buffer.frames) and not served.is_compiled(sizes):
-            tell("compiling")
-            await self._engine.compile(served, sizes)
-
-    async def discard_policy(self) -> None:
-        """Let go of the staged policy."""
-        async with self._changing:
-            await self.policies.discard()
-
-    async def change_policy(self, fade: int, patience: float) -> None:
-        """Let the staged policy take over at the next chunk boundary; returns when it has.
-
-        Args:
-            fade: how many of its first actions lead over from the old plan.
-            patience: seconds; a robot that is held for longer than that goes on with the policy it has.
-
-        Raises:
-            ServiceError: nothing is staged, the session ended, or the boundary did not come in time.
-        """
-        async with self._changing:
-            drive, held = self._driven(), self.policies.staged
-            if held is None:
-                raise MoveRefused(f"session {self.id!r} has no staged policy")
-            # Frames may have another size than when it was staged.
-            await self._compile(drive, held.served)
-            if self._driven() is not drive or self.policies.staged is not held:
-                raise MoveRefused(f"session {self.id!r} has no staged policy any more")
-            await self._take_over(drive, held, fade, patience)
-
-    def restore_policy(self, fade: int) -> None:
-        """Let the policy from before take over again, now; what waits for its turn was judged beside the one that goes.
-
-        Raises:
-            MoveRefused: there is none, or the session ended.
-        """
-        drive, held = self._driven(), self.policies.before
-        if held is None:
-            raise MoveRefused(f"session {self.id!r} has no policy from before")
-        drive.stay()
-        if self.policies.staged is not None:
-            self._let_go(self.policies.staged)
-            self.policies.staged = None
-        drive.take_over(held.served, fade, lambda: self._let_go(self.policies.before_took_over()), at_once=True)
-
-    async def _take_over(self, drive: Drive, held: Held, fade: int, patience: float) -> None:
-        taken = drive.take_over(held.served, fade, lambda: self._let_go(self.policies.staged_took_over()))
-        try:
-            async with asyncio.timeout(patience):
-                await taken
-        except TimeoutError:
-            if self.policies.running is held:
-                return  # at the very last moment
-            hold = drive.control.hold.text if drive.control.hold else "waiting for the policy"
-            why = f"it is held: {hold}" if drive.control.is_running else f"it is {self.stage}"
-            raise MoveRefused(f"session {self.id!r} asked for no chunk in {patience:g} s ({why})") from None
-        except asyncio.CancelledError:
-            if not taken.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-            raise MoveRefused(f"session {self.id!r} ended, or another policy came first") from None
-
-    def _let_go(self, held: Held | None) -> None:
-        if held is not None:
-            self._letting_go.add(task := asyncio.create_task(held.hold.aclose()))
-            task.add_done_callback(self._letting_go.discard)
-
     def _driven(self) -> Drive:
+        """Its live parts, for somebody who wants to change what it runs.
+
+        Raises:
+            MoveRefused: it runs no policy.
+        """
         if self.drive is None or self.is_over or not self._life.is_loaded:
             raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy")
         return self.drive
@@ -291,7 +213,7 @@ class Session:
     async def _live(self) -> None:
         new = self.new
         try:
-            served = await self.policies.begin(new.revision, self._tell)
+            served = await self.policies.begin(self._tell)
             table, pace = fit(served.requirements, new, self._settings)
             buffer = Buffer(
                 new.camera_names,

@@ -31,6 +31,7 @@ from service.deployments import SessionUpdates
 from service.engine import LoadPolicy, Policy
 from service.gates import Limits
 from service.origins import Origins
+from service.probation import ProbationSettings
 from service.rollout import Rollout, RolloutSettings
 from service.routes.answers import answer
 from service.routes.context import Request
@@ -161,8 +162,9 @@ class Webhooks:
                 limits=Limits(difference=settings.update_difference, slow=settings.update_slow),
                 fade=settings.update_fade,
                 patience=settings.update_patience,
-                probation=settings.update_probation,
-                step=settings.update_step,
+                probation=ProbationSettings(
+                    seconds=settings.update_probation, patience=settings.update_patience, step=settings.update_step
+                ),
             ),
         )
         deployments = Deployments(

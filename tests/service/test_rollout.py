@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from service.engine import Engine
+from service.probation import ProbationSettings
 from service.rollout import Rollout, RolloutSettings
 from service.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.sessions import NewSession, Session, Sessions, SessionSettings
@@ -76,8 +77,9 @@ async def until(claim: Callable[[], bool], within: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def rigged(**settings: object) -> AsyncIterator[Rig]:
-    made = Rig(RolloutSettings(**({"probation": 0.3, "patience": 2.0} | settings)))  # type: ignore[arg-type]
+async def rigged(*, patience: float = 2.0, fade: float = 0.2, step: float = 0.15) -> AsyncIterator[Rig]:
+    probation = ProbationSettings(seconds=0.3, patience=patience, step=step)
+    made = Rig(RolloutSettings(patience=patience, fade=fade, probation=probation))
     try:
         yield made
     finally:
