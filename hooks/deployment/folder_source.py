@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hooks.deployment.source import SHA, check_complete, is_policy_file
+from hooks.deployment.source import SHA
 from hooks.errors import SourceError
-from hooks.management.limits import begin
+from hooks.limits import begin
+from hooks.policy_files import check_complete, content_sha, is_policy_file
 
 Result = TypeVar("Result")
 
@@ -125,11 +126,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
-    """As long as a commit's sha, so that both fit into the same places."""
-    told = hashlib.sha256()
-    for path in files:
-        told.update(f"{content(path)}  {path.name}\n".encode())
-    return told.hexdigest()[:40]
+    return content_sha(((path.name, path) for path in files), content)
 
 
 def _content_hash(path: Path) -> str:

@@ -25,10 +25,11 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
-from hooks.deployment.source import SHA, check_complete, is_policy_file
+from hooks.deployment.source import SHA
 from hooks.deployment.trigger import BRANCH, TAG, is_about, is_pattern
 from hooks.errors import SourceError
-from hooks.management.limits import begin
+from hooks.limits import begin
+from hooks.policy_files import check_complete, is_policy_file
 
 Result = TypeVar("Result")
 

@@ -7,8 +7,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from huggingface_hub import HfApi
 
+from hooks.limits import begin
 from hooks.management.client import WebhooksClient
-from hooks.management.limits import begin
 from hooks.management.operations import TIMEOUT, Token
 
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, Offl
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from hooks.errors import HubTrouble, InvalidWebhook
-from hooks.management.limits import within
+from hooks.limits import within
 from hooks.management.retries import asked_to_wait, may_have_been_done, wait_before_retry
 from hooks.management.trouble import HubRefused, HubSilent, HubUnreachable, WebhookUnknown
 from hooks.management.webhooks import MASK

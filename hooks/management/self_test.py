@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import httpx2
 
-from hooks.management.limits import within
+from hooks.limits import within
 from hooks.management.webhooks import WebhookInfo
 
 LIMIT = 10.0  # seconds, in which a receiver has to acknowledge

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from hooks.deployment.source import REQUIRED, is_policy_file
+from hooks.policy_files import REQUIRED, content_sha, is_policy_file
 
 # (path within the folder, size, time of the last change, inode): an exchanged file of the same size and time differs.
 Look = frozenset[tuple[str, int, int, int]]
@@ -61,25 +61,24 @@ def look_at(folder: Path) -> Look | None:
     return frozenset(found)
 
 
-def content_sha(folder: Path, stop: threading.Event) -> str:
-    """40 hexadecimal digits of the names and contents of its files; the same content gives the same everywhere.
-
-    For a policy it is what ``FolderSource`` takes for its commit.
+def sha_of(folder: Path, stop: threading.Event) -> str:
+    """What the folder's content is called; of a policy, what ``FolderSource`` takes for its commit.
 
     Raises:
         OSError: a file was taken away meanwhile, or cannot be read.
         Stopped: ``stop`` was set.
     """
-    whole = hashlib.sha256()
-    for name, path in sorted(_files(folder)):
-        content = hashlib.sha256()
+
+    def content(path: Path) -> str:
+        read = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 if stop.is_set():
                     raise Stopped
-                content.update(block)
-        whole.update(f"{content.hexdigest()}  {name}\n".encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()[:40]
+                read.update(block)
+        return read.hexdigest()
+
+    return content_sha(_files(folder), content)
 
 
 def _files(folder: Path) -> list[tuple[str, Path]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from watchfiles import awatch
 
-from hooks.registry.folders import Look, Quiet, Stopped, content_sha, look_at
+from hooks.registry.folders import Look, Quiet, Stopped, look_at, sha_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class FolderWatcher:
     async def _settle(self, name: str, folder: Path, look: Look) -> bool:
         """Read the content and tell; whether it was the same from the first byte to the last."""
         try:
-            sha = await asyncio.to_thread(content_sha, folder, self._stop)
+            sha = await asyncio.to_thread(sha_of, folder, self._stop)
         except OSError as error:
             logger.info("folder %s: %s; it is looked at again", name, error.strerror or type(error).__name__)
             return False

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub.utils import _http
 
 from hooks.errors import HubTrouble
+from hooks.limits import within
 from hooks.management import HubRefused, HubSilent, HubUnreachable, WebhooksClient
-from hooks.management.limits import within
 from hooks.management.retries import asked_to_wait
 
 URL = "https://example.com/hook"

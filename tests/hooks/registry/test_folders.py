@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hooks.deployment.folder_source import FolderSource
-from hooks.registry.folders import Quiet, Stopped, content_sha, look_at
+from hooks.registry.folders import Quiet, Stopped, look_at, sha_of
 from hooks.registry.registry import Registry
 from hooks.registry.watcher import FolderWatcher
 from tests.hooks.registry.serving import settings, until_known
@@ -59,24 +59,24 @@ def test_quiet_is_counted_from_the_last_move() -> None:
 
 async def test_the_sha_is_the_one_of_the_deployments_and_of_content_only(tmp_path: Path) -> None:
     folder = write_policy(tmp_path / "act")
-    sha = content_sha(folder, GO_ON)
+    sha = sha_of(folder, GO_ON)
     assert sha == await FolderSource(tmp_path / "cache").head(str(folder), None)
     assert len(sha) == 40
     os.utime(folder / "config.json", (1, 1))
     (folder / ".hidden").write_text("x")
     (folder / "model.safetensors.tmp").write_text("x")
     (folder / "training.log").write_text("x")
-    assert content_sha(shutil.copytree(folder, tmp_path / "copy"), GO_ON) == sha
+    assert sha_of(shutil.copytree(folder, tmp_path / "copy"), GO_ON) == sha
     write_policy(folder, b"weightz")
-    assert content_sha(folder, GO_ON) != sha
+    assert sha_of(folder, GO_ON) != sha
 
 
 def test_a_folder_that_is_no_policy_is_taken_whole(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("a")
-    before = content_sha(tmp_path, GO_ON)
+    before = sha_of(tmp_path, GO_ON)
     (tmp_path / "deep" / "a.txt").rename(tmp_path / "deep" / "b.txt")
-    assert content_sha(tmp_path, GO_ON) != before
+    assert sha_of(tmp_path, GO_ON) != before
     assert look_at(tmp_path / "nowhere") is None
 
 
@@ -84,7 +84,7 @@ def test_reading_ends_when_asked_to(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped):
-        content_sha(write_policy(tmp_path / "act"), stop)
+        sha_of(write_policy(tmp_path / "act"), stop)
 
 
 async def test_a_file_exchanged_by_a_rename_is_one_change(heard: Heard, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ async def test_a_file_exchanged_by_a_rename_is_one_change(heard: Heard, tmp_path
     (folder / "tmp8f3a").write_bytes(b"other weights")
     os.replace(folder / "tmp8f3a", folder / "model.safetensors")
     await until(lambda: len(heard) == 2)
-    assert heard[1] == ("act", content_sha(folder, GO_ON))
+    assert heard[1] == ("act", sha_of(folder, GO_ON))
     assert heard[0] != heard[1]
 
 
@@ -104,11 +104,11 @@ async def test_a_folder_renamed_into_place_is_one_change_and_is_followed_on(hear
     folder.rename(tmp_path / "old")
     (tmp_path / "new").rename(folder)
     await until(lambda: len(heard) == 2)
-    assert heard[1] == ("act", content_sha(folder, GO_ON))
+    assert heard[1] == ("act", sha_of(folder, GO_ON))
     await asyncio.sleep(0.1)
     write_policy(folder, b"third")
     await until(lambda: len(heard) == 3)
-    assert heard[2] == ("act", content_sha(folder, GO_ON))
+    assert heard[2] == ("act", sha_of(folder, GO_ON))
 
 
 async def test_a_link_that_is_turned_to_another_folder_is_a_change(heard: Heard, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ async def test_a_link_that_is_turned_to_another_folder_is_a_change(heard: Heard,
     (tmp_path / "next").symlink_to("v2")
     os.replace(tmp_path / "next", tmp_path / "act")
     await until(lambda: len(heard) == 2)
-    assert heard[1] == ("act", content_sha(tmp_path / "v2", GO_ON))
+    assert heard[1] == ("act", sha_of(tmp_path / "v2", GO_ON))
 
 
 async def test_a_file_that_grows_is_not_read_before_it_rests(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ async def test_a_file_that_grows_is_not_read_before_it_rests(tmp_path: Path) -> 
         await asyncio.sleep(0.01)
         if heard:
             break
-    assert heard == [("act", content_sha(folder, GO_ON))]
+    assert heard == [("act", sha_of(folder, GO_ON))]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -151,15 +151,15 @@ async def test_a_folder_that_moves_while_it_is_read_is_read_again(
     folder = write_policy(tmp_path / "act", b"first")
 
     def read_and_move(folder: Path, stop: threading.Event) -> str:
-        read.append(content_sha(folder, stop))
+        read.append(sha_of(folder, stop))
         if len(read) == 1:
             write_policy(folder, b"second")
         return read[-1]
 
-    monkeypatch.setattr("hooks.registry.watcher.content_sha", read_and_move)
+    monkeypatch.setattr("hooks.registry.watcher.sha_of", read_and_move)
     running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=30.0).run())
     await until(lambda: heard)
-    assert heard == [("act", content_sha(folder, GO_ON))]
+    assert heard == [("act", sha_of(folder, GO_ON))]
     assert len(read) == 2
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -179,7 +179,7 @@ async def test_a_folder_that_is_not_there_is_said_once_and_looked_at_now_and_the
 
 async def test_a_change_reaches_the_webhooks_once_and_the_same_content_never(tmp_path: Path) -> None:
     folder = write_policy(tmp_path / "act")
-    first = content_sha(folder, GO_ON)
+    first = sha_of(folder, GO_ON)
     made = settings(folders={"lab/act": folder}, database=tmp_path / "db" / "registry.sqlite3")
     async with target_server() as target:
         async with Registry(made).running() as registry:
@@ -190,7 +190,7 @@ async def test_a_change_reaches_the_webhooks_once_and_the_same_content_never(tmp
             assert target.got == []
             write_policy(folder, b"second")
             await target.wait_for(1)
-        second = content_sha(folder, GO_ON)
+        second = sha_of(folder, GO_ON)
         body = target.got[0].json
         assert body["repo"]["headSha"] == second
         assert body["repo"]["name"] == "lab/act"

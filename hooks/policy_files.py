@@ -1,0 +1,63 @@
+"""Which files of a policy are taken, and what their content is called: never one that runs code when it is loaded."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from hooks.errors import SourceError
+
+# LeRobot's names, and ours. Anything else of a repo stays where it is.
+POLICY_FILES = (
+    "config.json",
+    "model.safetensors",
+    "robojax.json",
+    "policy_preprocessor.json",
+    "policy_postprocessor.json",
+    "policy_preprocessor_step_*.safetensors",
+    "policy_postprocessor_step_*.safetensors",
+)
+REQUIRED = ("config.json", "model.safetensors")
+# Formats whose loading runs what is written in them.
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
+
+
+def is_policy_file(name: str) -> bool:
+    """Whether a file in the repo's root is one of those that are taken."""
+    return any(fnmatchcase(name, pattern) for pattern in POLICY_FILES)
+
+
+def check_complete(repo: str, names: set[str]) -> None:
+    """Refuse what is no whole policy.
+
+    Args:
+        names: all files there are.
+
+    Raises:
+        SourceError: ``denied_file`` when its weights would run code, else ``incomplete``.
+    """
+    missing = [name for name in REQUIRED if name not in names]
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    if "model.safetensors" in missing and pickles:
+        raise SourceError(
+            "denied_file",
+            f"{repo}: its weights are in {', '.join(pickles)}, which may run code when loaded; "
+            "wanted model.safetensors: convert and push them",
+        )
+    if missing:
+        raise SourceError("incomplete", f"{repo}: {' and '.join(missing)} missing; push all files of the policy")
+
+
+def content_sha(files: Iterable[tuple[str, Path]], content: Callable[[Path], str]) -> str:
+    """What a folder's content is called: 40 hexadecimal digits of its files' names and contents.
+
+    As long as a commit's sha, so that both fit into the same places; the same content gives the same everywhere.
+
+    Args:
+        files: name within the folder, and where it is.
+        content: SHA-256 of a file, in hexadecimal digits.
+    """
+    whole = hashlib.sha256()
+    for name, path in sorted(files):
+        whole.update(f"{content(path)}  {name}\n".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()[:40]
