@@ -17,12 +17,13 @@ help: ## this list
 demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 	@$(BIN)/robojax demo $(ARGS)
 
-# Models are compiled side by side, and webhooks wait side by side; what keeps time has the machine for itself.
-# 5: nothing there for these ARGS.
-SIDE_BY_SIDE := tests/jaxmodels tests/hooks tests/stub_hub
+# Models are compiled side by side, webhooks wait side by side (without JAX in their process, as in the scripts that
+# have them), what keeps time has the machine for itself. 5: nothing there for these ARGS.
+HOOKS := tests/hooks tests/stub_hub
 test: setup-dev rendering ## the whole test suite
-	@$(BIN)/python -m pytest --numprocesses 2 $(SIDE_BY_SIDE) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE:%=--ignore %) tests $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest --numprocesses 2 tests/jaxmodels $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest --numprocesses 2 $(HOOKS) $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest --ignore tests/jaxmodels $(HOOKS:%=--ignore %) tests $(ARGS) || [ $$? = 5 ]
 
 peers: $(VENV)/.robojax-peers ## PyTorch and diffusers, which parity tests compare with (skipped without them)
 
