@@ -13,11 +13,11 @@ Last, in ms (p50 / p99), 2 cores, Python 3.11, against huggingface_hub 2.4.0 wit
 
                                      ours            huggingface_hub
     unrelated, idle                  1.3 / 7.6       3.6 / 10.0
-    unrelated, beside slow ones      1.3 / 5.1       5512 / 6012
-    acknowledged, idle               4.6 / 20.8      2.6 / 7.3       (ours is on the disk by then, thrice)
-    acknowledged, beside slow ones   4.5 / 24.6      5472 / 5920
-    the slow ones, reply mode        2010 / 2025     4005 / 6028
-    the slow ones, queue mode        2.1 / 3.5       there is none
+    unrelated, beside slow ones      1.1 / 2.4       5475 / 5968
+    acknowledged, idle               3.2 / 5.2       1.8 / 2.9       (ours is on the disk by then, thrice)
+    acknowledged, beside slow ones   3.2 / 4.8       5446 / 5916
+    the slow ones, reply mode        2007 / 2007     4004 / 6013
+    the slow ones, queue mode        2.0 / 3.5       there is none
 """
 
 import argparse
