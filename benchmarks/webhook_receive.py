@@ -12,7 +12,7 @@ peer and ours take turns. Target: the unrelated request waits less than 50 ms.
 Last, in ms (p50 / p99), 2 cores, Python 3.11, against huggingface_hub 2.4.0 with gradio 6.31:
 
                                      ours            huggingface_hub
-    unrelated, idle                  1.3 / 7.6       3.6 / 10.0
+    unrelated, idle                  1.1 / 2.2       2.7 / 4.1
     unrelated, beside slow ones      1.1 / 2.4       5475 / 5968
     acknowledged, idle               3.2 / 5.2       1.8 / 2.9       (ours is on the disk by then, thrice)
     acknowledged, beside slow ones   3.2 / 4.8       5446 / 5916
