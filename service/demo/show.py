@@ -154,7 +154,9 @@ async def show(policy: str, *, port: int = 0) -> AsyncIterator[Show]:
     timeout = aiohttp.ClientTimeout(total=10)
     async with (
         aiohttp.ClientSession(timeout=timeout, trust_env=False) as http,
-        child("the server", "service.cli", "serve", "--host", "127.0.0.1", "--port", str(port)) as server,
+        child(
+            "the server", "service.cli", "serve", "--host", "127.0.0.1", "--port", str(port), "--state", "off"
+        ) as server,
     ):
         # Nobody reads its standard output; a full pipe would stop it.
         draining = asyncio.create_task(_drain(server))
