@@ -695,7 +695,9 @@ async def test_closing_holds_every_robot_at_once_and_leaves_all_rooms() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         for link, before in zip(links, sent, strict=True):
-            assert held(link, before)[0] == POSE
+            # A tick that was due at this very moment may have come before it.
+            assert POSE in held(link, before)[:2]
+            assert held(link, before)[-1] == POSE
         assert time.monotonic() - started < 0.1
         await closing
         assert time.monotonic() - started < 2
