@@ -230,10 +230,16 @@ async def test_a_jump_on_probation_takes_the_policy_back() -> None:
         assert (await rig.prepare(jumpy)).reason is None
         assert (await rig.rollout.swap("s", NEXT)).reason is None
         jumpy.step = 4.0
+        rig.policies["owner/name"].latency = 0.15
         verdict = await rig.rollout.probation("s", NEXT)
         assert verdict.reason == "jump"
         assert "'" in verdict.text
         assert rig.rollout.followers()[0].sha == SHA
+        # Until the old one has answered, nothing more of the plan that jumped is done.
+        sent = len(rig.transport.link.sent)
+        await asyncio.sleep(0.08)
+        assert len(rig.transport.link.sent) == sent
+        await until(lambda: len(rig.transport.link.sent) > sent + 5)
 
 
 async def test_a_policy_taken_back_by_hand_is_in_memory_still(rig: Rig) -> None:
