@@ -37,7 +37,21 @@ class Deployment:
         is_preparing: whether it may still be given up for a newer commit without anybody noticing.
     """
 
-    def __init__(self, record: Record, source: Source, rollout: Rollout, settings: DeploymentSettings):
+    def __init__(
+        self,
+        record: Record,
+        source: Source,
+        rollout: Rollout,
+        settings: DeploymentSettings,
+        keep: Callable[[Record], Awaitable[None]],
+    ):
+        """Nothing is done yet.
+
+        Args:
+            keep: writes the record down as it is; called where somebody wants to know how far it came if the process
+                ends there.
+        """
+        self._keep = keep
         self.record = record
         self.is_preparing = True
         self._source = source
@@ -77,6 +91,7 @@ class Deployment:
 
     async def prepared(self, session: str, folder: Path) -> None:
         """Bring the commit up beside what the session runs; it is dropped again when it does not pass."""
+        await self._keep(self.record)
         work = self._rollout.prepare(session, self.record.repo, self.sha, folder, self.record.begin)
         try:
             async with asyncio.timeout(self._settings.preparing):
@@ -109,6 +124,7 @@ class Deployment:
     async def proved(self, session: str) -> None:
         """Wait for the end of its probation."""
         self.record.begin("probation")
+        await self._keep(self.record)
         verdict = await self._rollout.probation(session, self.sha)
         self._judge(session, "probation", verdict, "rolled_back")
 

@@ -80,7 +80,7 @@ class Lane:
 
     async def _go(self, record: Record, purpose: Purpose) -> None:
         source = self._sources(record.repo)
-        deployment = Deployment(record, source, self._rollout, self._settings)
+        deployment = Deployment(record, source, self._rollout, self._settings, self._journal.save)
         self._current, self._target = deployment, purpose.target
         record.begin("resolving")
         record.sha = resolved = await source.head(record.repo, record.ref)

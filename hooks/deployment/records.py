@@ -143,7 +143,10 @@ def _load(connection: sqlite3.Connection, kept: int) -> Sequence[Record]:
     records = [from_json(json.loads(row["record"])) for row in reversed(newest)]
     for record in records:
         if record.result is None:
-            record.end("failed", "interrupted", "the process ended before the deployment did")
+            # How long its last stage took nobody knows.
+            where = f", in {record.stages[-1].name}" if record.stages else ""
+            record.result, record.reason = "failed", "interrupted"
+            record.text = f"the process ended before the deployment did{where}"
             _save(connection, record.id, record.at, json.dumps(record.as_json()), kept)
     return records
 

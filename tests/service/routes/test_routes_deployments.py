@@ -358,3 +358,23 @@ async def test_what_is_in_quarantine_says_how_to_get_it_out(tmp_path: Path) -> N
         assert status == 409
         assert "DELETE /quarantine/" in told["detail"]
         assert '"force": true' in told["detail"]
+
+
+async def test_how_far_an_update_came_is_known_after_a_kill(tmp_path: Path) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with rigged(tmp_path / "policy", state=str(state), update_probation=60.0) as rig:
+        await rig.running("off")
+        write(rig.folder, 0.2)
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={})
+        assert (status, told["stages"][-1]["name"]) == (200, "probation"), told
+        await asyncio.sleep(0.2)
+        # What is on the disk at this moment is all that a kill leaves.
+        copy.mkdir()
+        for file in state.glob("deployments.sqlite3*"):
+            (copy / file.name).write_bytes(file.read_bytes())
+    async with rigged(tmp_path / "policy", state=str(copy)) as rig:
+        (found,) = await rig.deployments()
+    assert (found["id"], found["result"], found["reason"]) == (told["id"], "failed", "interrupted")
+    assert "in probation" in found["text"]
+    assert found["stages"][-1] == {"name": "probation", "at": told["stages"][-1]["at"], "seconds": None}
+    assert found["figures"]["arm"]["swap"]["missed_ticks"] is not None
