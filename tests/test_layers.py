@@ -128,3 +128,11 @@ def test_there_are_no_circular_imports() -> None:
 
     for name in sorted(graph):
         visit(name, ())
+
+
+def test_both_packages_that_fetch_policies_take_the_same_files() -> None:
+    from hooks import policy_files
+    from jaxmodels import hub
+
+    # Neither may import the other; a file that only one of them knows would be missing after an update.
+    assert policy_files.POLICY_FILES == hub.POLICY_FILES
