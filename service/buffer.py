@@ -84,15 +84,16 @@ class Buffer:
         self._is_known = np.zeros(len(joints), bool)
         self._is_current = np.zeros(len(joints), bool)
 
-    def put_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        """Take a picture: uint8 (h, w, 3), RGB. Anything else is dropped and counted."""
+    def put_frame(self, camera: str, image: np.ndarray, seen_at: float) -> bool:
+        """Take a picture: uint8 (h, w, 3), RGB. Anything else is dropped and counted; whether it was taken."""
         reason = self._misfit(camera, image, seen_at)
         if reason is not None:
             self.dropped.add(reason)
-            return
+            return False
         self._pictures[camera] = _Picture(image, seen_at)
         self.frames[camera].add(seen_at)
         self.last_input_at = max(seen_at, self.last_input_at or seen_at)
+        return True
 
     def _misfit(self, camera: str, image: np.ndarray, seen_at: float) -> str | None:
         if camera not in self.frames:

@@ -15,6 +15,7 @@ from service.errors import PolicyFailed
 from service.joints import JointTable
 from service.stage import Move
 from service.stats import Recent
+from service.tap import Tap, Tick
 from service.transport.base import EmergencyStop, Link, LinkDown, LinkEvent, LinkUp
 
 STAGES = ("queue", "to_device", "compute", "to_host", "total")
@@ -42,6 +43,7 @@ class Drive:
         lost: rooms that are down, with the reason.
         broken: fails when the link raises, which ends the session.
         recent: newest observations, each with the chunk that the policy answered.
+        taps: who looks on.
         guard: told the code and text of every inference of ``served`` that fails, before anything else is done.
     """
 
@@ -64,6 +66,7 @@ class Drive:
         self.lost: dict[str, str] = {}
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.recent: deque[tuple[Mapping[str, np.ndarray], np.ndarray]] = deque(maxlen=RECENT)
+        self.taps: list[Tap] = []
         self.guard: Callable[[str, str], None] | None = None
         self.table = table
         self._successor: _Successor | None = None
@@ -112,7 +115,9 @@ class Drive:
     def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         """Take one picture."""
         before = self.buffer.sizes().get(camera)
-        self.buffer.put_frame(camera, image, seen_at)
+        if self.buffer.put_frame(camera, image, seen_at):
+            for tap in self.taps:
+                tap.saw(camera, image, seen_at)
         sizes = self.buffer.sizes()
         if sizes.get(camera) != before and len(sizes) == len(self.buffer.frames):
             self._make_ready(sizes)
@@ -150,19 +155,24 @@ class Drive:
     # What goes out.
 
     def _do(self, step: Step) -> None:
-        if step.command is not None:
-            self._send(step.command)
+        is_sent = step.command is not None and self._send(step.command)
+        if self.taps:
+            hold = self.control.hold
+            tick = Tick(time.monotonic(), step.command, is_sent, self.buffer.pose, hold.code if hold else None)
+            for tap in self.taps:
+                tap.ticked(tick)
         if step.ask is not None:
             self._infer(step.ask)
 
-    def _send(self, values: np.ndarray) -> None:
+    def _send(self, values: np.ndarray) -> bool:
         """The one way out: every command to the robot, a hold too, passes here."""
         commands = self.table.to_commands(values)
-        if self._link is not None and self._link.send(commands):
-            self.commands_sent += 1
-            self.last_command = {command.name: command.value for command in commands}
-        else:
+        if self._link is None or not self._link.send(commands):
             self.commands_refused += 1
+            return False
+        self.commands_sent += 1
+        self.last_command = {command.name: command.value for command in commands}
+        return True
 
     # Asking the policy.
 
@@ -241,6 +251,8 @@ class Drive:
             if self.control.chunks > chunks and served is self.served:
                 # Only what was taken: nothing can be compared with what is not finite.
                 self.recent.append((observation, inference.chunk))
+                for tap in self.taps:
+                    tap.planned(inference.chunk[0], snapshot.seen_at, time.monotonic())
         if self.control.fault is not None:
             self._notify(Move.FAILED, self.control.fault)
 

@@ -2,10 +2,14 @@
 
 ServiceError                  500 internal
 ├── InvalidRequest            422 invalid          a field that parsed but cannot be used
-├── UnknownSession            404 unknown_session
+├── Unauthorized              401 unauthorized     no key or token where one is wanted, or one that is not known
+├── Forbidden                 403 forbidden        a key whose role does not allow it
+├── UnknownSession            404 unknown_session  also one that belongs to another key
 ├── SessionExists             409 session_exists
 ├── MoveRefused               409 move_refused     the stage table forbids the move
+├── RobotTaken                409 robot_taken      another controller commands the robot of these rooms
 ├── TooManySessions           429 too_many_sessions
+├── TooManyRequests           429 too_many_requests  a caller asked for more than it may in this time
 ├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
 ├── PolicyFailed              500 policy_failed    a loaded policy raised, or gave something that is not a chunk
 ├── UnknownDeployment         404 unknown_deployment
@@ -21,6 +25,7 @@ ServiceError                  500 internal
 └── TransportError            502 transport        the transport server refused, vanished or broke the wire
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
@@ -31,7 +36,7 @@ class ServiceError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
-    headers: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class InvalidRequest(ServiceError):
@@ -47,6 +52,21 @@ class InvalidRequest(ServiceError):
     def __init__(self, message: str, loc: tuple[str | int, ...] = ("body",)):
         super().__init__(message)
         self.loc = loc
+
+
+class Unauthorized(ServiceError):
+    """No key or token where one is wanted, or one that is not known (any more)."""
+
+    status = 401
+    code = "unauthorized"
+    headers = MappingProxyType({"www-authenticate": "Bearer"})
+
+
+class Forbidden(ServiceError):
+    """A key whose role does not allow this; the message names the role that does."""
+
+    status = 403
+    code = "forbidden"
 
 
 class UnknownSession(ServiceError):
@@ -68,6 +88,28 @@ class MoveRefused(ServiceError):
 
     status = 409
     code = "move_refused"
+
+
+class RobotTaken(ServiceError):
+    """Another controller commands the robot of these rooms; one at a time may."""
+
+    status = 409
+    code = "robot_taken"
+
+
+class TooManyRequests(ServiceError):
+    """A caller asked for more than it may in this time.
+
+    Attributes:
+        headers: ``retry-after`` with whole seconds.
+    """
+
+    status = 429
+    code = "too_many_requests"
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        super().__init__(message)
+        self.headers = {"retry-after": str(max(math.ceil(retry_after), 1))}
 
 
 class TooManySessions(ServiceError):

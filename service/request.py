@@ -22,6 +22,11 @@ class NewSession:
         revision: branch, tag, commit or pattern of tags (``deploy-*``) of a policy from the Hub.
         joint_names: names of the policy's joints in order, for checkpoints that do not say.
         auto_update: what a push to ``revision`` does: nothing, another policy is made ready, or it takes over.
+        dry_run: everything but sending commands.
+        shadow_policy_path, shadow_revision: a second policy that computes on the same observations and moves nothing.
+        max_relative_target: the largest step of a joint per tick (LeRobot's name), for all joints or by wire name.
+        record: whether everything that happens is recorded from the first start on.
+        owner: who made it, as its key is called; None where there are no keys.
     """
 
     session_id: str
@@ -35,6 +40,12 @@ class NewSession:
     revision: str | None = None
     joint_names: tuple[str, ...] | None = None
     auto_update: Literal["off", "stage", "swap"] = "off"
+    dry_run: bool = False
+    shadow_policy_path: str | None = None
+    shadow_revision: str | None = None
+    max_relative_target: float | Mapping[str, float] | None = None
+    record: bool = False
+    owner: str | None = None
 
 
 @dataclass(frozen=True)

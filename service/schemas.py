@@ -92,6 +92,7 @@ def _some_text(value: str) -> str:
 
 Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": NAME_PATTERN})]
 Text = Annotated[str, Field(max_length=4096)]
+Step = Annotated[float, Field(gt=0)]
 
 
 class NewSessionRequest(CreateSessionRequest):
@@ -138,6 +139,20 @@ class NewSessionRequest(CreateSessionRequest):
     joint_names: list[Annotated[str, Field(min_length=1, max_length=50)]] | None = Field(
         default=None, max_length=256, description="Names of the policy's joints in order, when its checkpoint has none."
     )
+    dry_run: bool = Field(default=False, description="Do everything but send commands to the robot.")
+    shadow_policy_path: Annotated[Text, AfterValidator(_some_text)] | None = Field(
+        default=None,
+        min_length=1,
+        description="A second policy that computes beside the first and moves nothing; stats show how they differ.",
+    )
+    shadow_revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Branch, tag or commit of the shadow policy from the Hub."
+    )
+    max_relative_target: Step | dict[Annotated[str, Field(min_length=1, max_length=50)], Step] | None = Field(
+        default=None,
+        description="Largest step of a joint from one tick to the next, in its unit: one for all, or by name.",
+    )
+    record: bool = Field(default=False, description="Record every tick from the first start on.")
 
 
 class PolicyRequest(BaseModel):

@@ -6,7 +6,7 @@ from service.engine import Engine, LoadPolicy
 from service.errors import MoveRefused, SessionExists, TooManySessions, UnknownSession
 from service.request import NewSession, SessionSettings
 from service.session import Session, Tell
-from service.stage import Stage
+from service.stage import MOVING, Stage
 from service.status import SessionStatus
 from service.transport.base import Transport
 
@@ -93,7 +93,7 @@ class Sessions:
 
     def has_running_robot(self) -> bool:
         """Whether any session moves its robot, or would if its link came back."""
-        return any(session.stage in (Stage.RUNNING, Stage.RECONNECTING) for session in self._sessions.values())
+        return any(session.stage in MOVING for session in self._sessions.values())
 
     async def start(self, session_id: str) -> Session:
         """Let a session move its robot."""

@@ -1,302 +1,49 @@
 """All settings of the server: flags win over the environment, that over a TOML file, that over the defaults."""
 
-import json
 import os
-import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
+from pydantic import ValidationError
+from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+
+from service.setting_groups import (
+    GROUPS,
+    PREFIX,
+    AccessSettings,
+    ControlSettings,
+    LimitSettings,
+    LogSettings,
+    ModelSettings,
+    PolicySettings,
+    RecordingSettings,
+    SafetySettings,
+    ServerSettings,
+    TransportSettings,
+    UpdateSettings,
+    WebhookSettings,
 )
 
-PREFIX = "ROBOJAX_"
+__all__ = ["FILE", "GROUPS", "PREFIX", "Settings", "SettingsError", "load_settings", "unknown_variables"]
+
 FILE = "robojax.toml"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 
 
-def _split(value: object) -> object:
-    """``a, b`` as flags and the environment say it; a TOML array passes."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-def _from_json(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"JSON ({error})") from error
-
-
-def _ranges(value: Mapping[str, tuple[float, float]]) -> Mapping[str, tuple[float, float]]:
-    empty = sorted(name for name, (low, high) in value.items() if not low < high)
-    if empty:
-        raise ValueError(f"low below high for {', '.join(empty)}")
-    return value
-
-
-def _sources(value: object) -> object:
-    """``name=path[@revision]`` once per model, as flags say it or with commas between; a TOML table passes."""
-    if isinstance(value, str):
-        value = _split(value)
-    if isinstance(value, list | tuple):
-        pairs = [(name, path) for name, _, path in (str(part).partition("=") for part in value)]
-        names = [name for name, _ in pairs]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"each name once, not {', '.join(twice)} twice")
-        value = dict(pairs)
-    if not isinstance(value, Mapping):
-        raise ValueError("name=path or name=path@revision")
-    return {str(name): _source(str(name), source) for name, source in value.items()}
-
-
-def _source(name: str, source: object) -> object:
-    if not isinstance(source, str):
-        return source  # read already
-    if not MODEL_NAME.fullmatch(name):
-        raise ValueError("name=path with a name of 1 to 64 letters, digits, '_', '.' or '-' (not only dots)")
-    path, _, revision = source.strip().rpartition("@") if "@" in source else (source.strip(), "", "")
-    if not path or Path(source.strip()).expanduser().exists():
-        path, revision = source.strip(), ""
-    if not path:
-        raise ValueError(f"a path or a repo id after {name}=")
-    return (path, revision or None)
-
-
-MODEL_NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,64}")
-Sources = Annotated[Mapping[str, tuple[str, str | None]], NoDecode, BeforeValidator(_sources)]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Ranges = Annotated[
-    Mapping[str, tuple[FiniteFloat, FiniteFloat]], NoDecode, BeforeValidator(_from_json), AfterValidator(_ranges)
-]
-Seconds = Annotated[FiniteFloat, Field(gt=0)]
-
-
-class _Group(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # Only what `load_settings` gathered, and what tests give: it knows where each value came from.
-        return (init_settings,)
-
-
-class ServerSettings(_Group):
-    """Server"""
-
-    host: str = Field(
-        default="127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, without a login."
-    )
-    port: int = Field(default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
-    origins: Names = Field(
-        default=(),
-        description="Web pages that may call the session API and the rooms, as exact origins (https://host). "
-        "Pages of this server and of this machine always may; '*' is everybody.",
-    )
-
-
-class LimitSettings(_Group):
-    """Limits"""
-
-    max_sessions: int = Field(default=64, ge=1, le=4096, description="Sessions at a time.")
-    max_cameras: int = Field(default=8, ge=1, le=64, description="Cameras per session.")
-    max_body: int = Field(default=1 << 20, ge=1024, description="Bytes of one request's body.")
-    request_deadline: Seconds = Field(default=10.0, description="Seconds in which a whole request must have arrived.")
-    answer_deadline: Seconds = Field(
-        default=30.0, description="Seconds in which a request is answered; making a session may take longer."
-    )
-
-
-class ControlSettings(_Group):
-    """Control loop"""
-
-    rate: FiniteFloat = Field(
-        default=20.0, gt=0, le=1000, description="Ticks per second when neither the request nor the policy says."
-    )
-    max_rate: FiniteFloat = Field(
-        default=200.0, gt=0, le=1000, description="The highest rate that a request may ask for."
-    )
-    frame_age_limit: Seconds = Field(
-        default=0.3, description="Seconds after which a frame is stale and the robot is held."
-    )
-    starved_after: Seconds = Field(default=0.3, description="Seconds without an action after which the robot is held.")
-    hold_repeats: int = Field(default=4, ge=1, le=100, description="How often a hold sends the measured pose.")
-    failures_allowed: int = Field(
-        default=3, ge=1, description="Failed inferences in a row that end a session in an error."
-    )
-    input_timeout: Seconds = Field(default=600.0, description="Seconds without any frame or joints that end a session.")
-    joint_ranges: Ranges = Field(
-        default={},
-        description="Ranges of joints that are not an SO-100's: a table of name and (low, high).",
-    )
-
-
-class PolicySettings(_Group):
-    """Policies"""
-
-    device: str | None = Field(
-        default=None, description="Where policies run: cpu, gpu, cuda:1, tpu:0; default: JAX's choice."
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Precision; bfloat16 is for accelerators."
-    )
-    compile_cache: str | None = Field(
-        default=None,
-        description="Folder that keeps compiled programs, or off; default: robojax/xla in the user's cache.",
-    )
-    policy_cache: str | None = Field(
-        default=None, description="Folder that keeps policies from the Hub; default: huggingface_hub's own."
-    )
-    stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up.")
-
-
-class ModelSettings(_Group):
-    """Models"""
-
-    models: Sources = Field(
-        default={},
-        description="A diffusers model to load: name=path, or name=repo@revision; POST /models/{name}/forward runs it.",
-        json_schema_extra={"flag": "--model", "metavar": "NAME=PATH"},
-    )
-    max_forward_bytes: int = Field(
-        default=64 << 20, ge=1024, le=1 << 30, description="Bytes of the arrays sent to a model, and of its answer."
-    )
-    max_forward_memory: int = Field(
-        default=4 << 30, ge=1 << 20, description="Bytes that one forward pass may need beside the weights, by estimate."
-    )
-    forward_beside_robots: Seconds = Field(
-        default=0.1, description="Seconds that one forward pass may take while a robot runs, by estimate."
-    )
-    max_forwards: int = Field(
-        default=4, ge=1, le=64, description="Forward passes asked for at a time; one runs, the others wait."
-    )
-
-
-class TransportSettings(_Group):
-    """Rooms"""
-
-    embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
-    transport_oddities: bool = Field(
-        default=False, description="Let the embedded rooms behave as the reference server does where it is broken."
-    )
-    ice_servers: Names = Field(default=(), description="STUN and TURN URLs; none are needed on a local network.")
-
-
-class UpdateSettings(_Group):
-    """Policy updates"""
-
-    update_quiet: Seconds = Field(
-        default=20.0, description="Seconds without another push after which a push is looked at; a publish is several."
-    )
-    update_latest: Seconds = Field(default=300.0, description="Seconds after which it is looked at anyway.")
-    update_poll: FiniteFloat = Field(
-        default=300.0, ge=0, description="Seconds between looks at the Hub for pushes nobody told of; 0 for never."
-    )
-    update_probation: Seconds = Field(
-        default=30.0, description="Seconds that a new policy has to run well before the old one is not gone back to."
-    )
-    update_fade: FiniteFloat = Field(
-        default=0.2, ge=0, le=10, description="Seconds over which the first actions of a new policy are led over to."
-    )
-    update_patience: Seconds = Field(
-        default=60.0, description="Seconds that a held robot is waited for before a new policy is given up."
-    )
-    update_difference: FiniteFloat = Field(
-        default=0.25,
-        gt=0,
-        description="How far an action of a new policy may be from the running one's, as a part of its joint's range.",
-    )
-    update_step: FiniteFloat = Field(
-        default=0.15,
-        gt=0,
-        description="How far a command may move a joint in one tick on probation, as a part of its range.",
-    )
-    update_slow: FiniteFloat = Field(
-        default=0.5, gt=0, description="Part of the time a chunk is executed in that an inference may take."
-    )
-    update_cache_bytes: int = Field(
-        default=20 << 30, ge=1 << 20, description="Bytes that one revision of a policy may have."
-    )
-
-
-class WebhookSettings(_Group):
-    """Webhooks"""
-
-    state: str | None = Field(
-        default=None,
-        description="Folder that keeps webhooks and policy updates over restarts, or off; default: robojax/PORT in the "
-        "user's state folder.",
-    )
-    webhook_secret_file: str | None = Field(
-        default=None,
-        description="File with the secrets that deliveries may carry, one per line; default: WEBHOOK_SECRET of the "
-        "environment. Without one only this machine may deliver.",
-    )
-    registry: bool = Field(default=False, description="Keep webhooks of this server's own, at /api/settings/webhooks.")
-    registry_token_file: str | None = Field(
-        default=None,
-        description="File with the tokens that may manage them, one per line; default: one made in the state folder.",
-    )
-    registry_allow: Names = Field(
-        default=(),
-        description="Networks that deliveries may go to although they are private, as 192.168.1.0/24.",
-    )
-    registry_watch: Names = Field(
-        default=(), description="Policy folders whose changes are events, as owner/name=path."
-    )
-    registry_jobs: str | None = Field(default=None, description="TOML file with the jobs that webhooks may start.")
-
-
-class LogSettings(_Group):
-    """Log"""
-
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="The least that is logged."
-    )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="Lines for people, or one JSON object per line."
-    )
-    log_lines: int = Field(default=500, ge=1, le=100_000, description="Lines kept for GET /debug/logs.")
-
-
-GROUPS: tuple[type[_Group], ...] = (
-    ServerSettings,
-    LimitSettings,
-    ControlSettings,
-    PolicySettings,
-    ModelSettings,
-    TransportSettings,
-    UpdateSettings,
-    WebhookSettings,
-    LogSettings,
-)
-
-
 class Settings(
     LogSettings,
+    RecordingSettings,
     WebhookSettings,
     UpdateSettings,
     TransportSettings,
     ModelSettings,
     PolicySettings,
+    SafetySettings,
     ControlSettings,
     LimitSettings,
+    AccessSettings,
     ServerSettings,
 ):
     """A setting has one name: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``, ``frame_age_limit`` in the file."""

@@ -14,7 +14,9 @@ class Stage(StrEnum):
     STOPPED = "stopped"
     ERROR = "error"
     TIMEOUT = "timeout"
+    DEGRADED = "degraded"
     RECONNECTING = "reconnecting"
+    INTERRUPTED = "interrupted"
     DELETED = "deleted"
 
 
@@ -32,12 +34,16 @@ class Move(StrEnum):
     LINK_LOST = "link_lost"
     LINK_BACK = "link_back"
     EXPIRED = "expired"
+    BLINDED = "blinded"
+    RECOVERED = "recovered"
 
 
 ASKED = (Move.START, Move.STOP, Move.RESTART, Move.RESET, Move.EMERGENCY_STOP, Move.DELETE)
 
-# `reconnecting` only ever means "running, but a room is lost", so coming back is one move. A stop asked for
-# twice is no error: a person who presses stop again must not be told that it was refused.
+# `reconnecting` only ever means "running, but a room is lost", and `degraded` "running, but held for seconds already
+# because it cannot see": coming back is one move. A stop asked for twice is no error: a person who presses stop again
+# must not be told that it was refused. `interrupted` is a session of a process that was killed: it has no policy and
+# no rooms, and a restart loads and joins them anew but moves nothing.
 MOVES: dict[tuple[Stage, Move], Stage] = {
     (Stage.INITIALIZING, Move.LOADED): Stage.READY,
     (Stage.INITIALIZING, Move.FAILED): Stage.ERROR,
@@ -59,6 +65,15 @@ MOVES: dict[tuple[Stage, Move], Stage] = {
     (Stage.RUNNING, Move.LINK_LOST): Stage.RECONNECTING,
     (Stage.RUNNING, Move.EXPIRED): Stage.TIMEOUT,
     (Stage.RUNNING, Move.DELETE): Stage.DELETED,
+    (Stage.RUNNING, Move.BLINDED): Stage.DEGRADED,
+    (Stage.DEGRADED, Move.RECOVERED): Stage.RUNNING,
+    (Stage.DEGRADED, Move.STOP): Stage.STOPPED,
+    (Stage.DEGRADED, Move.RESTART): Stage.RUNNING,
+    (Stage.DEGRADED, Move.EMERGENCY_STOP): Stage.STOPPED,
+    (Stage.DEGRADED, Move.FAILED): Stage.ERROR,
+    (Stage.DEGRADED, Move.LINK_LOST): Stage.RECONNECTING,
+    (Stage.DEGRADED, Move.EXPIRED): Stage.TIMEOUT,
+    (Stage.DEGRADED, Move.DELETE): Stage.DELETED,
     (Stage.RECONNECTING, Move.LINK_BACK): Stage.RUNNING,
     (Stage.RECONNECTING, Move.STOP): Stage.STOPPED,
     (Stage.RECONNECTING, Move.RESTART): Stage.RUNNING,
@@ -83,10 +98,16 @@ MOVES: dict[tuple[Stage, Move], Stage] = {
     (Stage.ERROR, Move.EMERGENCY_STOP): Stage.ERROR,
     (Stage.ERROR, Move.FAILED): Stage.ERROR,
     (Stage.ERROR, Move.DELETE): Stage.DELETED,
+    (Stage.INTERRUPTED, Move.RESTART): Stage.INITIALIZING,
+    (Stage.INTERRUPTED, Move.RESET): Stage.INTERRUPTED,
+    (Stage.INTERRUPTED, Move.EMERGENCY_STOP): Stage.INTERRUPTED,
+    (Stage.INTERRUPTED, Move.DELETE): Stage.DELETED,
 }
 
 # Moves that set the arm going: they need a loaded policy and living rooms, and no emergency stop.
 SETS_GOING = frozenset({Move.START, Move.RESTART})
+# Stages in which a robot moves, or would at once if what it lacks came back.
+MOVING = frozenset({Stage.RUNNING, Stage.DEGRADED, Stage.RECONNECTING})
 
 
 class Lifecycle:

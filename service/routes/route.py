@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 from sanic import HTTPResponse
 
+from service.auth.roles import Role
+
 Handler = Callable[..., Coroutine[Any, Any, HTTPResponse | None]]
 
 
@@ -42,6 +44,7 @@ class Route:
         query: its query parameters.
         is_patient: it may take longer than other answers.
         is_streamed: it reads its body itself, and holds it to a limit of its own.
+        role: the least role of a key that may call it; None lets everybody in.
     """
 
     method: str
@@ -60,6 +63,7 @@ class Route:
     errors: tuple[int, ...] = ()
     is_patient: bool = False
     is_streamed: bool = False
+    role: Role | None = Role.ADMIN
 
     @property
     def name(self) -> str:

@@ -37,6 +37,11 @@ async def create_session(request: Request) -> HTTPResponse:
         revision=body.revision,
         joint_names=None if body.joint_names is None else tuple(body.joint_names),
         auto_update=body.auto_update,
+        dry_run=body.dry_run,
+        shadow_policy_path=body.shadow_policy_path,
+        shadow_revision=body.shadow_revision,
+        max_relative_target=body.max_relative_target,
+        record=body.record,
     )
     try:
         session = await request.app.ctx.sessions.create(new)

@@ -88,6 +88,11 @@ def test_the_full_document_is_a_superset():
         "revision",
         "joint_names",
         "auto_update",
+        "dry_run",
+        "shadow_policy_path",
+        "shadow_revision",
+        "max_relative_target",
+        "record",
     }
     assert more["required"] == request["required"]
 

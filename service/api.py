@@ -1,0 +1,111 @@
+"""The session API on a Sanic app: which routes there are, how each request is let in, watched and answered."""
+
+import math
+import re
+import time
+from typing import Any
+
+from sanic import Blueprint, HTTPResponse
+from sanic.config import Config
+
+from service.origins import Origins, preflight
+from service.punctual import PunctualProtocol
+from service.routes import control, debug, deployments, docs, health, metrics, models, sessions
+from service.routes.answers import request_id
+from service.routes.context import App, Request
+from service.routes.route import Route
+from service.settings import Settings
+
+PREFIXES = ("", "/api")
+ROUTES: tuple[Route, ...] = (
+    *health.ROUTES,
+    *sessions.ROUTES,
+    *control.ROUTES,
+    *deployments.ROUTES,
+    *models.ROUTES,
+    *debug.ROUTES,
+    *metrics.ROUTES,
+    *docs.ROUTES,
+)
+
+
+def configuration(settings: Settings) -> Config:
+    """Sanic's own settings."""
+    # Without a prefix it reads nothing from the environment: ROBOJAX_* is the one way to configure.
+    config = Config(env_prefix="")
+    config.update(
+        REQUEST_MAX_SIZE=settings.max_body,
+        RESPONSE_TIMEOUT=settings.answer_deadline,
+        # Sanic's own request timeout starts anew with every byte; service.punctual has the deadline that counts.
+        REQUEST_TIMEOUT=settings.request_deadline,
+        REQUEST_DEADLINE=settings.request_deadline,
+        KEEP_ALIVE_TIMEOUT=15,
+        GRACEFUL_SHUTDOWN_TIMEOUT=3,
+        FALLBACK_ERROR_FORMAT="json",
+        AUTO_EXTEND=False,
+        MOTD=False,
+        # It rewrites Sanic's own classes from their source: a second app of one process would not start.
+        TOUCHUP=False,
+    )
+    return config
+
+
+def api(prefix: str, origins: Origins) -> Blueprint:
+    """All routes under a prefix."""
+    blueprint = Blueprint(f"api{prefix.replace('/', '-')}")
+    methods: dict[str, list[str]] = {}
+    for route in ROUTES:
+        answered = [route.method, "HEAD"] if route.method == "GET" else [route.method]
+        blueprint.add_route(
+            route.handler,
+            prefix + route.sanic_path,
+            methods=answered,
+            name=route.name,
+            unquote=True,
+            error_format="json",
+            stream=route.is_streamed,
+            ctx_is_patient=route.is_patient,
+        )
+        methods.setdefault(route.sanic_path, []).extend(answered)
+    for number, (path, allowed) in enumerate(methods.items()):
+        # Bound now: a closure would see the last path only.
+        async def options(request: Request, allowed: Any = (*allowed, "OPTIONS"), **parts: str) -> HTTPResponse:
+            return preflight(request, allowed)
+
+        blueprint.add_route(options, prefix + path, methods=["OPTIONS"], name=f"options{number}", error_format="json")
+
+    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
+    @blueprint.on_request
+    async def refuse(request: Request) -> HTTPResponse | None:
+        return origins.refusal(request)
+
+    @blueprint.on_response
+    async def permit(request: Request, response: HTTPResponse) -> None:
+        origins.permit(request, response)
+
+    return blueprint
+
+
+def watch(app: App) -> None:
+    """Every request gets an id, its own time limit, and is counted."""
+
+    @app.on_request
+    async def begin(request: Request) -> None:
+        request.ctx.began = time.perf_counter()
+        if request.route is not None and isinstance(request.protocol, PunctualProtocol):
+            is_patient = getattr(request.route.ctx, "is_patient", False)
+            request.protocol.response_timeout = math.inf if is_patient else app.ctx.settings.answer_deadline
+
+    @app.on_response
+    async def end(request: Request, response: HTTPResponse) -> None:
+        response.headers["x-request-id"] = request_id(request)
+        response.headers["x-content-type-options"] = "nosniff"
+        response.headers.setdefault("cache-control", "no-store")
+        route = _template(request.route.path) if request.route else "unknown"
+        seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
+        app.ctx.metrics.answered(request.method if request.route else "any", route, response.status, seconds)
+
+
+def _template(path: str) -> str:
+    """``sessions/<session_id:str>`` as the documents write it."""
+    return "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", path).strip("/")

@@ -1,0 +1,1 @@
+"""Who may do what: keys, tokens, tickets and the roles behind them."""
