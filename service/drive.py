@@ -15,7 +15,7 @@ from service.errors import PolicyFailed
 from service.joints import JointTable
 from service.stage import Move
 from service.stats import Recent
-from service.tap import Tap, Tick
+from service.tap import Taps, Tick
 from service.transport.base import EmergencyStop, Link, LinkDown, LinkEvent, LinkUp
 
 STAGES = ("queue", "to_device", "compute", "to_host", "total")
@@ -56,6 +56,7 @@ class Drive:
         engine: Engine,
         served: Served,
         notify: Callable[[Move, str | None], None],
+        taps: Taps | None = None,
     ):
         self.buffer = buffer
         self.control = control
@@ -66,7 +67,7 @@ class Drive:
         self.lost: dict[str, str] = {}
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.recent: deque[tuple[Mapping[str, np.ndarray], np.ndarray]] = deque(maxlen=RECENT)
-        self.taps: list[Tap] = []
+        self.taps = Taps() if taps is None else taps
         self.guard: Callable[[str, str], None] | None = None
         self.table = table
         self._successor: _Successor | None = None
@@ -116,8 +117,7 @@ class Drive:
         """Take one picture."""
         before = self.buffer.sizes().get(camera)
         if self.buffer.put_frame(camera, image, seen_at):
-            for tap in self.taps:
-                tap.saw(camera, image, seen_at)
+            self.taps.saw(camera, image, seen_at)
         sizes = self.buffer.sizes()
         if sizes.get(camera) != before and len(sizes) == len(self.buffer.frames):
             self._make_ready(sizes)
@@ -159,8 +159,7 @@ class Drive:
         if self.taps:
             hold = self.control.hold
             tick = Tick(time.monotonic(), step.command, is_sent, self.buffer.pose, hold.code if hold else None)
-            for tap in self.taps:
-                tap.ticked(tick)
+            self.taps.ticked(tick)
         if step.ask is not None:
             self._infer(step.ask)
 
@@ -251,8 +250,7 @@ class Drive:
             if self.control.chunks > chunks and served is self.served:
                 # Only what was taken: nothing can be compared with what is not finite.
                 self.recent.append((observation, inference.chunk))
-                for tap in self.taps:
-                    tap.planned(inference.chunk[0], snapshot.seen_at, time.monotonic())
+                self.taps.planned(inference.chunk[0], snapshot.seen_at, time.monotonic())
         if self.control.fault is not None:
             self._notify(Move.FAILED, self.control.fault)
 

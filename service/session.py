@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from service.buffer import Buffer
@@ -15,7 +15,8 @@ from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSessi
 from service.fit import fit
 from service.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
-from service.status import SessionStatus, queue_of, status_of
+from service.status import About, SessionStatus, queue_of, status_of
+from service.tap import Tap, Taps
 from service.transport.base import Link, Rooms, Transport
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Session:
         drive: its live parts, or None before the rooms are joined.
         policies: those it holds.
         created_at: monotonic.
+        figures: each gives a part of the stats; whoever attaches a tap may have something to say.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Session:
         self.drive: Drive | None = None
         self.created_at = time.monotonic()
         self.policies = Changeover(new, engine, load, self._driven)
+        self.figures: list[Callable[[], Mapping[str, object]]] = []
+        self._taps = Taps()
         self._transport = transport
         self._engine = engine
         self._settings = settings
@@ -100,11 +104,32 @@ class Session:
 
     def status(self) -> SessionStatus:
         """What the API says of it; JSON-ready."""
-        return status_of(self, time.monotonic())
+        return status_of(self._about(), self.drive, time.monotonic())
 
     def queue(self) -> dict[str, object]:
         """What it is about to do; JSON-ready."""
-        return queue_of(self, time.monotonic())
+        return queue_of(self._about(), self.drive, time.monotonic())
+
+    def attach(self, tap: Tap) -> Callable[[], None]:
+        """Let somebody look on, before its drive exists and after; what is returned takes the tap off again."""
+        return self._taps.attach(tap)
+
+    def _about(self) -> About:
+        extra: dict[str, object] = {}
+        for figures in self.figures:
+            extra |= figures()
+        return About(
+            new=self.new,
+            stage=self.stage,
+            reason=self.reason,
+            latch=self._life.latch,
+            is_over=self.is_over,
+            progress=self.progress,
+            age=time.monotonic() - self.created_at,
+            rooms=self.rooms,
+            policies=self.policies,
+            figures=extra,
+        )
 
     # What may be asked of it.
 
@@ -228,6 +253,7 @@ class Session:
                 engine=self._engine,
                 served=served,
                 notify=self._happened,
+                taps=self._taps,
             )
             del served  # another one may take over, and then this one's weights are let go
             self._tell("joining rooms")

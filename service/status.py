@@ -1,16 +1,41 @@
 """What the API says of a session: every figure is measured, and None where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
+from service.changeover import Changeover
+from service.drive import Drive
+from service.request import NewSession
 from service.stage import Stage
+from service.transport.base import Rooms
 
-if TYPE_CHECKING:
-    from service.drive import Drive
-    from service.session import Session
+
+@dataclass(frozen=True)
+class About:
+    """What a session says of itself besides its live parts.
+
+    Attributes:
+        new: what was asked for.
+        stage, reason: where it stands and why.
+        latch: the text of an emergency stop that waits for its reset, or None.
+        is_over: whether it has let go of everything.
+        progress: what it is doing while it initializes.
+        age: seconds since it was made.
+        rooms: its rooms, or None while it has none.
+        policies: those it holds.
+        figures: what others want said in its stats.
+    """
+
+    new: NewSession
+    stage: Stage
+    reason: str | None
+    latch: str | None
+    is_over: bool
+    progress: str
+    age: float
+    rooms: Rooms | None
+    policies: Changeover
+    figures: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -29,11 +54,11 @@ class SessionStatus:
     error_message: str | None
 
 
-def status_of(session: Session, now: float) -> SessionStatus:
+def status_of(session: About, drive: Drive | None, now: float) -> SessionStatus:
     """All of one session, at ``now`` (monotonic)."""
-    new, rooms, drive = session.new, session.rooms, session.drive
+    new, rooms = session.new, session.rooms
     return SessionStatus(
-        session_id=session.id,
+        session_id=new.session_id,
         status=str(session.stage),
         policy_path=new.policy_path,
         policy_type=new.policy_type,
@@ -45,15 +70,28 @@ def status_of(session: Session, now: float) -> SessionStatus:
             "joint_input_room_id": rooms.joint_input if rooms else None,
             "joint_output_room_id": rooms.joint_output if rooms else None,
         },
-        stats={"progress": session.progress, "age_s": round(now - session.created_at, 1)}
+        stats={"progress": session.progress, "age_s": round(session.age, 1)}
         | _policies(session)
-        | (_stats(session, drive, now) if drive else _nothing_yet(session)),
+        | (_stats(session, drive, now) if drive else _nothing_yet(session))
+        | _stops(session)
+        | dict(session.figures),
         inference_stats=_inference_stats(drive, session) if drive else None,
         error_message=session.reason,
     )
 
 
-def _policies(session: Session) -> dict[str, object]:
+def _stops(session: About) -> dict[str, object]:
+    latch = session.latch
+    code, colon, _ = (latch or "").partition(":")
+    return {
+        "emergency_stop": latch,
+        # What stopped by itself has its code before a colon; a person's words have none.
+        "stop_code": None if latch is None else code if colon and code.isidentifier() else "asked",
+        "dry_run": session.new.dry_run,
+    }
+
+
+def _policies(session: About) -> dict[str, object]:
     held = session.policies
     return {
         "auto_update": session.new.auto_update,
@@ -64,7 +102,7 @@ def _policies(session: Session) -> dict[str, object]:
     }
 
 
-def _nothing_yet(session: Session) -> dict[str, object]:
+def _nothing_yet(session: About) -> dict[str, object]:
     return {
         "inference_count": 0,
         "images_received": dict.fromkeys(session.new.camera_names, 0),
@@ -78,7 +116,7 @@ def _nothing_yet(session: Session) -> dict[str, object]:
     }
 
 
-def _stats(session: Session, drive: Drive, now: float) -> dict[str, object]:
+def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
     buffer, control = drive.buffer, drive.control
     hold = control.hold
     return {
@@ -95,7 +133,6 @@ def _stats(session: Session, drive: Drive, now: float) -> dict[str, object]:
         "hold_code": hold.code if hold else None,
         "hold_s": round(now - hold.since, 2) if hold else None,
         "holds": control.holds.by_reason(),
-        "emergency_stop": session.reason if session.is_latched else None,
         # What came in.
         "camera_fps": {camera: rate.per_second(now) for camera, rate in buffer.frames.items()},
         "joints_per_second": buffer.joint_updates.per_second(now),
@@ -118,7 +155,7 @@ def _stats(session: Session, drive: Drive, now: float) -> dict[str, object]:
     }
 
 
-def _inference_stats(drive: Drive, session: Session) -> dict[str, object]:
+def _inference_stats(drive: Drive, session: About) -> dict[str, object]:
     total = drive.inference["total"]
     spent = total.total
     return {
@@ -133,16 +170,15 @@ def _inference_stats(drive: Drive, session: Session) -> dict[str, object]:
     }
 
 
-def queue_of(session: Session, now: float) -> dict[str, object]:
+def queue_of(session: About, drive: Drive | None, now: float) -> dict[str, object]:
     """What a session is about to do: the queue, its due times from ``now``, rates, ages of its input."""
-    drive = session.drive
     if drive is None:
-        return {"session_id": session.id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
+        return {"session_id": session.new.session_id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
     control, buffer = drive.control, drive.buffer
     lack = buffer.lacking(now)
     health: Mapping[str, object] = drive.link_health()
     return {
-        "session_id": session.id,
+        "session_id": session.new.session_id,
         "status": str(session.stage),
         "queue_length": len(control.actions),
         "queue_max": control.pace.chunk,

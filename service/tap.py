@@ -1,9 +1,13 @@
 """Whoever looks on while a session drives its robot: recordings, the page's plots, a second policy."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,3 +43,44 @@ class Tap(Protocol):
     def ticked(self, tick: Tick) -> None:
         """A tick was done."""
         ...
+
+
+class Taps:
+    """All who look on at one session; a tap that raises is taken off, the robot's control goes on."""
+
+    def __init__(self) -> None:
+        self._taps: tuple[Tap, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._taps)
+
+    def attach(self, tap: Tap) -> Callable[[], None]:
+        """Let it look on until what is returned is called; calling that twice is no error."""
+        # A new tuple each time: a tap may be attached or taken off while the others are being told.
+        self._taps = (*self._taps, tap)
+        return lambda: self._detach(tap)
+
+    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        """Tell all of a frame."""
+        for tap in self._taps:
+            self._tell(tap, lambda tap=tap: tap.saw(camera, image, seen_at))
+
+    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        """Tell all of a chunk."""
+        for tap in self._taps:
+            self._tell(tap, lambda tap=tap: tap.planned(chunk, seen_at, at))
+
+    def ticked(self, tick: Tick) -> None:
+        """Tell all of a tick."""
+        for tap in self._taps:
+            self._tell(tap, lambda tap=tap: tap.ticked(tick))
+
+    def _tell(self, tap: Tap, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            logger.exception("%s failed and looks on no more", type(tap).__name__)
+            self._detach(tap)
+
+    def _detach(self, tap: Tap) -> None:
+        self._taps = tuple(other for other in self._taps if other is not tap)
