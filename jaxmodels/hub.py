@@ -6,7 +6,9 @@ Only files with known names are fetched, never a pickle. The only place of this 
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,46 @@ POLICY_FILES = (
 logger = logging.getLogger(__name__)
 
 
-class _Silent(tqdm):
-    """The Hub's client draws bars on the terminal of whatever process it runs in, a server's too."""
+class Downloading(str):
+    """The word ``downloading``, with how much of it is done.
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **{**options, "disable": True})
+    Attributes:
+        done, total: bytes; ``total`` is 0 where the Hub does not say.
+    """
+
+    def __new__(cls, done: int, total: int) -> "Downloading":
+        """The word at this point."""
+        word = super().__new__(cls, "downloading")
+        word.done, word.total = done, total
+        return word
+
+    done: int
+    total: int
+
+
+def _counting(tell: Callable[[str], None], total: int) -> type[tqdm]:
+    """A silent bar that tells at every hundredth: the Hub's client would draw on the terminal of a server, too."""
+    done = told = 0
+    counting = threading.Lock()  # files come in several threads
+
+    class Counting(tqdm):
+        def __init__(self, *arguments: Any, **options: Any):
+            # There are two bars of bytes: those on the network, which may be compressed, and those on the disk.
+            self._is_counted = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: int | float | None = 1) -> bool | None:
+            nonlocal done, told
+            if self._is_counted and n:
+                with counting:
+                    done += int(n)
+                    is_news = (done - told) * 100 >= max(total, 1)
+                    told = done if is_news else told
+                    if is_news:
+                        tell(Downloading(min(done, total) if total else done, total))
+            return super().update(n)
+
+    return Counting
 
 
 def fetch(
@@ -62,6 +99,7 @@ def fetch(
         files: their names in the repo, ``?`` and ``*`` for any letters; those of a policy unless told otherwise
             (`jaxmodels.checkpoints.diffusers.files` for a model).
         endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
+        on_progress: told ``Downloading`` at every hundredth, in several threads.
         cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
 
     Raises:
@@ -75,11 +113,14 @@ def fetch(
     get = partial(snapshot_download, repo_id, revision=revision, cache_dir=cache, allow_patterns=list(files))
     try:
         # One quick question first: the download itself would ask again for ten seconds before it gives up.
-        HfApi(endpoint=endpoint).model_info(repo_id, revision=revision, timeout=10)
-        if on_progress:
-            on_progress("downloading")
-        # The silent bar is of tqdm's usual kind; the declared type is its asyncio variant.
-        folder = get(endpoint=endpoint, tqdm_class=_Silent)  # pyright: ignore[reportArgumentType]
+        found = HfApi(endpoint=endpoint).model_info(repo_id, revision=revision, timeout=10, files_metadata=True)
+        sizes = [file.size or 0 for file in found.siblings or () if any(fnmatch(file.rfilename, one) for one in files)]
+        tell = on_progress or (lambda word: None)
+        tell(Downloading(0, sum(sizes)))
+        # The bar is of tqdm's usual kind; the declared type is its asyncio variant.
+        bar: Any = _counting(tell, sum(sizes))
+        folder = get(endpoint=endpoint, tqdm_class=bar)
+        tell(Downloading(sum(sizes), sum(sizes)))
     except GatedRepoError as error:
         raise HubError(f"{what}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:

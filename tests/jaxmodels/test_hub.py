@@ -59,7 +59,11 @@ def test_a_repo_is_fetched_at_the_commit_its_branch_points_to(
 ) -> None:
     told: list[str] = []
     folder = fetch(on_progress=told.append)
-    assert told == ["downloading"]
+    assert set(told) == {"downloading"}
+    first, last = told[0], told[-1]
+    assert isinstance(first, hub.Downloading)
+    assert isinstance(last, hub.Downloading)
+    assert first.done == 0 < last.done == last.total == first.total
     assert folder.name == commits[0]
     downloads = [path for path in asked(stub) if "/resolve/" in path]
     assert downloads
