@@ -65,6 +65,7 @@ def api(prefix: str, origins: Origins) -> Blueprint:
             error_format="json",
             stream=route.is_streamed,
             ctx_is_patient=route.is_patient,
+            ctx_role=route.role,
         )
         methods.setdefault(route.sanic_path, []).extend(answered)
     for number, (path, allowed) in enumerate(methods.items()):

@@ -14,6 +14,7 @@ from sanic import Sanic
 import jaxmodels
 from service.api import PREFIXES, ROUTES, api, configuration, watch
 from service.arrays.limits import ArrayLimits
+from service.auth.guard import Guard
 from service.engine import Engine, LoadPolicy, Policy
 from service.forwards import ForwardLimits
 from service.logs import RecentLogs, keeping
@@ -68,6 +69,7 @@ def create_app(
     )
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
     watch(app)
+    Guard().watch(app)
     install_errors(app)
     for prefix in PREFIXES:
         app.blueprint(api(prefix, Origins(settings.origins)))
