@@ -15,6 +15,7 @@ import numpy as np
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyError, PolicyFailed
+from service.progress import Durations
 from service.worker import Worker, call_in_thread
 
 logger = logging.getLogger(__name__)
@@ -139,11 +140,20 @@ class Engine:
 
     Attributes:
         stuck_after: seconds after which a running inference is given up.
+        durations: how long policies took to be made ready.
         building: held by whatever loads or compiles, so that only one thing at a time does.
     """
 
-    def __init__(self, *, stuck_after: float = 5.0, niceness: int = 5, switch_interval: float | None = 0.001):
+    def __init__(
+        self,
+        *,
+        stuck_after: float = 5.0,
+        niceness: int = 5,
+        switch_interval: float | None = 0.001,
+        durations: Durations | None = None,
+    ):
         self.stuck_after = stuck_after
+        self.durations = durations or Durations()
         self._niceness = niceness
         self._entries: dict[_Key, _Entry] = {}
         self._is_frozen = False

@@ -13,11 +13,14 @@ from service.drive import Drive
 from service.engine import Engine, LoadPolicy
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.fit import fit
+from service.progress import Progress
 from service.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
 from service.status import About, SessionStatus, queue_of, status_of
+from service.subject import begin_about
 from service.tap import Tap, Taps
 from service.transport.base import Link, Rooms, Transport
+from service.worker import call_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class Session:
 
     Attributes:
         new: what was asked for.
-        progress: what it is doing while it initializes, in a word or two.
+        progress: what it is doing while it initializes.
         rooms: its rooms, or None before they are made and after they are left.
         drive: its live parts, or None before the rooms are joined.
         policies: those it holds.
@@ -59,7 +62,7 @@ class Session:
         tell: Tell = lambda event, about: None,
     ):
         self.new = new
-        self.progress = "waiting"
+        self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
         self.drive: Drive | None = None
         self.created_at = time.monotonic()
@@ -223,6 +226,8 @@ class Session:
     # Its life.
 
     async def _run(self) -> None:
+        # Not the request that made it: that one is answered soon, and this goes on for long.
+        begin_about(session=self.id, request=None)
         try:
             await self._live()
         except ServiceError as error:
@@ -238,7 +243,7 @@ class Session:
     async def _live(self) -> None:
         new = self.new
         try:
-            served = await self.policies.begin(self._tell)
+            served = await self.policies.begin(self.progress.tell)
             table, pace = fit(served.requirements, new, self._settings)
             buffer = Buffer(
                 new.camera_names,
@@ -256,7 +261,7 @@ class Session:
                 taps=self._taps,
             )
             del served  # another one may take over, and then this one's weights are let go
-            self._tell("joining rooms")
+            self.progress.tell("joining rooms")
             async with self._transport.connect(
                 new.transport_server_url,
                 session_id=self.id,
@@ -274,7 +279,8 @@ class Session:
         driving = asyncio.create_task(drive.run(link), name=f"drive {self.id}")
         watching = asyncio.create_task(self._watch_input(drive), name=f"watch {self.id}")
         ending = asyncio.create_task(self._ending.wait())
-        self._tell("ready")
+        self.progress.finish()
+        call_in_thread(self._engine.durations.keep, "durations")
         self._active_since = time.monotonic()
         self._life.is_loaded = True
         self._move(Move.LOADED, self._life.reason)
@@ -306,10 +312,6 @@ class Session:
             if left <= 0:
                 self._happened(Move.EXPIRED, f"no frame or joints for {patience:g} s; restart it when they are back")
             await asyncio.sleep(max(left, patience / 20))
-
-    def _tell(self, progress: str) -> None:
-        """Called from loading threads too: a plain assignment."""
-        self.progress = progress
 
     def _fail(self, error: ServiceError) -> None:
         self._error = self._error or error

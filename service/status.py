@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from service.changeover import Changeover
 from service.drive import Drive
+from service.progress import Progress
 from service.request import NewSession
 from service.stage import Stage
 from service.transport.base import Rooms
@@ -19,7 +20,7 @@ class About:
         stage, reason: where it stands and why.
         latch: the text of an emergency stop that waits for its reset, or None.
         is_over: whether it has let go of everything.
-        progress: what it is doing while it initializes.
+        progress: its way to being ready.
         age: seconds since it was made.
         rooms: its rooms, or None while it has none.
         policies: those it holds.
@@ -31,7 +32,7 @@ class About:
     reason: str | None
     latch: str | None
     is_over: bool
-    progress: str
+    progress: Progress
     age: float
     rooms: Rooms | None
     policies: Changeover
@@ -70,7 +71,7 @@ def status_of(session: About, drive: Drive | None, now: float) -> SessionStatus:
             "joint_input_room_id": rooms.joint_input if rooms else None,
             "joint_output_room_id": rooms.joint_output if rooms else None,
         },
-        stats={"progress": session.progress, "age_s": round(session.age, 1)}
+        stats=_progress(session.progress) | {"age_s": round(session.age, 1)}
         | _policies(session)
         | (_stats(session, drive, now) if drive else _nothing_yet(session))
         | _stops(session)
@@ -88,6 +89,18 @@ def _stops(session: About) -> dict[str, object]:
         # What stopped by itself has its code before a colon; a person's words have none.
         "stop_code": None if latch is None else code if colon and code.isidentifier() else "asked",
         "dry_run": session.new.dry_run,
+    }
+
+
+def _progress(progress: Progress) -> dict[str, object]:
+    if progress.word == "ready":
+        return {"progress": "ready"}
+    left = progress.left()
+    return {
+        "progress": progress.word,
+        "progress_s": round(progress.seconds(), 1),
+        "progress_left_s": None if left is None else round(left, 1),
+        "progress_percent": progress.percent(),
     }
 
 
