@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxmodels.description import read_requirements
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.policy import Policy, load_policy
@@ -23,6 +24,7 @@ __all__ = [
     "is_model",
     "load_model",
     "load_policy",
+    "read_requirements",
 ]
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "is_model": "jaxmodels.loaded_model",
     "load_model": "jaxmodels.loaded_model",
     "load_policy": "jaxmodels.policy",
+    "read_requirements": "jaxmodels.description",
 }
 
 

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from jaxmodels import observations
 from jaxmodels.checkpoints import lerobot
 from jaxmodels.checkpoints.contents import Checkpoint
+from jaxmodels.description import requirements_of
 from jaxmodels.devices import device_name, find_device, find_dtype
 from jaxmodels.errors import ConfigError
-from jaxmodels.features import camera_name
 from jaxmodels.hub import fetch
 from jaxmodels.policies import policy_type
 from jaxmodels.program import Programs, Scales
@@ -103,7 +103,8 @@ class Policy:
             _programs = Programs(act, shapes, scales, self._sizes, self._dtype, self._device)
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
-        self._requirements = _requirements(checkpoint)
+        renames = checkpoint.normalization.renames
+        self._requirements = requirements_of(lerobot.Description(config, checkpoint.sidecar, renames))
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}
 
@@ -202,21 +203,4 @@ def _scales(checkpoint: Checkpoint) -> Scales:
         state=None if config.state is None else inputs.forward(config.state),
         environment_state=None if config.environment_state is None else inputs.forward(config.environment_state),
         action=outputs.backward(config.action),
-    )
-
-
-def _requirements(checkpoint: Checkpoint) -> Requirements:
-    config: Any = checkpoint.config
-    name = checkpoint.normalization.outside_name
-    return Requirements(
-        policy_type=config.type,
-        cameras={camera_name(name(camera.name)): camera.shape[1:] for camera in config.cameras},
-        state=None if config.state is None else config.state.shape[0],
-        environment_state=None if config.environment_state is None else config.environment_state.shape[0],
-        action=config.action.shape[0],
-        chunk=config.chunk_size,
-        action_steps=config.n_action_steps,
-        joint_names=checkpoint.sidecar.joint_names,
-        rate=checkpoint.sidecar.rate,
-        temporal_ensemble_coeff=config.temporal_ensemble_coeff,
     )

@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,46 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a folder says of its policy beside the weights.
+
+    Attributes:
+        renames: the robot's names of features to the policy's own, where they differ.
+    """
+
+    config: Any
+    sidecar: Sidecar
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+    def outside_name(self, feature: str) -> str:
+        """What the robot's side calls a feature of the policy."""
+        return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
+
+
+def describe(folder: Path) -> Description:
+    """Everything in a policy's folder but the weights, and statistics that older policies keep among them.
+
+    Raises:
+        ConfigError: the config has unknown fields or values that make no sense.
+        CheckpointError: a file is missing or malformed.
+    """
+    values = legacy.modern_config(read_json(folder / CONFIG))
+    config: Any = policy_type(values.get("type")).config(values)
+    is_modern = any((folder / f"{name}.json").exists() for name in (PRE, POST))
+    return Description(config, _read_sidecar(folder, config), read_processors(folder).renames if is_modern else {})
+
+
+def check_weights(folder: Path) -> None:
+    """Whether there is a file that weights could be read from.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not (folder / WEIGHTS).exists() and not (folder / orbax.FOLDER).is_dir():
+        raise CheckpointError(_no_weights(folder))
 
 
 def read(folder: Path) -> Checkpoint:

@@ -286,6 +286,7 @@ def test_public_names_are_exactly_these() -> None:
         "is_model",
         "load_model",
         "load_policy",
+        "read_requirements",
     ]
     assert {name for name in dir(jaxmodels) if name in jaxmodels.__all__} == set(jaxmodels.__all__)
     for name in jaxmodels.__all__:
