@@ -1,5 +1,6 @@
 """The session API on a Sanic app: which routes there are, how each request is let in, watched and answered."""
 
+import logging
 import math
 import re
 import time
@@ -8,19 +9,24 @@ from typing import Any
 from sanic import Blueprint, HTTPResponse
 from sanic.config import Config
 
+from service.limits import ConnectionLimits, Connections
 from service.origins import Origins, preflight
 from service.punctual import PunctualProtocol
-from service.routes import control, debug, deployments, docs, health, metrics, models, sessions
+from service.routes import control, debug, deployments, docs, health, metrics, models, policy_check, sessions
 from service.routes.answers import request_id
 from service.routes.context import App, Request
 from service.routes.route import Route
 from service.settings import Settings
+from service.subject import begin_about
+
+log = logging.getLogger(__name__)
 
 PREFIXES = ("", "/api")
 ROUTES: tuple[Route, ...] = (
     *health.ROUTES,
     *sessions.ROUTES,
     *control.ROUTES,
+    *policy_check.ROUTES,
     *deployments.ROUTES,
     *models.ROUTES,
     *debug.ROUTES,
@@ -39,6 +45,9 @@ def configuration(settings: Settings) -> Config:
         # Sanic's own request timeout starts anew with every byte; service.punctual has the deadline that counts.
         REQUEST_TIMEOUT=settings.request_deadline,
         REQUEST_DEADLINE=settings.request_deadline,
+        CONNECTIONS=Connections(
+            ConnectionLimits(settings.max_connections, settings.max_all_connections, settings.limit_local)
+        ),
         KEEP_ALIVE_TIMEOUT=15,
         GRACEFUL_SHUTDOWN_TIMEOUT=3,
         FALLBACK_ERROR_FORMAT="json",
@@ -92,6 +101,7 @@ def watch(app: App) -> None:
 
     @app.on_request
     async def begin(request: Request) -> None:
+        begin_about(request=request_id(request), session=None)
         request.ctx.began = time.perf_counter()
         if request.route is not None and isinstance(request.protocol, PunctualProtocol):
             is_patient = getattr(request.route.ctx, "is_patient", False)
@@ -105,6 +115,9 @@ def watch(app: App) -> None:
         route = _template(request.route.path) if request.route else "unknown"
         seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
         app.ctx.metrics.answered(request.method if request.route else "any", route, response.status, seconds)
+        # Who changed something stays on record; looks are many.
+        level = logging.DEBUG if request.method in ("GET", "HEAD", "OPTIONS") else logging.INFO
+        log.log(level, "%s %s: %d in %.1f ms", request.method, request.path, response.status, seconds * 1e3)
 
 
 def _template(path: str) -> str:

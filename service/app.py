@@ -12,22 +12,27 @@ from typing import Any
 from sanic import Sanic
 
 import jaxmodels
+from hooks.receiving.rates import Rates
 from service.api import PREFIXES, ROUTES, api, configuration, watch
 from service.arrays.limits import ArrayLimits
 from service.auth.guard import Guard
 from service.engine import Engine, LoadPolicy, Policy
 from service.forwards import ForwardLimits
+from service.limits import Creates
 from service.logs import RecentLogs, keeping
 from service.metrics import Metrics
 from service.models import Models
 from service.openapi import full_document, specified_document
 from service.origins import Origins
+from service.policy_reader import PolicyReader, ReadRequirements
+from service.progress import Durations
 from service.routes import docs
 from service.routes.answers import install_errors
 from service.routes.context import App, Context
 from service.served_model import LoadModel, Model
 from service.sessions import Sessions, SessionSettings
 from service.settings import Settings
+from service.state import state_folder
 from service.transport.base import Transport
 from service.transport.client import RoomsTransport
 from service.transport.server import TransportSettings, add_transport
@@ -41,6 +46,7 @@ def create_app(
     transport: Transport | None = None,
     load: LoadPolicy | None = None,
     load_model: LoadModel | None = None,
+    read_requirements: ReadRequirements | None = None,
 ) -> App:
     """A server that is ready to be served; nothing runs before that.
 
@@ -48,6 +54,7 @@ def create_app(
         transport: how sessions reach their rooms; the RobotHub wire when None.
         load: how policies are loaded; from folders and the Hub with JAX when None.
         load_model: how the models of the settings are loaded; likewise when None.
+        read_requirements: how it is found out what a policy needs before it is loaded; likewise when None.
     """
     settings = settings or Settings()
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
@@ -66,6 +73,8 @@ def create_app(
         metrics=Metrics(lambda: context.sessions.list(), lambda: context.models.list()),
         logs=RecentLogs(settings.log_lines),
         table=table,
+        policy_reader=PolicyReader(read_requirements or _requirements_reader(settings)),
+        creates=Creates(Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local),
     )
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
     watch(app)
@@ -114,7 +123,7 @@ def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model:
     async def open_store(app: App) -> None:
         opened.enter_context(keeping(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
-        engine = Engine(stuck_after=settings.stuck_after)
+        engine = Engine(stuck_after=settings.stuck_after, durations=_durations(settings))
         app.ctx.sessions = Sessions(transport=transport, load=load, engine=engine, settings=limits, tell=webhooks.tell)
         app.ctx.models = Models(engine, _forward_limits(settings), app.ctx.sessions.has_running_robot)
         try:
@@ -136,6 +145,11 @@ def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model:
         await opened.aclose()
 
 
+def _durations(settings: Settings) -> Durations:
+    folder = state_folder(settings)
+    return Durations(None if folder is None else folder / "durations.json")
+
+
 def _forward_limits(settings: Settings) -> ForwardLimits:
     return ForwardLimits(
         arrays=ArrayLimits(bytes=settings.max_forward_bytes),
@@ -154,6 +168,14 @@ def _loader(settings: Settings) -> LoadPolicy:
         )
 
     return load
+
+
+def _requirements_reader(settings: Settings) -> ReadRequirements:
+    def read(path: str, revision: str | None) -> jaxmodels.Requirements:
+        _name_caches(settings)
+        return jaxmodels.read_requirements(path, revision)
+
+    return read
 
 
 def _model_loader(settings: Settings) -> LoadModel:

@@ -1,16 +1,32 @@
-"""An HTTP connection that gives a whole request a deadline, however its bytes are spread out."""
+"""An HTTP connection that waits for nobody: a request has a deadline, and so has an answer that is not read."""
 
 import asyncio
+import logging
+import time
 from typing import Any, cast
 
 from sanic.exceptions import RequestTimeout
 from sanic.http import Http, Stage
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 
+from service.limits import Connections
+
+log = logging.getLogger(__name__)
+
+HEAD_LIMIT = 8192  # bytes of a request's first line and headers
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
+# Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
+_LEAST_READ = 32_768
+_FULL = b'{"detail":"Too many connections (setting max_connections); close some","code":"too_many_requests"}'
+_FULL_HEAD = (
+    "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
+    f"content-length: {len(_FULL)}\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
+).encode()
 
 
 class _Http(Http):
+    # Of this class, because Sanic's own holds one number for all apps of a process.
+    HEADER_MAX_SIZE = HEAD_LIMIT
     __slots__ = ()
 
     def init_for_request(self) -> None:
@@ -22,15 +38,33 @@ class PunctualProtocol(WebSocketProtocol):
     """Sanic's protocol, whose own request timeout starts anew with every byte: one byte now and then would live on.
 
     The deadline is the app's ``REQUEST_DEADLINE`` in seconds, from a request's first byte to the last of its body.
+    The app's ``CONNECTIONS`` say how many there may be.
     """
 
     HTTP_CLASS = _Http
-    __slots__ = ("_deadline", "_request_deadline")
+    __slots__ = ("_counted", "_deadline", "_reading", "_request_deadline")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
         self._request_deadline: float = self.app.config.REQUEST_DEADLINE
+        self._counted: str | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Somebody is there; one too many is told so and let go."""
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        if not self._doors.enter(address):
+            transport.write(_FULL_HEAD + _FULL)
+            transport.close()
+            return
+        self._counted = address
+        super().connection_made(transport)
+
+    @property
+    def _doors(self) -> Connections:
+        return self.app.config.CONNECTIONS
 
     def next_request(self, has_begun: bool) -> None:
         """Whatever came before is read and answered; the next request may be in the buffer already."""
@@ -40,14 +74,56 @@ class PunctualProtocol(WebSocketProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request or of a WebSocket."""
+        if self._counted is None:
+            return  # it is being let go
         if self._deadline is None and self.websocket is None:
             self._arm()
         super().data_received(data)
 
+    def pause_writing(self) -> None:
+        """More of an answer waits than the peer reads now; one that hardly reads keeps memory and a handler."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self._forget_reader()
+
+    def check_timeouts(self) -> None:
+        """Sanic's own; but a connection that still sends its last answer is not idle."""
+        if self.http is not None and self.http.stage is Stage.IDLE and self._unread():
+            self._time = time.monotonic()
+        super().check_timeouts()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer is gone."""
+        if self._counted is None:
+            return  # it was never let in
+        self._doors.leave(self._counted)
         self._disarm()
         super().connection_lost(exc)
+        self._forget_reader()
+
+    def _unread(self) -> int:
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+
+    def _watch_reader(self) -> None:
+        self._forget_reader()
+        self._reading = self.loop.call_later(self._request_deadline, self._look_at_reader, self._unread())
+
+    def _look_at_reader(self, before: int) -> None:
+        # With an answer of pieces the rest is written only once this is read: then this is all there is to look at.
+        if self.transport is not None and before - self._unread() < _LEAST_READ:
+            log.info("a connection is cut: %d bytes of its answer are not read", self._unread())
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _forget_reader(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _arm(self) -> None:
         self._deadline = self.loop.call_later(self._request_deadline, self._late)

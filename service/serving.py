@@ -1,6 +1,7 @@
 """An app on a port: for a while on the running event loop, or until a signal ends the process."""
 
 import asyncio
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,7 @@ from service.punctual import PunctualProtocol
 PATIENCE = 1.0
 # Connections that wait to be accepted; of a burst above it each tries again a second later (Sanic's own is 100).
 BACKLOG = 1024
+DESCRIPTORS = 16_384
 
 
 class CannotListen(Exception):
@@ -129,5 +131,14 @@ def run(app: Sanic[Any, Any], listener: socket.socket, started: Callable[[str], 
             if not asked.is_set():
                 raise
 
+    _take_descriptors()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_signal())
+
+
+def _take_descriptors() -> None:
+    """As many open files as the system lets this process have: the usual 1024 are fewer than its connections may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -115,6 +115,23 @@ class LimitSettings(Group):
     max_sessions: int = Field(default=64, ge=1, le=4096, description="Sessions at a time.")
     max_cameras: int = Field(default=8, ge=1, le=64, description="Cameras per session.")
     max_body: int = Field(default=1 << 20, ge=1024, description="Bytes of one request's body.")
+    max_connections: int = Field(
+        default=64,
+        ge=1,
+        description="Connections of one address at a time, this machine's apart; a robot with 8 cameras has about 20.",
+    )
+    max_all_connections: int = Field(default=4096, ge=16, description="Connections of everybody at a time.")
+    creates_per_minute: int = Field(
+        default=20,
+        ge=1,
+        description="Sessions that one key (or one address, where no key is wanted) may make in a minute, "
+        "this machine's own callers without a key apart.",
+    )
+    limit_local: bool = Field(
+        default=False,
+        description="Hold callers on this machine to max_connections and creates_per_minute too; "
+        "for a server behind a proxy on the same machine.",
+    )
     request_deadline: Seconds = Field(default=10.0, description="Seconds in which a whole request must have arrived.")
     answer_deadline: Seconds = Field(
         default=30.0, description="Seconds in which a request is answered; making a session may take longer."
@@ -287,6 +304,11 @@ class LogSettings(Group):
     log_format: Literal["text", "json"] = Field(
         default="text", description="Lines for people, or one JSON object per line."
     )
+    log_file: str | None = Field(default=None, description="File that is logged to besides standard error.")
+    log_file_bytes: int = Field(
+        default=10 << 20, ge=10_000, description="Bytes after which the log file is set aside and a new one begun."
+    )
+    log_files: int = Field(default=5, ge=1, le=1000, description="Log files kept; the oldest goes.")
     log_lines: int = Field(default=500, ge=1, le=100_000, description="Lines kept for GET /debug/logs.")
 
 

@@ -9,9 +9,11 @@ from typing import TypeAlias
 import sanic
 from sanic.config import Config
 
+from service.limits import Creates
 from service.logs import RecentLogs
 from service.metrics import Metrics
 from service.models import Models
+from service.policy_reader import PolicyReader
 from service.sessions import Sessions
 from service.settings import Settings
 from service.transport.rooms import RoomTable
@@ -27,7 +29,9 @@ class Context:
         page: the documentation's HTML and its Content-Security-Policy.
         versions: of this and of what matters below it.
         table: the embedded transport's rooms, or None when it is off.
+        creates: how often each caller may make a session.
         sessions, models, updates: there from the server's start to its stop.
+        policy_reader: what policies need, before they are loaded.
         started_at: monotonic.
     """
 
@@ -38,6 +42,8 @@ class Context:
     metrics: Metrics
     logs: RecentLogs
     table: RoomTable | None
+    policy_reader: PolicyReader
+    creates: Creates
     started_at: float = field(default_factory=time.monotonic)
     sessions: Sessions = field(init=False)
     models: Models = field(init=False)

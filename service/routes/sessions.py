@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from sanic import HTTPResponse
 
+from service.auth.caller import ANYBODY, caller_of
 from service.errors import ServiceError
 from service.request import NewSession
 from service.routes.answers import answer
@@ -25,6 +26,8 @@ async def create_session(request: Request) -> HTTPResponse:
     A client that gives up waiting finds the session in the list.
     """
     body = read_body(request, NewSessionRequest)
+    caller = caller_of(request)
+    request.app.ctx.creates.take(None if caller is ANYBODY else caller.name, request.ip)
     new = NewSession(
         session_id=body.session_id,
         policy_path=body.policy_path,

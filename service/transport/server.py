@@ -13,6 +13,7 @@ from sanic import Blueprint, HTTPResponse, Request, Sanic
 from sanic.exceptions import SanicException
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
+from service.limits import Connections
 from service.origins import Origins, preflight
 from service.serving import listen, run, serving
 from service.transport.address import Kind
@@ -96,6 +97,7 @@ def create_transport_app(settings: TransportSettings | None = None) -> Sanic:
     app.config.REQUEST_DEADLINE = REQUEST_DEADLINE
     app.config.REQUEST_TIMEOUT = REQUEST_DEADLINE
     app.config.KEEP_ALIVE_TIMEOUT = 15
+    app.config.CONNECTIONS = Connections()
     table = settings.table()
     for prefix in ("", "/api"):
         add_transport(app, table, settings, prefix)
