@@ -12,7 +12,7 @@ from sanic.config import Config
 from service.limits import ConnectionLimits, Connections
 from service.origins import Origins, preflight
 from service.punctual import PunctualProtocol
-from service.routes import control, debug, deployments, docs, health, metrics, models, policy_check, sessions
+from service.routes import control, debug, deployments, docs, health, metrics, models, policy_check, score, sessions
 from service.routes.answers import request_id
 from service.routes.context import App, Request
 from service.routes.route import Route
@@ -26,6 +26,7 @@ ROUTES: tuple[Route, ...] = (
     *health.ROUTES,
     *sessions.ROUTES,
     *control.ROUTES,
+    *score.ROUTES,
     *policy_check.ROUTES,
     *deployments.ROUTES,
     *models.ROUTES,

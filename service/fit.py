@@ -17,7 +17,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         PolicyError: the policy does not fit; lists every reason.
         InvalidRequest: the request's joint names do not fit.
     """
-    wrong = [*_type_misfits(requirements, new), *_camera_misfits(requirements, new), *_width_misfits(requirements)]
+    wrong = misfits(requirements, new)
     if wrong:
         raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(wrong))
     table = table_for(
@@ -40,6 +40,11 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         samples=settings.samples,
     )
     return table, pace
+
+
+def misfits(requirements: Requirements, new: NewSession) -> list[str]:
+    """Everything of a request that this policy cannot do with; names of joints are for ``fit``."""
+    return [*_type_misfits(requirements, new), *_camera_misfits(requirements, new), *_width_misfits(requirements)]
 
 
 def _type_misfits(requirements: Requirements, new: NewSession) -> list[str]:

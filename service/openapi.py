@@ -17,8 +17,11 @@ from service.schemas import (
     FastApiSchema,
     HTTPValidationError,
     NewSessionRequest,
+    PolicyCheck,
+    PolicyCheckRequest,
     PolicyRequest,
     Quarantined,
+    ScoreRequest,
     SessionStatusResponse,
     ValidationError,
 )
@@ -36,7 +39,7 @@ SPECIFIED_MODELS: tuple[type[BaseModel], ...] = (
     ValidationError,
 )
 FULL_MODELS = (
-    *(*SPECIFIED_MODELS, NewSessionRequest, PolicyRequest),
+    *(*SPECIFIED_MODELS, NewSessionRequest, PolicyRequest, PolicyCheckRequest, PolicyCheck, ScoreRequest),
     *(Deployment, DeploymentStage, Quarantined, ErrorResponse),
 )
 SECURITY = {

@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -165,6 +165,63 @@ class PolicyRequest(BaseModel):
         description="Branch, tag or commit; null for the one that is staged, else the newest that the session follows.",
     )
     force: bool = Field(default=False, description="Take a commit out of the quarantine for it.")
+
+
+class PolicyCheckRequest(BaseModel):
+    """What POST /policies/check takes: what POST /sessions would, but nothing has to be there except the policy."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+
+    policy_path: Annotated[Text, AfterValidator(_some_text)] = Field(
+        min_length=1,
+        json_schema_extra={"pattern": r"\S"},
+        description="A folder on the server's machine, or a Hub repo id (owner/name).",
+    )
+    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Branch, tag or commit of a policy from the Hub."
+    )
+    policy_type: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None, description="Compared with the policy's own, unless null."
+    )
+    camera_names: Annotated[list[Name], AfterValidator(_each_once)] | None = Field(
+        default=None,
+        max_length=64,
+        json_schema_extra={"uniqueItems": True},
+        description="Compared with the policy's own, unless null.",
+    )
+    joint_names: list[Annotated[str, Field(min_length=1, max_length=50)]] | None = Field(
+        default=None, max_length=256, description="Compared with the policy's own, unless null."
+    )
+    rate: float | None = Field(default=None, ge=0.1, le=1000, description="Control ticks per second to be asked for.")
+
+
+class PolicyCheck(BaseModel):
+    """What a policy needs, and whether a session of it would fit; nothing was loaded."""
+
+    fits: bool
+    misfits: list[str] = Field(description="Everything that POST /sessions would refuse, one text each.")
+    policy_type: str
+    camera_names: list[str]
+    camera_sizes: dict[str, list[int]] = Field(description="Height and width; frames of other sizes are resized.")
+    joint_names: list[str] | None = Field(description="In the order of the actions; null when they do not fit.")
+    rate: float | None = Field(description="Ticks per second the session would have; null when it does not fit.")
+    requirements: dict[str, Any]
+
+
+class ScoreRequest(BaseModel):
+    """What POST /sessions/{session_id}/score takes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    tried: int = Field(ge=0, le=10**9, description="Episodes that are over.")
+    succeeded: int = Field(ge=0, le=10**9, description="How many of them did what was wanted.")
+    note: Annotated[str, Field(max_length=200)] = Field(default="", description="What was tried, for people.")
+
+    @model_validator(mode="after")
+    def _no_more_than_tried(self) -> "ScoreRequest":
+        if self.succeeded > self.tried:
+            raise PydanticCustomError("greater_than", "No more can succeed than were tried")
+        return self
 
 
 class DeploymentStage(BaseModel):
