@@ -1,0 +1,179 @@
+"""One session as somebody has it who operates a robot: API calls, the robot, and the history of both."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+
+from service.transport.base import EmergencyStop, Rooms
+from service.transport.robot import Robot
+from tests.faults.history import Call, History
+from tests.faults.meter import Meter
+from tests.faults.processes import Process
+from tests.faults.robot import Life, living_robot, witness
+from tests.faults.script import Script
+
+LOOK = 0.02  # seconds between looks at the session's status
+
+
+class Arm:
+    """A session on a server, and its robot.
+
+    Attributes:
+        session: what the last look saw, as ``GET /sessions/{id}`` tells it.
+        stops: emergency stops that the robot was told of.
+    """
+
+    def __init__(
+        self, server: Process, script: Script | None, session_id: str, http: aiohttp.ClientSession, meter: Meter
+    ):
+        self.server, self.script, self.id, self.meter = server, script, session_id, meter
+        self.history = History(session_id)
+        self.session: dict[str, Any] = {}
+        self.stops: list[EmergencyStop] = []
+        self.transport_url = server.url
+        self.rooms: Rooms | None = None
+        self._http = http
+        self._life: Life | None = None
+        self._robot: Robot | None = None
+        self._robots = AsyncExitStack()
+
+    @property
+    def life(self) -> Life:
+        assert self._life is not None
+        return self._life
+
+    @property
+    def robot(self) -> Robot:
+        assert self._robot is not None
+        return self._robot
+
+    async def call(self, method: str, path: str, body: Any = None, timeout: float = 60) -> tuple[int, Any]:
+        """One call, which the history keeps."""
+        began = time.monotonic()
+        status, answer = 0, None
+        try:
+            patience = aiohttp.ClientTimeout(total=timeout)
+            async with self._http.request(method, self.server.url + path, json=body, timeout=patience) as got:
+                status, answer = got.status, await got.json(content_type=None)
+        finally:
+            self.history.calls.append(Call(method, path, began, time.monotonic(), status, answer))
+        return status, answer
+
+    async def ask(self, move: str) -> None:
+        status, answer = await self.call("POST", f"/sessions/{self.id}/{move}")
+        assert status == 200, answer
+
+    def body(self, policy: str | None = None, **more: Any) -> dict[str, Any]:
+        path = policy or (str(self.script.folder) if self.script else "")
+        return {"session_id": self.id, "policy_path": path, "transport_server_url": self.transport_url, **more}
+
+    async def create(self, policy: str | None = None, **more: Any) -> Rooms:
+        """Make the session."""
+        status, made = await self.call("POST", "/sessions", self.body(policy, **more))
+        assert status == 200, made
+        self.rooms = Rooms(
+            made["workspace_id"], made["camera_room_ids"], made["joint_input_room_id"], made["joint_output_room_id"]
+        )
+        return self.rooms
+
+    async def connect(self, url: str | None = None) -> Robot:
+        """The robot joins, straight, whichever way the server takes."""
+        assert self.rooms is not None
+        self._robot, self._life = await self._robots.enter_async_context(
+            living_robot(
+                url or self.transport_url,
+                self.rooms,
+                on_command=self.history.heard,
+                on_stop=self.stops.append,
+                pose=self.history.pose.at,
+            )
+        )
+        return self._robot
+
+    async def be_heard_by_a_witness(self) -> None:
+        """Commands are kept though there is no robot in this process."""
+        assert self.rooms is not None
+        await self._robots.enter_async_context(witness(self.transport_url, self.rooms, self.history.heard))
+
+    async def disconnect(self) -> None:
+        await self._robots.aclose()
+        self._robot = self._life = None
+
+    async def go(self, moving: int = 5, **more: Any) -> None:
+        """Make, connect, start, and wait until it moves."""
+        await self.create(**more)
+        await self.connect()
+        await self.ask("start")
+        await self.moves(moving)
+
+    async def watch(self) -> None:
+        """Look at the session again and again."""
+        while True:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with self._http.get(f"{self.server.url}/sessions/{self.id}") as got:
+                    if got.status == 200:
+                        self.session = await got.json()
+                        self.history.statuses.append((time.monotonic(), self.session["status"]))
+            await asyncio.sleep(LOOK)
+
+    async def until(self, claim: Callable[[dict[str, Any]], Any], within: float = 10.0) -> dict[str, Any]:
+        """What is seen as soon as the claim is true of it."""
+        began = time.monotonic()
+        looked_at = 0.0
+        while True:
+            at = self.history.statuses[-1][0] if self.history.statuses else 0.0
+            if at > began and at != looked_at:
+                looked_at = at
+                if claim(self.session):
+                    return self.session
+            late = self.meter.worst(began)
+            assert time.monotonic() < began + within + late, f"not within {within} s; the session is {self.session}"
+            await asyncio.sleep(LOOK / 4)
+
+    async def moves(self, count: int = 5, within: float = 10.0) -> float:
+        """Wait for so many more actions; the time of the first."""
+        began = time.monotonic()
+        while len(found := self.history.motions(began)) < count:
+            assert time.monotonic() < began + within, f"no motion in {within} s; the session is {self.session}"
+            await asyncio.sleep(LOOK / 4)
+        return found[0][0]
+
+    async def listed(self) -> set[str]:
+        async with self._http.get(f"{self.server.url}/sessions") as got:
+            return {session["session_id"] for session in await got.json()}
+
+    async def check(self, since: float = 0.0) -> None:
+        """Nothing that happened was forbidden."""
+        self.history.late = self.meter.worst(since)
+        wrong = self.history.violations(await self.listed())
+        assert not wrong, (
+            f"{len(wrong)} violations, the machine itself up to {self.history.late:.3f} s late:\n"
+            + "\n".join(wrong[:20])
+        )
+
+
+def is_moving(session: dict[str, Any]) -> bool:
+    return session["status"] == "running" and session["stats"]["hold"] is None
+
+
+@asynccontextmanager
+async def arm(server: Process, script: Script | None, session_id: str) -> AsyncIterator[Arm]:
+    """An arm that is watched; its session is deleted and its history checked at the end."""
+    meter = Meter()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), trust_env=False) as http:
+        made = Arm(server, script, session_id, http, meter)
+        tasks = [asyncio.create_task(meter.run()), asyncio.create_task(made.watch())]
+        try:
+            yield made
+            await made.check()
+        finally:
+            with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                await made.call("DELETE", f"/sessions/{session_id}", timeout=5)
+            await made.disconnect()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,76 @@
+"""Servers that faults happen to, and repeats: ``pytest tests/faults --repeat 50 --seed 7``."""
+
+import random
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.arm import Arm, arm
+from tests.faults.processes import Process, server
+from tests.faults.script import Script
+
+_numbers = count(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--repeat", type=int, default=1, help="How often each fault happens.")
+    parser.addoption("--seed", type=int, default=0, help="Of the moments at which faults happen.")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"faults: seed {config.getoption('--seed')}, each {config.getoption('--repeat')} times"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "moment" in metafunc.fixturenames:
+        metafunc.parametrize("repeat", range(metafunc.config.getoption("--repeat")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.fault)
+
+
+@pytest.fixture
+def moment(request: pytest.FixtureRequest, repeat: int) -> random.Random:
+    """Chooses when the fault happens: by the seed, the test and the repeat."""
+    name = request.function.__name__
+    seed = zlib.crc32(f"{request.config.getoption('--seed')} {name} {repeat}".encode())
+    print(f"{name}: seed {request.config.getoption('--seed')}, repeat {repeat}")  # noqa: T201
+    return random.Random(seed)
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="session")
+def scripted(place: Path) -> Iterator[Process]:
+    """A server whose policies follow scripts; shared by the tests, which have sessions of their own."""
+    with server(place / "scripted") as running:
+        yield running
+
+
+@pytest.fixture
+def script(place: Path) -> Callable[..., Script]:
+    """Makes policies."""
+    return lambda **settings: Script(place / "policies" / f"policy{next(_numbers)}", **settings)
+
+
+@pytest.fixture
+async def arms() -> AsyncIterator[Callable[..., Any]]:
+    """Makes arms; their histories are checked at the end."""
+    async with AsyncExitStack() as stack:
+
+        async def make(server: Process, script: Script | None, name: str | None = None) -> Arm:
+            opened: AbstractAsyncContextManager[Arm] = arm(server, script, name or f"arm{next(_numbers)}")
+            return await stack.enter_async_context(opened)
+
+        yield make

@@ -1,0 +1,197 @@
+"""What happened to one session, as seen from outside, and whether all of it was allowed.
+
+Five claims, checked after every fault:
+
+1. after a stop was acknowledged, no target differs from the pose that is held;
+2. every target is finite, inside the limits, and no step is larger than allowed;
+3. no action is older than its deadline: one period after it was due;
+4. statuses follow the table of ``service.stage``, and moves that somebody must ask for were asked for;
+5. the sessions that were acknowledged are the sessions that are listed.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.stage import ASKED, MOVES, Move, Stage
+from tests.faults.robot import FRAMES, PERIOD, TellingPose
+
+LIMITS = {"Jaw": (0.0, 100.0)}
+USUAL = (-100.0, 100.0)
+HOP = 0.03  # from the server through the rooms to the robot
+SLACK = 1e-3  # of a joint's value
+_HAPPENS = [move for move in Move if move not in ASKED] + [Move.EMERGENCY_STOP]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A joint update that arrived: only what changed, as rooms forward it."""
+
+    at: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the API, from the first byte to the last; ``status`` is 0 when nothing was answered."""
+
+    method: str
+    path: str
+    began: float
+    ended: float
+    status: int
+    answer: Any
+
+
+@dataclass
+class History:
+    """Everything about one session.
+
+    Attributes:
+        breaks: when the robot's connection, or the server, was away: what came before says nothing about after.
+        late: how late the machine was by itself; added to every limit of time.
+        step: the largest step from one target to the next, or None.
+    """
+
+    session_id: str
+    pose: TellingPose = field(default_factory=TellingPose)
+    commands: list[Command] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    statuses: list[tuple[float, str]] = field(default_factory=list)
+    breaks: list[float] = field(default_factory=list)
+    late: float = 0.0
+    step: float | None = None
+
+    def heard(self, values: Mapping[str, float], at: float) -> None:
+        self.commands.append(Command(at, dict(values)))
+
+    def targets(self, since: float = -math.inf, until: float = math.inf) -> list[tuple[float, dict[str, float]]]:
+        """Whole targets with their times: each command merged into those before it."""
+        merged: dict[str, float] = {}
+        found = []
+        for command in self.commands:
+            merged = {**merged, **command.values}
+            if since <= command.at <= until:
+                found.append((command.at, merged))
+        return found
+
+    def motions(self, since: float = -math.inf, until: float = math.inf) -> list[tuple[float, dict[str, float]]]:
+        """Those targets that are no hold."""
+        found = []
+        for at, target in self.targets(since, until):
+            reading = self.pose.read(target)
+            if reading is None or not reading.is_hold:
+                found.append((at, target))
+        return found
+
+    # The claims.
+
+    def violations(self, listed: Collection[str] | None = None) -> list[str]:
+        """Everything that was not allowed."""
+        found = [*self._after_stops(), *self._outside(), *self._late(), *self._jumps_of_status()]
+        if listed is not None:
+            found += self._lost(listed)
+        return found
+
+    def _stops(self) -> list[tuple[float, float]]:
+        """(acknowledged, until something was asked that sets it going again)."""
+        found = []
+        for call in self.calls:
+            if call.status != 200 or not _is_stop(call, self.session_id):
+                continue
+            again = [
+                other.began
+                for other in self.calls
+                if other.began > call.ended and other.path.endswith(("/start", "/restart"))
+            ]
+            found.append((call.ended, min(again, default=math.inf)))
+        return found
+
+    def _after_stops(self) -> list[str]:
+        found = []
+        for since, until in self._stops():
+            moved = self.motions(since + HOP + self.late, until)
+            if moved:
+                first = moved[0]
+                found.append(f"1: {len(moved)} targets {first[0] - since:.3f} s after a stop: {first[1]}")
+        return found
+
+    def _outside(self) -> list[str]:
+        found = []
+        before: tuple[float, dict[str, float]] | None = None
+        for at, target in self.targets():
+            for joint, value in target.items():
+                low, high = LIMITS.get(joint, USUAL)
+                if not math.isfinite(value) or not low <= value <= high:
+                    found.append(f"2: {joint} = {value} is outside {low}..{high}")
+            if before is not None and self.step is not None and not self._is_broken(before[0], at):
+                steps = {joint: abs(target[joint] - before[1].get(joint, target[joint])) for joint in target}
+                worst = max(steps, key=lambda joint: steps[joint])
+                ticks = max(round((at - before[0]) / PERIOD), 1)
+                if steps[worst] > self.step * ticks + SLACK:
+                    found.append(f"2: {worst} went {steps[worst]:.3f} in {ticks} ticks, at most {self.step} each")
+            before = (at, target)
+        return found
+
+    def _late(self) -> list[str]:
+        found = []
+        # What the policy saw was reported up to a frame before the frame that an action's time is counted from.
+        limit = PERIOD + 1 / FRAMES + HOP + self.late
+        for at, target in self.motions():
+            reading = self.pose.read(target)
+            if reading is not None and at - reading.due_at > limit:
+                found.append(f"3: an action {(at - reading.due_at) * 1e3:.0f} ms after it was due, limit {limit:.3f} s")
+        return found
+
+    def _jumps_of_status(self) -> list[str]:
+        found = []
+        for (earlier, before), (at, after) in zip(self.statuses, self.statuses[1:], strict=False):
+            if before == after or self._is_broken(earlier, at):
+                continue
+            asked = {
+                move for move in ASKED if any(_asks(call, move, self.session_id, earlier, at) for call in self.calls)
+            }
+            if Stage(after) not in _reachable(Stage(before), {*asked, *_HAPPENS}):
+                found.append(f"4: {before} -> {after} although nothing but {sorted(asked)} was asked for")
+        return found
+
+    def _lost(self, listed: Collection[str]) -> list[str]:
+        is_there = False
+        for call in self.calls:
+            if call.status == 200 and call.method == "POST" and call.path == "/sessions":
+                is_there = True
+            elif call.status == 200 and call.method == "DELETE":
+                is_there = False
+        if is_there == (self.session_id in listed):
+            return []
+        return [f"5: session {self.session_id} was {'made' if is_there else 'deleted'}; listed are {sorted(listed)}"]
+
+    def _is_broken(self, since: float, until: float) -> bool:
+        return any(since <= at <= until for at in self.breaks)
+
+
+def _is_stop(call: Call, session_id: str) -> bool:
+    return call.path in (f"/sessions/{session_id}/stop", "/debug/emergency_stop") or (
+        call.method == "DELETE" and call.path == f"/sessions/{session_id}"
+    )
+
+
+def _asks(call: Call, move: Move, session_id: str, since: float, until: float) -> bool:
+    if call.began > until or call.ended < since:
+        return False
+    if move is Move.DELETE:
+        return call.method == "DELETE"
+    return call.path.endswith(f"/{move}") or (move is Move.EMERGENCY_STOP and call.path == "/debug/emergency_stop")
+
+
+def _reachable(start: Stage, moves: Collection[Move]) -> set[Stage]:
+    found, edge = {start}, [start]
+    while edge:
+        stage = edge.pop()
+        for move in moves:
+            there = MOVES.get((stage, move))
+            if there is not None and there not in found:
+                found.add(there)
+                edge.append(there)
+    return found

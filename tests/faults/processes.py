@@ -1,0 +1,113 @@
+"""Processes that a test starts, pauses, kills and starts again; each ends with the test, whatever happens."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STARTING = 60.0
+
+
+class Process:
+    """``python -m module arguments`` on a leash.
+
+    Attributes:
+        log: what it wrote, of all its lives.
+        url: where it answers; the same port in every life.
+    """
+
+    def __init__(self, log: Path, module: str, *arguments: str, env: dict[str, str] | None = None):
+        self.log = log
+        self.url = ""
+        self._command = [sys.executable, "-m", "service.demo.leash", str(os.getpid()), module, *arguments]
+        self._env = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
+        self._running: subprocess.Popen[bytes] | None = None
+        self.began_at = 0.0
+
+    @property
+    def pid(self) -> int:
+        assert self._running is not None
+        return self._running.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._running is not None and self._running.poll() is None
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def words(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def start(self) -> "Process":
+        """Start it and wait for the address that it prints; blocks."""
+        command = self._command
+        if self.url:
+            place = command.index("--port") + 1
+            command = [*command[:place], str(self.port), *command[place + 1 :]]
+        heard = len(self.words())
+        self.began_at = time.monotonic()
+        with self.log.open("ab") as log:
+            self._running = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        while (found := re.search(r"at (http://[0-9.]+:\d+)", self.words()[heard:])) is None:
+            if not self.is_alive or time.monotonic() > self.began_at + STARTING:
+                self.kill()
+                raise AssertionError(f"{command[5:]} did not start:\n{self.words()[-2000:]}")
+            time.sleep(0.01)
+        self.url = found[1]
+        return self
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL: it says nothing to anybody."""
+        if self._running is not None and self._running.poll() is None:
+            self._running.kill()
+        if self._running is not None:
+            self._running.wait()
+
+    def ended(self, within: float) -> int:
+        """Its exit code, when it has ended in time; blocks."""
+        assert self._running is not None
+        return self._running.wait(within)
+
+
+@contextmanager
+def process(log: Path, module: str, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Process]:
+    """A process that is started, and ended at the end."""
+    made = Process(log, module, *arguments, env=env)
+    try:
+        yield made.start()
+    finally:
+        made.kill()
+
+
+def server(folder: Path, *flags: str, scripted: bool = True, env: dict[str, str] | None = None):
+    """``robojax serve`` with its state in this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    module = "tests.faults.scripted_server" if scripted else "service.cli"
+    return process(
+        folder / "server.log", module, "serve", "--port", "0", "--state", str(folder / "state"), *flags, env=env
+    )
+
+
+def rooms(folder: Path):
+    """``robojax transport``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return process(folder / "rooms.log", "service.cli", "transport", "--port", "0")

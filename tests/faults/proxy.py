@@ -1,0 +1,106 @@
+"""A wire that fails: a TCP proxy on loopback whose connections are cut, half open, slow or corrupted."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from urllib.parse import urlsplit
+
+
+class FaultProxy:
+    """Passes bytes on to another server, as long as nothing is wrong.
+
+    Attributes:
+        is_half_open: bytes of both directions are swallowed, connections stay open and new ones get no answer.
+        delay: seconds that each piece waits.
+        drip: seconds between single bytes, or None.
+        corrupt: (what, instead) of the same length, replaced in what the server sends.
+        swallowed: bytes that got lost.
+    """
+
+    def __init__(self, target: str):
+        parts = urlsplit(target)
+        self._target = (parts.hostname, parts.port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.url = ""
+        self.is_half_open = False
+        self.is_refusing = False
+        self.delay = 0.0
+        self.drip: float | None = None
+        self.corrupt: tuple[bytes, bytes] | None = None
+        self.swallowed = 0
+
+    def cut(self) -> None:
+        """Reset every connection."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def heal(self) -> None:
+        """Everything works again; what was swallowed stays lost, so its connections are reset."""
+        if self.is_half_open:
+            self.cut()
+        self.is_half_open = self.is_refusing = False
+        self.delay, self.drip, self.corrupt = 0.0, None, None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._writers.add(writer)
+        there: asyncio.StreamWriter | None = None
+        try:
+            if self.is_refusing:
+                return
+            if self.is_half_open:
+                while data := await reader.read(65536):
+                    self.swallowed += len(data)
+                return
+            back, there = await asyncio.open_connection(*self._target)
+            self._writers.add(there)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pass(reader, there, is_down=False))
+                group.create_task(self._pass(back, writer, is_down=True))
+        except* (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            for end in (writer, there):
+                if end is not None:
+                    self._writers.discard(end)
+                    end.close()
+            self._tasks.discard(task)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_down: bool) -> None:
+        while data := await reader.read(65536):
+            if self.is_half_open:
+                self.swallowed += len(data)
+                continue
+            if self.delay:
+                await asyncio.sleep(self.delay)
+            if is_down and self.corrupt is not None:
+                data = data.replace(*self.corrupt)
+            if self.drip is None:
+                writer.write(data)
+            else:
+                for place in range(len(data)):
+                    writer.write(data[place : place + 1])
+                    await asyncio.sleep(self.drip)
+            await writer.drain()
+        if not self.is_half_open and writer.can_write_eof():
+            writer.write_eof()
+
+
+@asynccontextmanager
+async def fault_proxy(target: str) -> AsyncIterator[FaultProxy]:
+    """A proxy in front of ``target``, on the running loop."""
+    proxy = FaultProxy(target)
+    listener = await asyncio.start_server(proxy._serve, "127.0.0.1", 0)
+    proxy.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    try:
+        yield proxy
+    finally:
+        listener.close()
+        proxy.cut()
+        for task in list(proxy._tasks):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*proxy._tasks, return_exceptions=True)

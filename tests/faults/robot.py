@@ -1,0 +1,141 @@
+"""A robot whose reports tell the time: from a command it can be read which of them the policy saw, and which action
+of the chunk the command is."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.transport.address import Address, Kind
+from service.transport.base import EmergencyStop, Rooms
+from service.transport.connection import RoomConnection
+from service.transport.messages import Role
+from service.transport.pace import Pace
+from service.transport.rest import RoomsApi, http_session
+from service.transport.robot import JointRoom, Robot, connect_robot
+from tests.faults.script import CHUNK, RATE, STEP
+
+JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
+STILL = dict(zip(JOINTS[1:], (-20.0, 30.0, -40.0, 50.0, 60.0), strict=True))
+SPEED = 1.0  # of the joint that tells the time, units a second
+PERIOD = 1 / RATE
+FRAMES = 25.0
+# The robot is no part of what is tested: it comes back at once.
+QUICK = Pace(retry_first=0.05, retry_longest=0.1, greet=0.05)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a command says of itself.
+
+    Attributes:
+        is_hold: whether it is a pose that was measured, not an action.
+        seen_at: when the robot reported what the command was computed from.
+        due_at: when the action is due.
+    """
+
+    is_hold: bool
+    seen_at: float
+    due_at: float
+
+
+class TellingPose:
+    """A pose of which one joint is a clock."""
+
+    def __init__(self) -> None:
+        self.began_at = time.monotonic()
+
+    def at(self, now: float) -> dict[str, float]:
+        return {"Rotation": -90 + (now - self.began_at) * SPEED, **STILL}
+
+    def read(self, target: Mapping[str, float]) -> Reading | None:
+        """What a whole target says; None when something between the policy and here changed it."""
+        if target.keys() != set(JOINTS):
+            return None
+        offsets = [target[joint] - value for joint, value in STILL.items()]
+        steps = np.array(offsets) / STEP
+        step = round(float(steps.mean()))
+        if not 0 <= step <= CHUNK or np.abs(steps - step).max() > 0.1:
+            return None
+        seen_at = self.began_at + (target["Rotation"] - step * STEP + 90) / SPEED
+        return Reading(step == 0, seen_at, seen_at + max(step - 1, 0) * PERIOD)
+
+
+class Life:
+    """What the robot does 25 times a second. ``camera``: live, frozen (the same picture again) or stalled."""
+
+    def __init__(self, robot: Robot, pose: Callable[[float], Mapping[str, float]]):
+        self.camera = "live"
+        self.is_reporting = True
+        self.shown_at = 0.0
+        self.reported_at = 0.0
+        self._robot = robot
+        self._pose = pose
+
+    async def run(self, size: tuple[int, int] = (48, 64)) -> None:
+        number, due = 0, time.monotonic()
+        while True:
+            now = time.monotonic()
+            if self.is_reporting:
+                self._robot.send_joints(self._pose(now))
+                self.reported_at = now
+            if self.camera != "stalled":
+                number += self.camera == "live"
+                picture = np.full((*size, 3), 60, np.uint8)
+                picture[:, : 1 + number * 4 % size[1]] = 200
+                self._robot.show("front", picture)
+                self.shown_at = now
+            due = max(due + 1 / FRAMES, now)
+            await asyncio.sleep(due - now)
+
+
+@asynccontextmanager
+async def living_robot(
+    url: str,
+    rooms: Rooms,
+    *,
+    on_command: Callable[[Mapping[str, float], float], None],
+    on_stop: Callable[[EmergencyStop], None] | None = None,
+    pose: Callable[[float], Mapping[str, float]] = TellingPose().at,
+) -> AsyncIterator[tuple[Robot, Life]]:
+    """A robot in its rooms, that shows and reports until the context ends."""
+    async with connect_robot(
+        url, rooms, on_command=on_command, on_emergency_stop=on_stop, rate=FRAMES, pace=QUICK
+    ) as robot:
+        life = Life(robot, pose)
+        living = asyncio.create_task(life.run())
+        try:
+            yield robot, life
+        finally:
+            living.cancel()
+
+
+@asynccontextmanager
+async def witness(
+    url: str, rooms: Rooms, on_command: Callable[[Mapping[str, float], float], None]
+) -> AsyncIterator[None]:
+    """Somebody else in the room of the commands, who hears them when the robot is dead."""
+    heard = JointRoom(lambda: None, lambda stop: None, on_command)
+    async with http_session() as session:
+        api = RoomsApi(session, Address.parse(url), QUICK.request)
+        connection = RoomConnection(
+            api,
+            Kind.ROBOTICS,
+            rooms.workspace_id,
+            rooms.joint_output,
+            who="witness",
+            role=Role.CONSUMER,
+            listener=heard,
+            pace=QUICK,
+        )
+        heard.connection = connection
+        await connection.open()
+        running = asyncio.create_task(connection.run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await connection.close()

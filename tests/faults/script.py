@@ -1,0 +1,110 @@
+"""A policy that does what a file tells it to, read anew at each inference: the test writes it, the server obeys."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmodels import Requirements
+from jaxmodels.errors import CheckpointError
+from service.scripted_policy import ScriptedPolicy
+
+FILE = "script.json"
+RATE = 50.0
+CHUNK = 20
+STEP = 0.01  # of every joint, from one action to the next: tells which action of a chunk a command is
+REQUIREMENTS = Requirements(
+    policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=CHUNK, action_steps=CHUNK // 2, rate=RATE
+)
+
+
+class Script:
+    """The test's side: the folder of a policy, and what it shall do.
+
+    ``says("nan", times=1)``: the next chunk holds a NaN, those after it are good. Modes: ``good``, ``nan``, ``inf``,
+    ``shape``, ``outside``, ``jump``, ``raise``, ``memory``, ``hang`` (until the next word).
+    """
+
+    def __init__(self, folder: Path, **settings: Any):
+        self.folder = folder
+        self._serial = 0
+        self._settings = settings
+        folder.mkdir(parents=True)
+        self.says("good")
+
+    def says(self, mode: str, times: int | None = None) -> None:
+        self._serial += 1
+        told = {"serial": self._serial, "mode": mode, "times": times, **self._settings}
+        fresh = self.folder / f".{FILE}"
+        fresh.write_text(json.dumps(told))
+        fresh.replace(self.folder / FILE)
+
+
+class FollowedPolicy(ScriptedPolicy):
+    """The server's side."""
+
+    def __init__(self, folder: Path):
+        super().__init__(requirements=REQUIREMENTS, step=STEP)
+        self._file = folder / FILE
+        self._read_at = -1
+        self._told: dict[str, Any] = {}
+        self._done = 0
+        self._look()
+        time.sleep(self._told.get("loading", 0.0))
+        self.compile_latency = self._told.get("compiling", 0.0)
+
+    def _look(self) -> dict[str, Any]:
+        changed = os.stat(self._file).st_mtime_ns
+        if changed != self._read_at:
+            told = json.loads(self._file.read_text())
+            if told["serial"] != self._told.get("serial"):
+                self._done = 0
+            self._told, self._read_at = told, changed
+        return self._told
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        told = self._look()
+        self.latency = told.get("latency", 0.0)
+        chunk = super().act(observation)
+        if told["times"] is not None and self._done >= told["times"]:
+            return chunk
+        self._done += 1
+        match told["mode"]:
+            case "nan":
+                chunk[0, CHUNK // 2, 2] = np.nan
+            case "inf":
+                chunk[0, CHUNK - 1, 0] = -np.inf
+            case "shape":
+                return chunk[:, :, :5]
+            case "outside":
+                chunk[:] += np.where(np.arange(6) % 2, 1000.0, -1000.0)
+            case "jump":
+                chunk[0, CHUNK // 2 :] += 80.0
+            case "raise":
+                raise RuntimeError("the policy's own text, which nobody outside may read: /secret/place")
+            case "memory":
+                raise MemoryError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8796093022208 bytes.")
+            case "hang":
+                while self._look()["serial"] == told["serial"]:
+                    time.sleep(0.02)
+        return chunk
+
+
+def load(
+    path: str,
+    revision: str | None = None,
+    /,
+    *,
+    like: object = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> FollowedPolicy:
+    """A ``LoadPolicy``."""
+    if on_progress is not None:
+        on_progress("reading")
+    if not (Path(path) / FILE).is_file():
+        raise CheckpointError(f"no {FILE} in {Path(path).name!r}")
+    return FollowedPolicy(Path(path))
