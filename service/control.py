@@ -367,6 +367,9 @@ class Control:
 # Holds that end when the policy gives a usable chunk; all others end when what they name is back.
 _OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starved"})
 
+# Rounds of the event loop from a readable socket to the session that hears what came: reading, waking, parsing.
+_ROUNDS = 8
+
 
 async def sleep_until(deadline: float) -> None:
     """Sleep on the running loop; never wakes early by more than the grid forgives."""
@@ -383,11 +386,14 @@ class ControlLoop:
         control: Control,
         act: Callable[[Step], None],
         *,
+        watch: Callable[[float], None] = lambda now: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = sleep_until,
     ):
+        """``watch`` is given the time before each tick: what it finds counts for that tick already."""
         self._control = control
         self._act = act
+        self._watch = watch
         self._clock = clock
         self._sleep = sleep
         self._wake = asyncio.Event()
@@ -404,11 +410,21 @@ class ControlLoop:
 
     async def run(self) -> None:
         """Tick until cancelled."""
+        before = None
         while True:
             if self._control.is_idle:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
+                before = None
                 continue
             await self._sleep(self._control.next_deadline(self._clock()))
-            self._act(self._control.tick(self._clock()))
+            now = self._clock()
+            if before is not None and now - before > 2 * self._control.period:
+                # The loop was blocked: what came meanwhile, a stop above all, is heard before anything is sent.
+                for _ in range(_ROUNDS):
+                    await asyncio.sleep(0)
+                now = self._clock()
+            before = now
+            self._watch(now)
+            self._act(self._control.tick(now))
