@@ -1,11 +1,13 @@
 """Who a request comes from, and what of the server's is theirs."""
 
 from dataclasses import dataclass
-from typing import Any
-
-from sanic import Request
+from typing import TYPE_CHECKING, Any
 
 from service.auth.roles import Role
+
+if TYPE_CHECKING:
+    # Commands that only make keys have no need of a server.
+    from sanic import Request
 
 
 @dataclass(frozen=True)
@@ -40,3 +42,8 @@ STRANGER = Caller("stranger", Role.VIEWER, "")
 def caller_of(request: "Request[Any, Any]") -> Caller:
     """Who this request comes from. The guard sets it before any handler runs; without one this is an error."""
     return request.ctx.caller
+
+
+def is_still_in(request: "Request[Any, Any]") -> bool:
+    """Whether what let this request in still would: sockets live long, and their key may be revoked or expire."""
+    return request.ctx.is_still_in()

@@ -1,0 +1,193 @@
+"""API keys: a file of who has one, and whether a key that was sent is among them.
+
+The file holds SHA-256 hashes. A key is 256 random bits, so there is nothing to guess that a slow hash or a salt would
+protect, and every request can afford to be checked.
+"""
+
+import fcntl
+import hashlib
+import hmac
+import json
+import math
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from service.auth.caller import Caller
+from service.auth.roles import Role
+from service.auth.watched import FileUnusable, WatchedFile, write_private
+
+PREFIX = "rjk_"
+LONGEST = 128
+NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,64}")
+ALL = "*"  # in the file: the owner of a key that sees everybody's sessions
+# Others may see names and hashes (a mounted secret is often readable), but nobody else may add a key.
+FORBIDDEN = 0o022
+
+
+class KeyRefused(Exception):
+    """A key that cannot be made or removed; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Who a key stands for; the key itself is nowhere. Times are seconds since 1970."""
+
+    name: str
+    role: Role
+    owner: str | None
+    made_at: float
+    expires_at: float | None
+    digest: bytes = field(repr=False)
+
+    def is_over(self, now: float) -> bool:
+        """Whether it has expired."""
+        return self.expires_at is not None and now >= self.expires_at
+
+    @property
+    def caller(self) -> Caller:
+        """Whoever sends it."""
+        return Caller(self.name, self.role, self.owner)
+
+
+def digest_of(key: str) -> bytes:
+    """What the file has in a key's place."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+class KeyFile:
+    """The file as it is now; a change of it counts at once."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = WatchedFile(path, _parse, FORBIDDEN)
+
+    def keys(self) -> tuple[Key, ...]:
+        """All of them, those that have expired too; none when there is no file.
+
+        Raises:
+            FileUnusable: it cannot be read, others may change it, or it is no file of keys.
+        """
+        try:
+            return self._file.content() or ()
+        except FileUnusable as error:
+            raise FileUnusable(f"the file of keys {error}") from error
+
+    def find(self, sent: str) -> Key | None:
+        """Whose key this is; it may have expired.
+
+        Raises:
+            FileUnusable: as ``keys``.
+        """
+        if not sent.startswith(PREFIX) or len(sent) > LONGEST or not sent.isascii():
+            return None
+        digest, found = digest_of(sent), None
+        # Every one is looked at, and each in the same time, wherever and whether it differs.
+        for key in self.keys():
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def new(self, name: str, role: Role, owner: str | None, now: float, days: float | None = None) -> str:
+        """Make a key; this is the only time that it is there to be read.
+
+        Args:
+            owner: whose sessions it works on; None for everybody's.
+
+        Raises:
+            KeyRefused: the name cannot be used or is taken.
+            FileUnusable: the file cannot be read or written.
+        """
+        for word, what in ((name, "name"), (owner or name, "owner")):
+            if not NAME.fullmatch(word):
+                raise KeyRefused(f"{what} {word[:80]!r}: wanted 1 to 64 letters, digits, '_', '.' or '-'")
+        if days is not None and not (math.isfinite(days) and days > 0):
+            raise KeyRefused(f"days is {days}; wanted more than 0")
+        text = PREFIX + secrets.token_urlsafe(32)
+        key = Key(name, role, owner, now, None if days is None else now + days * 86400, digest_of(text))
+
+        def add(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+            if any(known.name == name for known in keys):
+                raise KeyRefused(f"there is a key of the name {name!r}; revoke it first, or choose another name")
+            return (*keys, key)
+
+        self._change(add)
+        return text
+
+    def revoke(self, name: str) -> Key:
+        """Remove a key; a running server lets it in no more.
+
+        Raises:
+            KeyRefused: there is none of this name.
+            FileUnusable: the file cannot be read or written.
+        """
+        gone: list[Key] = []
+
+        def remove(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+            gone.extend(key for key in keys if key.name == name)
+            if not gone:
+                names = ", ".join(key.name for key in keys) or "none"
+                raise KeyRefused(f"no key is called {name[:80]!r}; there is {names}")
+            return tuple(key for key in keys if key.name != name)
+
+        self._change(remove)
+        return gone[0]
+
+    def _change(self, change: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
+        with self._alone():
+            keys = change(self.keys())
+            write_private(self.path, json.dumps({"keys": [_entry(key) for key in keys]}, indent=1).encode() + b"\n")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two commands at a time must not lose each other's key."""
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = lock.open("a")
+        except OSError as error:
+            raise FileUnusable(f"the file of keys {str(self.path)!r} cannot be written: {error.strerror}") from error
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _entry(key: Key) -> dict[str, Any]:
+    return {
+        "name": key.name,
+        "role": str(key.role),
+        "owner": ALL if key.owner is None else key.owner,
+        "made_at": key.made_at,
+        "expires_at": key.expires_at,
+        "sha256": key.digest.hex(),
+    }
+
+
+def _parse(content: bytes) -> tuple[Key, ...]:
+    try:
+        keys = tuple(_key(entry) for entry in json.loads(content)["keys"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FileUnusable(
+            f"makes no sense ({type(error).__name__}); `robojax token new` writes it, and nothing else should"
+        ) from error
+    names = [key.name for key in keys]
+    if len(set(names)) != len(names):
+        raise FileUnusable("makes no sense: two keys have one name")
+    return keys
+
+
+def _key(entry: Any) -> Key:
+    digest = bytes.fromhex(entry["sha256"])
+    name, owner = entry["name"], entry["owner"]
+    times = [entry["made_at"], *([] if entry["expires_at"] is None else [entry["expires_at"]])]
+    if len(digest) != hashlib.sha256().digest_size:
+        raise ValueError(name)
+    if not NAME.fullmatch(name) or (owner != ALL and not NAME.fullmatch(owner)):
+        raise ValueError(name)
+    if not all(isinstance(time, int | float) and math.isfinite(time) for time in times):
+        raise ValueError(name)
+    return Key(name, Role.named(entry["role"]), None if owner == ALL else owner, times[0], entry["expires_at"], digest)

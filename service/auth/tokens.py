@@ -1,0 +1,150 @@
+"""Bearer tokens: JSON Web Tokens (RFC 7519) of one algorithm, which say who, as what, and until when.
+
+Whoever has the server's secret can sign them. A token cannot be revoked by itself: it ends soon, or with the secret.
+"""
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jwt
+
+from service.auth.caller import Caller
+from service.auth.keys import NAME
+from service.auth.roles import Role
+from service.auth.watched import FileUnusable, WatchedFile, write_private
+
+ALGORITHM = "HS256"
+ISSUER = AUDIENCE = "robojax"
+# RFC 7518, 3.2: a key of the hash's size or larger. PyJWT only warns.
+SHORTEST = 32
+LONGEST_TOKEN = 4096
+CLAIMS = ("exp", "iat", "sub", "iss", "aud")
+LEEWAY = 10  # seconds by which two clocks may differ
+FORBIDDEN = 0o027
+
+
+class BadToken(Exception):
+    """A token that lets nobody in; the text says why, without any of it."""
+
+
+@dataclass(frozen=True)
+class Bearer:
+    """Who a token stands for, and until when in seconds since 1970."""
+
+    caller: Caller
+    expires_at: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one secret, whose lifetime is at most ``longest`` seconds."""
+
+    secret: bytes = field(repr=False)
+    longest: float = 86400.0
+
+    def sign(self, name: str, role: Role, seconds: float, now: float, owner: str | None = None) -> str:
+        """A token.
+
+        Raises:
+            BadToken: it would not be let in: it lives too long, or the name cannot be used.
+        """
+        begins = int(now)
+        claims = {"sub": name, "role": str(role), "iss": ISSUER, "aud": AUDIENCE, "iat": begins}
+        token = jwt.encode(
+            {**claims, "exp": begins + int(seconds), **({"owner": owner} if owner else {})}, self.secret, ALGORITHM
+        )
+        self.read(token, now)
+        return token
+
+    def read(self, token: str, now: float) -> Bearer:
+        """Who sent it.
+
+        Raises:
+            BadToken: it is not signed with this secret and algorithm, lacks a claim, is over, or lives too long.
+        """
+        if len(token) > LONGEST_TOKEN or not token.isascii():
+            raise BadToken("it is no token")
+        try:
+            if "crit" in jwt.get_unverified_header(token):
+                raise BadToken("it asks for extensions that are not known (crit)")
+            # Times are looked at below: PyJWT takes any number for exp, and reads a clock of its own.
+            claims = jwt.decode(
+                token,
+                self.secret,
+                algorithms=[ALGORITHM],
+                audience=AUDIENCE,
+                issuer=ISSUER,
+                options={"require": list(CLAIMS), "verify_exp": False, "verify_iat": False, "verify_nbf": False},
+            )
+        except (jwt.PyJWTError, ValueError, TypeError, RecursionError) as error:
+            raise BadToken(f"it is not accepted ({type(error).__name__})") from None
+        return Bearer(_caller(claims), self._times(claims, now))
+
+    def _times(self, claims: dict[str, Any], now: float) -> float:
+        times = {name: claims[name] for name in ("exp", "iat", "nbf") if name in claims}
+        # bool is an int to Python, and 1e308 a number to JSON.
+        if not all(type(value) is int and abs(value) < 1 << 53 for value in times.values()):
+            raise BadToken(f"{', '.join(times)} have to be whole numbers")
+        if times["exp"] <= now:
+            raise BadToken("it has expired")
+        if max(times["iat"], times.get("nbf", times["iat"])) > now + LEEWAY:
+            raise BadToken("it is not valid yet")
+        longest = max(times["exp"] - times["iat"], times["exp"] - now)
+        if longest > self.longest:
+            raise BadToken(f"it lives for {longest:.0f} s; at most {self.longest:g} s are allowed")
+        return times["exp"]
+
+
+def _caller(claims: dict[str, Any]) -> Caller:
+    name, owner = claims["sub"], claims.get("owner", claims["sub"])
+    for value, what in ((name, "sub"), (owner, "owner")):
+        if not isinstance(value, str) or not NAME.fullmatch(value):
+            raise BadToken(f"{what} is no name of 1 to 64 letters, digits, '_', '.' or '-'")
+    try:
+        role = Role.named(claims["role"])
+    except (KeyError, ValueError, AttributeError):
+        raise BadToken(f"role is not one of {', '.join(map(str, Role))}") from None
+    return Caller(name, role, owner)
+
+
+class SecretFile:
+    """The file of the secret as it is now; another secret counts at once, and ends all tokens of the one before."""
+
+    def __init__(self, path: Path, longest: float = 86400.0):
+        self.path = path
+        self._longest = longest
+        self._file = WatchedFile(path, self._parse, FORBIDDEN)
+
+    def tokens(self) -> Tokens | None:
+        """None when there is no file.
+
+        Raises:
+            FileUnusable: it cannot be read, others may read it, or its secret is too short.
+        """
+        try:
+            return self._file.content()
+        except FileUnusable as error:
+            raise FileUnusable(f"the file of the tokens' secret {error}") from error
+
+    def make(self) -> Tokens:
+        """The secret; a new one, when there was none.
+
+        Raises:
+            FileUnusable: as ``tokens``, or it cannot be written.
+        """
+        if self.tokens() is None:
+            write_private(self.path, f"{secrets.token_urlsafe(48)}\n".encode())
+        made = self.tokens()
+        assert made is not None, "it was just written"
+        return made
+
+    def _parse(self, content: bytes) -> Tokens:
+        secret = content.strip()
+        if len(secret) < SHORTEST:
+            raise FileUnusable(
+                f"has a secret of {len(secret)} bytes; wanted at least {SHORTEST}, as "
+                "`python -c 'import secrets; print(secrets.token_urlsafe(48))'` makes"
+            )
+        return Tokens(secret, self._longest)

@@ -1,0 +1,90 @@
+"""A file that is read again when it has changed, so that what is in it counts without a restart."""
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+Content = TypeVar("Content")
+
+# The clock of a file system ticks every few milliseconds: a file this young may change once more within one tick.
+YOUNG = 100_000_000
+
+
+class FileUnusable(Exception):
+    """A file of keys or secrets that is there and cannot be used; the text says which, why and what to do."""
+
+
+class WatchedFile(Generic[Content]):
+    """What is in a file now.
+
+    Args:
+        read: makes the content of the file's bytes; raises FileUnusable, without the path.
+        forbidden: bits of the file's mode that make it unusable.
+    """
+
+    def __init__(self, path: Path, read: Callable[[bytes], Content], forbidden: int):
+        self.path = path
+        self._read = read
+        self._forbidden = forbidden
+        self._mark: tuple[int, ...] | None = None
+        self._content: Content | None = None
+        self._error: FileUnusable | None = None
+
+    def content(self) -> Content | None:
+        """None when there is no such file.
+
+        Raises:
+            FileUnusable: it cannot be read, others may read or change it, or it makes no sense.
+        """
+        try:
+            found = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            self._mark = self._content = self._error = None
+            return None
+        except OSError as error:
+            self._mark = None
+            raise FileUnusable(f"{str(self.path)!r} cannot be read: {error.strerror}") from error
+        mark = (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_mode)
+        if mark != self._mark or time.time_ns() - found.st_mtime_ns < YOUNG:
+            self._mark = mark
+            self._load(found.st_mode)
+        if self._error is not None:
+            raise self._error
+        return self._content
+
+    def _load(self, mode: int) -> None:
+        self._content = self._error = None
+        try:
+            if mode & self._forbidden:
+                wanted = oct(stat.S_IMODE(mode) & ~self._forbidden)[2:]
+                raise FileUnusable(
+                    f"has mode {oct(stat.S_IMODE(mode))[2:]}, so others may read or change it; chmod {wanted} it"
+                )
+            self._content = self._read(self.path.read_bytes())
+        except FileUnusable as error:
+            self._error = FileUnusable(f"{str(self.path)!r} {error}")
+        except OSError as error:
+            self._error = FileUnusable(f"{str(self.path)!r} cannot be read: {error.strerror}")
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Put content in the place of a file, whole or not at all, for its owner's eyes only.
+
+    Raises:
+        FileUnusable: it cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise FileUnusable(f"{str(path)!r} cannot be written: {error.strerror}") from error
