@@ -1,18 +1,31 @@
-"""Logging of the process, and the newest lines for GET /debug/logs with secrets and host paths masked."""
+"""Logging of the process: lines with the ids of session and request, without secrets, that never wait for a disk.
 
+The newest of them are kept for GET /debug/logs, without folders of the machine, too.
+"""
+
+import copy
 import json
 import logging
+import queue
 import re
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
 
-TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+from service.subject import subject
 
-_MASKS: tuple[tuple[re.Pattern[str], str], ...] = (
+TEXT = "%(asctime)s %(levelname)-7s %(name)s%(about)s: %(message)s"
+WAITING = 10_000  # lines that may wait for a slow disk or terminal; more are left out, and counted
+_ONE_LINE = {number: repr(chr(number))[1:-1] for number in (*range(32), 127, 0x2028, 0x2029)}
+LAST_WORDS = 1.0  # seconds that the end of the process waits for them
+
+_SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
             r"(?i)\b(x-api-key|authorization|api[_-]?key|token|secret|password|passwd)(['\"]?\s*[:=]\s*['\"]?)"
@@ -23,17 +36,23 @@ _MASKS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), r"\1 ***"),
     (re.compile(r"\bhf_[A-Za-z0-9]{8,}"), "hf_***"),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), "***"),
+    (re.compile(r"\brj[kx]_[A-Za-z0-9_-]{8,}"), "rj*_***"),
     (re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/@\s]+@"), r"\1***@"),
-    # An absolute path keeps its last part; paths of URLs follow a host and are left alone.
-    (re.compile(r"(?<![\w:/.>}-])/(?:[\w.@+-]+/)+([\w.@+-]*)"), r".../\1"),
 )
+# An absolute path keeps its last part; paths of URLs follow a host and are left alone.
+_FOLDERS = re.compile(r"(?<![\w:/.>}-])/(?:[\w.@+-]+/)+([\w.@+-]*)")
+
+
+def without_secrets(text: str) -> str:
+    """The text without what looks like a secret."""
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def masked(text: str) -> str:
     """The text without what looks like a secret, and without folders of this machine."""
-    for pattern, replacement in _MASKS:
-        text = pattern.sub(replacement, text)
-    return text
+    return _FOLDERS.sub(r".../\1", without_secrets(text))
 
 
 class RecentLogs(logging.Handler):
@@ -59,22 +78,132 @@ class RecentLogs(logging.Handler):
         return found[-limit:] if limit else []
 
 
+class TextFormatter(logging.Formatter):
+    """A line for people."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT, "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record."""
+        ids = _ids(record).values()
+        record.about = f" [{' '.join(ids)}]" if ids else ""
+        return without_secrets(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line, whatever was sent: nobody from outside writes a line of their own."""
+        return super().formatMessage(record).translate(_ONE_LINE)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One record."""
-        line = dict(_line(record, record.getMessage()))
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+        line = dict(_line(record, without_secrets(record.getMessage())))
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self.formatException(record.exc_info)
+        if record.exc_text:
+            line["exception"] = without_secrets(record.exc_text)
         return json.dumps(line)
 
 
-def configure_logging(level: str, form: str) -> None:
-    """Log to standard error from ``level`` on; ``form`` is ``text`` or ``json``. For a process's main function only."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT, "%H:%M:%S"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+class RotatingFile(RotatingFileHandler):
+    """A log file that is set aside when it is full; one that cannot be written (a full disk) is said once."""
+
+    def __init__(self, path: Path, size: int, files: int):
+        """``size`` in bytes of each of ``files`` files.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path, maxBytes=size, backupCount=files - 1, encoding="utf-8")
+        self._is_failing = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        was_failing, self._is_failing = self._is_failing, False
+        super().emit(record)
+        if self._is_failing and not was_failing:
+            sys.stderr.write("robojax: the log file cannot be written; what is logged from now on is lost there\n")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called by ``emit`` where the disk refused."""
+        self._is_failing = True
+
+    def close(self) -> None:
+        """Close the file; what is still in memory is lost when the disk refuses it."""
+        with suppress(OSError):
+            super().close()
+
+
+class Background(logging.Handler):
+    """Hands records to other handlers in a thread: neither a slow disk nor a paused terminal may hold up a robot.
+
+    Attributes:
+        dropped: records left out because too many waited.
+    """
+
+    def __init__(self, *handlers: logging.Handler):
+        super().__init__()
+        self.dropped = 0
+        self._handlers = handlers
+        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take one record; what it refers to may change later, so its text is made now."""
+        kept = copy.copy(record)
+        try:
+            kept.msg, kept.args = record.getMessage(), None
+        except (TypeError, ValueError):  # a log call with wrong arguments must not fail its caller
+            kept.args = None
+        if record.exc_info:
+            kept.exc_text, kept.exc_info = logging.Formatter().formatException(record.exc_info), None
+        kept.subject = subject()
+        try:
+            self._waiting.put_nowait(kept)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Write what waits, but not for long."""
+        if self._thread.is_alive():
+            try:
+                self._waiting.put(None, timeout=LAST_WORDS)
+                self._thread.join(LAST_WORDS)
+            except queue.Full:
+                pass
+        if not self._thread.is_alive():
+            # A terminal that is paused holds its handler's lock, and nobody knows for how long.
+            for handler in self._handlers:
+                handler.close()
+        super().close()
+
+    def _write(self) -> None:
+        told = 0
+        while (record := self._waiting.get()) is not None:
+            for handler in self._handlers:
+                handler.handle(record)
+            if self.dropped > told and self._waiting.empty():
+                lost, told = self.dropped - told, self.dropped
+                logging.getLogger(__name__).warning("%d lines of the log were left out: writing was too slow", lost)
+
+
+def configure_logging(level: str, form: str, file: RotatingFile | None = None) -> Background:
+    """Log to standard error, and a file when there is one, from ``level`` on; ``form`` is ``text`` or ``json``.
+
+    For a process's main function only; closing what it gives writes what waits.
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if file is not None:
+        handlers.append(file)
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    background = Background(*handlers)
+    logging.basicConfig(level=level.upper(), handlers=[background], force=True)
     # What these say at their default levels is about connections, and there is one per poll.
     for noisy in (
         "aioice",
@@ -88,6 +217,7 @@ def configure_logging(level: str, form: str) -> None:
         "httpx2",
     ):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    return background
 
 
 @contextmanager
@@ -106,5 +236,10 @@ def _line(record: logging.LogRecord, message: str) -> Mapping[str, Any]:
         "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
         "level": record.levelname,
         "logger": record.name,
+        **_ids(record),
         "message": message,
     }
+
+
+def _ids(record: logging.LogRecord) -> Mapping[str, str]:
+    return getattr(record, "subject", None) or subject()

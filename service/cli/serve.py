@@ -5,12 +5,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
 from service.cli.failure import Code, fail
 from service.settings import FILE, GROUPS, PREFIX, Settings, SettingsError, load_settings, unknown_variables
+
+if TYPE_CHECKING:
+    from service.logs import Background, RotatingFile
 
 
 def serve(config: Path | None, **flags: Any) -> None:
@@ -31,7 +34,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     settings = settings_or_end(flags, config)
     if settings.state is None:
         settings = settings.model_copy(update={"state": usual_state(settings.port)})
-    configure_logging(settings.log_level, settings.log_format)
+    log = configure_logging(settings.log_level, settings.log_format, _log_file(settings))
     for name in unknown_variables():
         logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
     if settings.host not in ("127.0.0.1", "::1", "localhost"):
@@ -63,21 +66,31 @@ def serve(config: Path | None, **flags: Any) -> None:
             str(error),
             "--state names another folder; `--state off` keeps nothing",
         )
-    _end()
+    _end(log)
 
 
-def _end() -> None:
+def _end(log: "Background") -> None:
     """End the process with 0, robots held and rooms left.
 
     Python would take its threads down one by one, and one that is inside of JAX (importing, compiling, computing) then
     aborts the whole process with SIGABRT.
     """
-    import logging
-
-    logging.shutdown()
+    log.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _log_file(settings: Settings) -> "RotatingFile | None":
+    from service.logs import RotatingFile
+
+    if settings.log_file is None:
+        return None
+    try:
+        return RotatingFile(Path(settings.log_file).expanduser(), settings.log_file_bytes, settings.log_files)
+    except OSError as error:
+        why = f"log_file {settings.log_file!r}: {error.strerror}; wanted a file that can be written"
+        fail(Code.USAGE, "the settings cannot be used", why, "`robojax serve --help` lists all")
 
 
 def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import secrets
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -16,6 +17,8 @@ from service.routes.context import App, Request
 
 log = logging.getLogger(__name__)
 
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
 
 def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> HTTPResponse:
     """A JSON answer; a number that JSON does not have is an error of ours and raises ValueError."""
@@ -24,9 +27,10 @@ def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = 
 
 
 def request_id(request: Request) -> str:
-    """What this request is called in the log and in ``X-Request-Id``."""
+    """What this request is called in the log and in ``X-Request-Id``: as its client calls it, if it does so shortly."""
     if not hasattr(request.ctx, "request_id"):
-        request.ctx.request_id = secrets.token_hex(8)
+        sent = request.headers.get("x-request-id", "")
+        request.ctx.request_id = sent if _REQUEST_ID.fullmatch(sent) else secrets.token_hex(8)
     return request.ctx.request_id
 
 

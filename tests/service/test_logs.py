@@ -1,9 +1,14 @@
+import asyncio
+import io
 import json
 import logging
+import threading
+from pathlib import Path
 
 import pytest
 
-from service.logs import JsonFormatter, RecentLogs, keeping, masked
+from service.logs import Background, JsonFormatter, RecentLogs, RotatingFile, TextFormatter, keeping, masked
+from service.subject import begin_about
 
 
 @pytest.mark.parametrize(
@@ -77,3 +82,117 @@ def test_a_line_of_json_is_json():
     record = logging.LogRecord("a.b", logging.WARNING, "f", 1, 'a "quoted"\nword %s', ("x",), None)
     line = json.loads(JsonFormatter().format(record))
     assert (line["level"], line["logger"], line["message"]) == ("WARNING", "a.b", 'a "quoted"\nword x')
+
+
+def record_of(message: str, *arguments: object) -> logging.LogRecord:
+    return logging.LogRecord("a.b", logging.WARNING, "f", 1, message, arguments, None)
+
+
+async def test_a_line_carries_the_ids_of_its_session_and_request(logs):
+    async def request(number: int) -> None:
+        begin_about(request=f"r{number}")
+        await asyncio.create_task(session())
+        logging.getLogger("kept").warning("answered %d", number)
+
+    async def session() -> None:
+        begin_about(session="arm", request=None)
+        logging.getLogger("kept").warning("moves")
+
+    await asyncio.gather(request(1), request(2))
+    lines = [(line.get("session"), line.get("request"), line["message"]) for line in logs.newest(10)]
+    assert lines[-1] == (None, "r2", "answered 2")
+    assert ("arm", None, "moves") in lines
+
+
+async def test_lines_for_people_and_for_programs_have_the_same_ids():
+    begin_about(session="arm", request="81c7")
+    assert " a.b [arm 81c7]: it moves" in TextFormatter().format(record_of("it moves"))
+    line = json.loads(JsonFormatter().format(record_of("it moves")))
+    assert (line["session"], line["request"]) == ("arm", "81c7")
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_secrets_are_masked_wherever_lines_go(formatter):
+    line = formatter.format(record_of("key %s in %s", "rjk_0123456789abcdef", "/var/lib/robojax"))
+    assert "0123" not in line
+    assert "/var/lib/robojax" in line, "who reads the log file may know the machine"
+
+
+def test_nobody_from_outside_writes_a_line_of_their_own():
+    assert "\n" not in TextFormatter().format(record_of("GET %s", "/x\n10:00:00 INFO all is well\x1b[2J"))
+
+
+class Gate(logging.Handler):
+    """A terminal that is paused until its gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.began = threading.Event(), threading.Event()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.began.set()
+        self.open.wait(10)
+        self.lines.append(self.format(record))
+
+
+def test_a_paused_terminal_holds_nobody_up_and_what_was_left_out_is_counted(monkeypatch):
+    monkeypatch.setattr("service.logs.WAITING", 3)
+    gate = Gate()
+    background = Background(gate)
+    background.emit(record_of("line 0"))
+    assert gate.began.wait(5)
+    for number in range(1, 6):
+        background.emit(record_of(f"line {number}"))
+    assert background.dropped == 2
+    gate.open.set()
+    background.close()
+    assert gate.lines == [f"line {number}" for number in range(4)]
+
+
+def test_the_end_of_the_process_does_not_wait_for_a_paused_terminal(monkeypatch):
+    monkeypatch.setattr("service.logs.LAST_WORDS", 0.05)
+    gate = Gate()
+    background = Background(gate)
+    background.emit(record_of("a line"))
+    background.close()
+    assert gate.lines == []
+    gate.open.set()
+
+
+def test_an_exception_goes_with_its_line():
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    background = Background(handler)
+    try:
+        raise RuntimeError("token=hunter2")
+    except RuntimeError as error:
+        record = logging.LogRecord(
+            "a.b", logging.ERROR, "f", 1, "failed", None, (type(error), error, error.__traceback__)
+        )
+    background.emit(record)
+    background.close()
+    line = json.loads(stream.getvalue())
+    assert "RuntimeError" in line["exception"]
+    assert "hunter2" not in line["exception"]
+
+
+def test_a_full_log_file_is_set_aside_and_the_oldest_goes(tmp_path: Path):
+    file = RotatingFile(tmp_path / "logs" / "robojax.log", 200, 3)
+    background = Background(file)
+    for number in range(30):
+        background.emit(record_of(f"line {number:02}" + "." * 60))
+    background.close()
+    kept = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert kept == ["robojax.log", "robojax.log.1", "robojax.log.2"]
+    assert "line 29" in (tmp_path / "logs" / "robojax.log").read_text()
+
+
+def test_a_log_file_on_a_full_disk_is_said_once_and_nothing_fails(tmp_path: Path, capsys):
+    (tmp_path / "full").symlink_to("/dev/full")
+    file = RotatingFile(tmp_path / "full", 10_000, 1)
+    for _ in range(3):
+        file.handle(record_of("a line"))
+    file.close()
+    assert capsys.readouterr().err.count("cannot be written") == 1
