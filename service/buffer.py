@@ -1,5 +1,6 @@
 """The newest frame of every camera and the last known joints; a snapshot when all are there and fresh."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ class Buffer:
         self.last_input_at: float | None = None
         self._frame_age_limit = frame_age_limit
         self._max_pixels = max_pixels
+        self._trusted_from = -math.inf
         self._pictures: dict[str, _Picture] = {}
         self._values = np.zeros(len(joints), np.float32)
         self._is_known = np.zeros(len(joints), bool)
@@ -107,24 +109,42 @@ class Buffer:
             return "frame_out_of_order"
         return None
 
-    def put_joints(self, values: Mapping[str, object], seen_at: float) -> None:
-        """Merge a partial update by name; what is not usable is dropped and counted, the last value stays."""
+    def put_joints(self, values: Mapping[str, object], seen_at: float) -> Mapping[str, int]:
+        """Merge a partial update by name; what is not usable is dropped and counted, the last value stays.
+
+        Returns:
+            how many values were not usable, by reason.
+        """
         update = self.joints.read(values)
-        for reason, times in update.dropped.items():
-            self.dropped.add(reason, times)
+        self.refuse_joints(update.dropped)
         self.clamped += update.clamped
         if not update.values:
-            return
+            return update.dropped
         positions = list(update.values)
         self._values[positions] = list(update.values.values())
         self._is_known[positions] = True
         self._is_current[positions] = True
         self.joint_updates.add(seen_at)
         self.last_input_at = max(seen_at, self.last_input_at or seen_at)
+        return update.dropped
+
+    def refuse_joints(self, reasons: Mapping[str, int]) -> None:
+        """Count joint values that came and could not be used."""
+        for reason, times in reasons.items():
+            self.dropped.add(reason, times)
+
+    def distrust_frames(self, now: float) -> None:
+        """A link was lost: motion needs frames that are seen from now on."""
+        self._trusted_from = now
 
     def distrust_joints(self) -> None:
         """The way the joints come in was lost: motion needs all of them anew (a hold may still use the old ones)."""
         self._is_current[:] = False
+
+    @property
+    def is_felt(self) -> bool:
+        """Whether every joint is known and trusted."""
+        return bool(self._is_current.all())
 
     @property
     def pose(self) -> np.ndarray | None:
@@ -142,6 +162,10 @@ class Buffer:
         """(height, width) of each camera's newest frame, of those that sent one."""
         return {camera: (picture.image.shape[0], picture.image.shape[1]) for camera, picture in self._pictures.items()}
 
+    def seen_at(self) -> dict[str, float | None]:
+        """When each camera's newest frame was seen, None before the first."""
+        return {camera: self._pictures[camera].seen_at if camera in self._pictures else None for camera in self.frames}
+
     def frame_ages(self, now: float) -> dict[str, float | None]:
         """Seconds since each camera's newest frame was seen, None before the first."""
         return {
@@ -155,6 +179,8 @@ class Buffer:
             picture = self._pictures.get(camera)
             if picture is None:
                 missing.append(f"camera {camera!r}: no frame yet")
+            elif picture.seen_at < self._trusted_from:
+                stale.append(f"camera {camera!r}: no frame since a link was lost")
             elif now - picture.seen_at > self._frame_age_limit:
                 stale.append(
                     f"camera {camera!r}: frame is {(now - picture.seen_at) * 1e3:.0f} ms old, "

@@ -83,6 +83,7 @@ class Control:
     Attributes:
         hold: why the robot is held, or None while it may move.
         fault: set when the policy failed too often in a row; the session ends in an error then.
+        stop_wanted: code and text of why the robot has to be stopped until somebody resets it.
         is_running: between ``begin`` and ``halt``.
         command: the last command given out (a,), or None.
         starvations: how often the queue ran dry in the middle of a motion.
@@ -103,6 +104,7 @@ class Control:
         self.period = 1 / pace.rate
         self.hold: Hold | None = None
         self.fault: str | None = None
+        self.stop_wanted: tuple[str, str] | None = None
         self.is_running = False
         self.command: np.ndarray | None = None
         self.largest_step = np.zeros(pace.width, np.float32)
@@ -140,7 +142,7 @@ class Control:
         self._flush()
         self._holds_left = 0
         self._failures = 0
-        self.fault = None
+        self.fault = self.stop_wanted = None
         self.hold = None
         self.is_running = True
 

@@ -13,10 +13,12 @@ from service.control import Control, ControlLoop, Step
 from service.engine import Engine, Inference, InferenceStuck, Served, Sizes, in_words
 from service.errors import PolicyFailed
 from service.joints import JointTable
+from service.safety.shadow import Shadow
+from service.safety.watchdog import HOLDS, Looked, Patience, Watchdog
 from service.stage import Move
 from service.stats import Recent
 from service.tap import Taps, Tick
-from service.transport.base import EmergencyStop, Link, LinkDown, LinkEvent, LinkUp
+from service.transport.base import BadInput, EmergencyStop, Link, LinkDown, LinkEvent, LinkUp
 
 STAGES = ("queue", "to_device", "compute", "to_host", "total")
 # Observations that a new policy is tried out on before it may move the robot.
@@ -37,9 +39,16 @@ class Drive:
     Attributes:
         table, buffer, control, served: its parts; ``served`` changes at a chunk boundary, see ``take_over``.
         commands_sent, commands_refused: what the link took, and what it did not.
+        commands_withheld: what a dry run would have sent.
+        is_dry: whether nothing is sent.
+        watchdog: what looks before every tick.
+        shadow: a second policy that is asked too, or None.
+        asked_at: when the inference that runs was asked for, or None.
+        chunk_seen_at: when what the newest chunk belongs to was seen.
         last_command: wire name to value, as last sent.
         inference: seconds per stage of the newest inferences.
         inference_errors: inferences that failed.
+        frame_age: how old the oldest picture was that the policy was asked with, in seconds.
         lost: rooms that are down, with the reason.
         broken: fails when the link raises, which ends the session.
         recent: newest observations, each with the chunk that the policy answered.
@@ -56,14 +65,28 @@ class Drive:
         engine: Engine,
         served: Served,
         notify: Callable[[Move, str | None], None],
+        patience: Patience | None = None,
+        shadow: Shadow | None = None,
         taps: Taps | None = None,
+        is_dry: bool = False,
     ):
+        pace = control.pace
+        self.watchdog = Watchdog(
+            patience or Patience(),
+            executed=pace.action_steps / pace.action_rate,
+            covered=pace.chunk / pace.action_rate,
+        )
+        self.shadow = shadow
+        self.is_dry = is_dry
+        self.asked_at: float | None = None
+        self.chunk_seen_at: float | None = None
         self.buffer = buffer
         self.control = control
         self.served = served
-        self.commands_sent = self.commands_refused = self.inference_errors = 0
+        self.commands_sent = self.commands_refused = self.commands_withheld = self.inference_errors = 0
         self.last_command: dict[str, float] = {}
         self.inference = {stage: Recent(control.pace.samples) for stage in STAGES}
+        self.frame_age = Recent(control.pace.samples)
         self.lost: dict[str, str] = {}
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.recent: deque[tuple[Mapping[str, np.ndarray], np.ndarray]] = deque(maxlen=RECENT)
@@ -74,10 +97,11 @@ class Drive:
         self._fading: tuple[Served, int] | None = None
         self._engine = engine
         self._notify = notify
-        self._loop = ControlLoop(control, self._do)
+        self._loop = ControlLoop(control, self._do, watch=self._look)
         self._link: Link | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._compiling: frozenset[tuple[str, tuple[int, int]]] | None = None
+        self._is_blind = False
 
     async def run(self, link: Link) -> None:
         """Control the robot behind this link until cancelled."""
@@ -87,7 +111,10 @@ class Drive:
 
     def begin(self) -> None:
         """Let the robot move."""
-        self.control.begin(time.monotonic())
+        now = time.monotonic()
+        self.watchdog.begin(now)
+        self._is_blind = False
+        self.control.begin(now)
         self._loop.wake()
 
     def halt(self, *, always_hold: bool = False) -> None:
@@ -117,6 +144,7 @@ class Drive:
         """Take one picture."""
         before = self.buffer.sizes().get(camera)
         if self.buffer.put_frame(camera, image, seen_at):
+            self.watchdog.frame(camera, image, seen_at)
             self.taps.saw(camera, image, seen_at)
         sizes = self.buffer.sizes()
         if sizes.get(camera) != before and len(sizes) == len(self.buffer.frames):
@@ -124,14 +152,23 @@ class Drive:
 
     def joints(self, values: Mapping[str, float], seen_at: float) -> None:
         """Take a partial joint update."""
-        self.buffer.put_joints(values, seen_at)
+        self._count_bad(self.buffer.put_joints(values, seen_at), seen_at)
+
+    def _count_bad(self, reasons: Mapping[str, int], now: float) -> None:
+        stop = self.watchdog.bad_input(reasons, now) if reasons else None
+        if stop is not None and self.control.is_running:
+            self._notify(Move.EMERGENCY_STOP, str(stop))
 
     def event(self, event: LinkEvent) -> None:
-        """Take a change of the link or an emergency stop."""
+        """Take a change of the link, an emergency stop, or that something came that nobody can use."""
         if isinstance(event, EmergencyStop):
             self._notify(Move.EMERGENCY_STOP, f"{event.reason} (from {event.source})")
+        elif isinstance(event, BadInput):
+            self.buffer.refuse_joints(event.reasons)
+            self._count_bad(event.reasons, time.monotonic())
         elif isinstance(event, LinkDown):
             self.lost[event.room] = event.reason
+            self.buffer.distrust_frames(time.monotonic())
             if self._link is None or event.room == self._link.rooms.joint_input:
                 self.buffer.distrust_joints()
             self.control.obstruct("link_lost", self.link_trouble or "")
@@ -152,6 +189,58 @@ class Drive:
         """The link's own counters."""
         return {} if self._link is None else self._link.health()
 
+    # Before each tick.
+
+    def _look(self, now: float) -> None:
+        """What the watchdog finds counts for the tick that comes."""
+        if not self.control.is_running:
+            return
+        findings = self.watchdog.look(
+            now,
+            Looked(
+                seen_at=self.buffer.seen_at(),
+                lost=tuple(self.lost),
+                is_felt=self.buffer.is_felt,
+                chunk_seen_at=self.chunk_seen_at if len(self.control.actions) else None,
+                asked_at=self.asked_at,
+            ),
+        )
+        for code in HOLDS:
+            if code in findings.holds:
+                self.control.obstruct(code, findings.holds[code])
+            else:
+                self.control.clear(code)
+        if findings.blind is not None:
+            self._notify(Move.BLINDED, findings.blind)
+        elif self._is_blind:
+            self._notify(Move.RECOVERED, None)
+        self._is_blind = findings.blind is not None
+        if findings.stop is not None:
+            self._notify(Move.EMERGENCY_STOP, str(findings.stop))
+
+    def watch(self, now: float) -> dict[str, object]:
+        """What the watchdog looks at, JSON-ready."""
+
+        def age(since: float | None) -> float | None:
+            return None if since is None else round((now - since) * 1e3, 1)
+
+        return {
+            "frame_age_ms": {camera: age(seen_at) for camera, seen_at in self.buffer.seen_at().items()},
+            "camera_frozen": sorted(self.watchdog.frozen),
+            "chunk_age_ms": age(self.chunk_seen_at if len(self.control.actions) else None),
+            "inference_age_ms": age(self.asked_at),
+            "links_lost": dict(self.lost),
+            "bad_inputs": self.watchdog.bad_inputs(now),
+            "is_blind": self._is_blind and self.control.is_running,
+        }
+
+    def _stop_when_wanted(self) -> None:
+        """What control finds unsafe stops the robot until somebody resets it."""
+        wanted, self.control.stop_wanted = self.control.stop_wanted, None
+        if wanted is not None:
+            code, text = wanted
+            self._notify(Move.EMERGENCY_STOP, f"{code}: {text}")
+
     # What goes out.
 
     def _do(self, step: Step) -> None:
@@ -162,10 +251,14 @@ class Drive:
             self.taps.ticked(tick)
         if step.ask is not None:
             self._infer(step.ask)
+        self._stop_when_wanted()
 
     def _send(self, values: np.ndarray) -> bool:
         """The one way out: every command to the robot, a hold too, passes here."""
         commands = self.table.to_commands(values)
+        if self.is_dry:
+            self.commands_withheld += 1
+            return False
         if self._link is None or not self._link.send(commands):
             self.commands_refused += 1
             return False
@@ -216,18 +309,24 @@ class Drive:
             self._change_over()
         if not self._make_ready(snapshot.sizes):
             self.control.withdraw()
+            self.asked_at = None
             self.control.obstruct("compiling", f"compiling for {in_words(snapshot.sizes)}")
             return
         assert self._tasks is not None
+        self.asked_at = time.monotonic()
         # Named now: before the task begins, another one may have taken over.
         self._tasks.create_task(self._ask(self.served, snapshot))
 
     async def _ask(self, served: Served, snapshot: Snapshot) -> None:
-        observation = snapshot.observation()
+        observation = seen = snapshot.observation()
         if served.requirements.state is None:
-            del observation["observation.state"]
+            observation = {name: value for name, value in seen.items() if name != "observation.state"}
+        self.frame_age.add(time.monotonic() - snapshot.seen_at)
         try:
-            inference = await self._engine.submit(served, observation)
+            try:
+                inference = await self._engine.submit(served, observation)
+            finally:
+                self.asked_at = None
         except InferenceStuck as error:
             self.inference_errors += 1
             self.control.withdraw()
@@ -250,7 +349,11 @@ class Drive:
             if self.control.chunks > chunks and served is self.served:
                 # Only what was taken: nothing can be compared with what is not finite.
                 self.recent.append((observation, inference.chunk))
+                self.chunk_seen_at = snapshot.seen_at
+                if self.shadow is not None:
+                    self.shadow.offer(seen, inference.chunk)
                 self.taps.planned(inference.chunk[0], snapshot.seen_at, time.monotonic())
+        self._stop_when_wanted()
         if self.control.fault is not None:
             self._notify(Move.FAILED, self.control.fault)
 

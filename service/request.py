@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from service.errors import InvalidRequest
+from service.safety.watchdog import Patience
 from service.transport.names import rooms_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -63,6 +64,7 @@ class SessionSettings:
         close_within: what the rooms get to be left in; a link that hangs longer is abandoned.
         joint_ranges: ranges by name of joints that are not an SO-100's.
         samples: how many of the newest samples percentiles are taken of.
+        patience: of the watchdogs; ``frame_age_limit`` stands in for its ``frame_age``.
     """
 
     max_sessions: int = 64
@@ -79,6 +81,7 @@ class SessionSettings:
     close_within: float = 3.0
     joint_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     samples: int = 2048
+    patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= self.max_rate <= 1000:

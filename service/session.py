@@ -4,22 +4,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 from service.buffer import Buffer
 from service.changeover import Changeover
 from service.control import Control
 from service.drive import Drive
-from service.engine import Engine, LoadPolicy
+from service.engine import Engine, LoadPolicy, Served
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.fit import fit
+from service.joints import JointTable
 from service.progress import Progress
 from service.request import NewSession, SessionSettings
+from service.safety.shadow import Shadow, shadow_of
 from service.stage import Lifecycle, Move, Stage
 from service.status import About, SessionStatus, queue_of, status_of
 from service.subject import begin_about
 from service.tap import Tap, Taps
-from service.transport.base import Link, Rooms, Transport
+from service.transport.base import Link, Made, Rooms, Transport
 from service.worker import call_in_thread
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,15 @@ class Session:
         load: LoadPolicy,
         settings: SessionSettings,
         tell: Tell = lambda event, about: None,
+        made: Made | None = None,
+        latch: str | None = None,
     ):
+        """It begins at once.
+
+        Args:
+            made: knows which rooms are this server's from before, and is told of those it makes now.
+            latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
+        """
         self.new = new
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
@@ -71,9 +81,11 @@ class Session:
         self._taps = Taps()
         self._transport = transport
         self._engine = engine
+        self._load = load
         self._settings = settings
         self._tell_others = tell
-        self._life = Lifecycle(new.session_id)
+        self._made = made
+        self._life = Lifecycle(new.session_id, latch)
         self._active_since = self.created_at
         self._settled = asyncio.Event()
         self._ending = asyncio.Event()
@@ -94,6 +106,11 @@ class Session:
     def reason(self) -> str | None:
         """Why it stands there: the text of an error, a timeout or an emergency stop."""
         return self._life.latch or self._life.reason
+
+    @property
+    def latch(self) -> str | None:
+        """The text of an emergency stop that waits for its reset."""
+        return self._life.latch
 
     @property
     def is_latched(self) -> bool:
@@ -245,35 +262,50 @@ class Session:
         try:
             served = await self.policies.begin(self.progress.tell)
             table, pace = fit(served.requirements, new, self._settings)
-            buffer = Buffer(
-                new.camera_names,
-                table,
-                frame_age_limit=self._settings.frame_age_limit,
-                max_pixels=self._settings.max_frame_pixels,
-            )
-            drive = Drive(
-                table=table,
-                buffer=buffer,
-                control=Control(buffer, pace),
-                engine=self._engine,
-                served=served,
-                notify=self._happened,
-                taps=self._taps,
-            )
-            del served  # another one may take over, and then this one's weights are let go
-            self.progress.tell("joining rooms")
-            async with self._transport.connect(
-                new.transport_server_url,
-                session_id=self.id,
-                cameras=new.camera_names,
-                workspace_id=new.workspace_id,
-                inbox=drive,
-            ) as link:
-                self.rooms = link.rooms
-                self.drive = drive
-                await self._drive_robot(drive, link)
+            async with self._shadow(served, table) as shadow:
+                buffer = Buffer(
+                    new.camera_names,
+                    table,
+                    frame_age_limit=self._settings.frame_age_limit,
+                    max_pixels=self._settings.max_frame_pixels,
+                )
+                drive = Drive(
+                    table=table,
+                    buffer=buffer,
+                    control=Control(buffer, pace),
+                    engine=self._engine,
+                    served=served,
+                    notify=self._happened,
+                    patience=self._settings.patience.for_frames(self._settings.frame_age_limit),
+                    shadow=shadow,
+                    taps=self._taps,
+                    is_dry=new.dry_run,
+                )
+                del served  # another one may take over, and then this one's weights are let go
+                self.progress.tell("joining rooms")
+                async with self._transport.connect(
+                    new.transport_server_url,
+                    session_id=self.id,
+                    cameras=new.camera_names,
+                    workspace_id=new.workspace_id,
+                    inbox=drive,
+                    made=self._made,
+                ) as link:
+                    self.rooms = link.rooms
+                    self.drive = drive
+                    await self._drive_robot(drive, link)
         finally:
             await self.policies.close()
+
+    def _shadow(self, served: Served, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
+        return shadow_of(
+            self.new,
+            served.requirements,
+            table.names,
+            engine=self._engine,
+            load=self._load,
+            tell=lambda stage: self.progress.tell("loading the shadow policy"),
+        )
 
     async def _drive_robot(self, drive: Drive, link: Link) -> None:
         driving = asyncio.create_task(drive.run(link), name=f"drive {self.id}")

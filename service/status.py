@@ -1,5 +1,6 @@
 """What the API says of a session: every figure is measured, and None where there is none."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ from service.progress import Progress
 from service.request import NewSession
 from service.stage import Stage
 from service.transport.base import Rooms
+
+# As in "camera_stale: ...": such a code has an underscore.
+_CODE = re.compile(r"([a-z]+(?:_[a-z]+)+): ")
 
 
 @dataclass(frozen=True)
@@ -71,24 +75,28 @@ def status_of(session: About, drive: Drive | None, now: float) -> SessionStatus:
             "joint_input_room_id": rooms.joint_input if rooms else None,
             "joint_output_room_id": rooms.joint_output if rooms else None,
         },
-        stats=_progress(session.progress) | {"age_s": round(session.age, 1)}
+        stats=_progress(session.progress)
+        | {"age_s": round(session.age, 1)}
         | _policies(session)
         | (_stats(session, drive, now) if drive else _nothing_yet(session))
-        | _stops(session)
+        | _stops(session, drive, now)
         | dict(session.figures),
         inference_stats=_inference_stats(drive, session) if drive else None,
         error_message=session.reason,
     )
 
 
-def _stops(session: About) -> dict[str, object]:
+def _stops(session: About, drive: Drive | None, now: float) -> dict[str, object]:
     latch = session.latch
-    code, colon, _ = (latch or "").partition(":")
+    found = _CODE.match(latch or "")
     return {
         "emergency_stop": latch,
-        # What stopped by itself has its code before a colon; a person's words have none.
-        "stop_code": None if latch is None else code if colon and code.isidentifier() else "asked",
+        # What stopped by itself has its code first; a person's words have none.
+        "stop_code": None if latch is None else found[1] if found else "asked",
         "dry_run": session.new.dry_run,
+        "commands_withheld": drive.commands_withheld if drive else 0,
+        "shadow": drive.shadow.figures() if drive and drive.shadow else None,
+        "watch": drive.watch(now) if drive else None,
     }
 
 

@@ -75,7 +75,14 @@ class LinkUp:
     room: str
 
 
-LinkEvent = EmergencyStop | LinkDown | LinkUp
+@dataclass(frozen=True)
+class BadInput:
+    """Something came in a joint room that cannot be used: how many values, by reason. Nothing of them is delivered."""
+
+    reasons: Mapping[str, int]
+
+
+LinkEvent = EmergencyStop | LinkDown | LinkUp | BadInput
 
 
 class Link(Protocol):
@@ -96,6 +103,18 @@ class Link(Protocol):
         ...
 
 
+class Made(Protocol):
+    """Which rooms of a session this server made, over its restarts."""
+
+    def __contains__(self, room: object) -> bool:
+        """Whether it made the room of this id."""
+        ...
+
+    async def add(self, room: str) -> None:
+        """Note it; awaited before the room is made."""
+        ...
+
+
 class Transport(Protocol):
     """Makes links. ``service.transport.client`` speaks the RobotHub wire, ``memory`` is the test double."""
 
@@ -107,11 +126,20 @@ class Transport(Protocol):
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
+        made: Made | None = None,
     ) -> AbstractAsyncContextManager[Link]:
         """Make the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
 
         On entering: the rooms exist and the joint rooms are joined (cameras connect when their producer
         comes). When anything fails on the way in, rooms already made are removed again and
         ``TransportError`` is raised. On leaving: connections are closed and the rooms are removed.
+
+        Rooms that exist are joined, and left there at the end, but for those in ``made``: they are this server's.
         """
+        ...
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+    ) -> Sequence[str]:
+        """Remove rooms that nobody is in; returns those that somebody is in. ``cameras``: which are video rooms."""
         ...

@@ -1,0 +1,1 @@
+"""Between a policy and a robot: limits, watchdogs, and who may command."""
