@@ -13,9 +13,14 @@ from sanic import Sanic
 
 import jaxmodels
 from hooks.receiving.rates import Rates
+from hooks.sending.resolver import PinnedResolver, resolve
+from hooks.sending.targets import danger, layers
+from service.allowance import Allowance
 from service.api import PREFIXES, ROUTES, api, configuration, watch
 from service.arrays.limits import ArrayLimits
-from service.auth.guard import Guard
+from service.auth.access import guard_of, is_loopback
+from service.auth.roles import Role
+from service.destinations import AddressRules, Destinations
 from service.engine import Engine, LoadPolicy, Policy
 from service.forwards import ForwardLimits
 from service.limits import Creates
@@ -24,20 +29,34 @@ from service.metrics import Metrics
 from service.models import Models
 from service.openapi import full_document, specified_document
 from service.origins import Origins
+from service.policy_places import PolicyPlaces
 from service.policy_reader import PolicyReader, ReadRequirements
 from service.progress import Durations
 from service.routes import docs
 from service.routes.answers import install_errors
 from service.routes.context import App, Context
 from service.served_model import LoadModel, Model
-from service.sessions import Sessions, SessionSettings
-from service.settings import Settings
+from service.sessions import Admit, Sessions, SessionSettings
+from service.settings import Settings, SettingsError
 from service.state import state_folder
 from service.transport.base import Transport
 from service.transport.client import RoomsTransport
 from service.transport.server import TransportSettings, add_transport
 from service.webhooks import Webhooks
 from service.worker import call_in_thread
+
+# Routes that are not of the table, and the role that each wants. Deliveries and the management of webhooks have their
+# own secrets and tokens.
+APART = (
+    ("POST", "/webhooks/_events", Role.OPERATOR),
+    ("GET", "/webhooks/_docs", None),
+    ("GET", "/webhooks/_openapi.json", None),
+    ("POST", "/webhooks/", None),
+    ("GET", "/webhooks", Role.VIEWER),
+    ("*", "/api/settings/webhooks", None),
+    ("GET", "/api/whoami-v2", None),
+    ("GET", "/api/agent-harnesses", None),
+)
 
 
 def create_app(
@@ -62,6 +81,10 @@ def create_app(
     rooms = TransportSettings(origins=settings.origins, is_odd=settings.transport_oddities)
     table = rooms.table() if settings.embedded_transport else None
     limits = {"rate": {"maximum": settings.max_rate}, "camera_names": {"maxItems": settings.max_cameras}}
+    guard = guard_of(settings, APART)
+    places = PolicyPlaces(
+        settings.policy_roots, settings.policy_owners, is_open=is_loopback(settings.host) and not guard.is_guarded
+    )
     context = Context(
         settings=settings,
         documents={
@@ -73,12 +96,13 @@ def create_app(
         metrics=Metrics(lambda: context.sessions.list(), lambda: context.models.list()),
         logs=RecentLogs(settings.log_lines),
         table=table,
-        policy_reader=PolicyReader(read_requirements or _requirements_reader(settings)),
+        guard=guard,
+        policy_reader=PolicyReader(places.guarded_reading(read_requirements or _requirements_reader(settings))),
         creates=Creates(Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local),
     )
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
     watch(app)
-    Guard().watch(app)
+    guard.watch(app)
     install_errors(app)
     for prefix in PREFIXES:
         app.blueprint(api(prefix, Origins(settings.origins)))
@@ -88,12 +112,14 @@ def create_app(
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
+    destinations = None if transport else _destinations(app)
     _keep_sessions(
         app,
-        transport or RoomsTransport(ice_servers=settings.ice_servers),
-        webhooks.identified(load or _loader(settings)),
+        transport or RoomsTransport(ice_servers=settings.ice_servers, destinations=destinations),
+        places.guarded(webhooks.identified(load or _loader(settings))),
         load_model or _model_loader(settings),
         webhooks,
+        Allowance(places, destinations).check,
     )
     # After the sessions: what is delivered again at the start may be about them.
     for blueprint in webhooks.blueprints():
@@ -103,7 +129,9 @@ def create_app(
     return app
 
 
-def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model: LoadModel, webhooks: Webhooks) -> None:
+def _keep_sessions(
+    app: App, transport: Transport, load: LoadPolicy, load_model: LoadModel, webhooks: Webhooks, admit: Admit
+) -> None:
     settings = app.ctx.settings
     limits = SessionSettings(
         max_sessions=settings.max_sessions,
@@ -123,8 +151,10 @@ def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model:
     async def open_store(app: App) -> None:
         opened.enter_context(keeping(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
-        engine = Engine(stuck_after=settings.stuck_after, durations=_durations(settings))
-        app.ctx.sessions = Sessions(transport=transport, load=load, engine=engine, settings=limits, tell=webhooks.tell)
+        engine = Engine(stuck_after=settings.stuck_after, durations=_durations(app.ctx))
+        app.ctx.sessions = Sessions(
+            transport=transport, load=load, engine=engine, settings=limits, tell=webhooks.tell, admit=admit
+        )
         app.ctx.models = Models(engine, _forward_limits(settings), app.ctx.sessions.has_running_robot)
         try:
             await opened.enter_async_context(webhooks.telling())
@@ -145,9 +175,17 @@ def _keep_sessions(app: App, transport: Transport, load: LoadPolicy, load_model:
         await opened.aclose()
 
 
-def _durations(settings: Settings) -> Durations:
-    folder = state_folder(settings)
-    return Durations(None if folder is None else folder / "durations.json")
+def _destinations(app: App) -> Destinations:
+    rules = AddressRules(danger, layers, resolve, PinnedResolver)
+    try:
+        return Destinations(app.ctx.settings.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
+    except ValueError as error:
+        raise SettingsError(f"transport_hosts: {error}") from error
+
+
+def _durations(context: Context) -> Durations:
+    folder = state_folder(context.settings)
+    return Durations(None if folder is None else folder / "durations.json", context.metrics.prepared)
 
 
 def _forward_limits(settings: Settings) -> ForwardLimits:
@@ -199,7 +237,7 @@ def _import_ahead(app: App) -> None:
 
     @app.after_server_start
     async def begin(app: App) -> None:
-        call_in_thread(lambda: jaxmodels.load_policy, "import-jax", niceness=5)
+        app.ctx.importing = call_in_thread(lambda: jaxmodels.load_policy, "import-jax", niceness=5)
 
 
 def _versions() -> dict[str, str]:

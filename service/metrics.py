@@ -1,15 +1,18 @@
 """Figures for Prometheus: requests are counted as they come, sessions are read when somebody asks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.drive import Drive
 from service.served_model import ServedModel
 from service.sessions import Session
 from service.stage import Stage
+from service.stats import BOUNDS, Recent
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STAGES = [stage for stage in Stage if stage is not Stage.DELETED]
@@ -34,6 +37,7 @@ _LABELLED: Mapping[str, tuple[str, str, str]] = {
     "holds": ("holds", "reason", "Times the robot was held"),
     "inputs_dropped": ("inputs_dropped", "reason", "Frames and joint values that were not usable"),
 }
+_PREPARING = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
     ("forwards", "Forward passes", lambda served: served.forwards),
     ("errors", "Requests for a forward pass that were refused or failed", lambda served: served.errors),
@@ -55,11 +59,23 @@ class Metrics:
         self._seconds = Histogram(
             "robojax_request_seconds", "Time to answer an HTTP request", ("method", "route"), registry=self._registry
         )
+        self._preparing = Histogram(
+            "robojax_prepare_seconds",
+            "Time to make a policy and its rooms ready, by step",
+            ("step",),
+            buckets=_PREPARING,
+            registry=self._registry,
+        )
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one answer."""
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(method, route).observe(seconds)
+
+    def prepared(self, steps: Mapping[str, float]) -> None:
+        """A session got ready; its steps in seconds."""
+        for step, seconds in steps.items():
+            self._preparing.labels(step.replace(" ", "_")).observe(seconds)
 
     def text(self) -> bytes:
         """Everything, in Prometheus's text format."""
@@ -95,20 +111,30 @@ class _Sessions(Collector):
                 for value, count in _mapping(found.get(key)).items():
                     family.add_metric([name, value], _number(count))
             yield family
-        yield _quantiles(
+        yield _histogram(
             "robojax_tick_lateness_seconds",
-            "How late ticks came, of the newest ones",
-            ((name, "tick", _mapping(found.get("tick_lateness_ms"))) for name, found in stats.items()),
+            "How late ticks came",
+            ("session",),
+            (((session.id,), session.drive.control.lateness) for session in sessions if session.drive),
         )
-        yield _quantiles(
-            "robojax_inference_seconds",
-            "Time of an inference by stage, of the newest ones",
+        yield _histogram(
+            "robojax_stage_seconds",
+            "Time from a picture to the plan made of it, by stage: the picture's age when the policy was asked, waiting "
+            "for the device, to it, computing, back from it, the whole inference, and the same as the control loop saw it",
+            ("session", "stage"),
             (
-                (name, stage, _mapping(figures))
-                for name, status in statuses
-                for stage, figures in _mapping((status.inference_stats or {}).get("stages_ms")).items()
+                ((session.id, stage), figures)
+                for session in sessions
+                if session.drive
+                for stage, figures in _stages(session.drive).items()
             ),
         )
+
+
+def _stages(drive: Drive) -> Mapping[str, Recent]:
+    inference = {stage: figures for stage, figures in drive.inference.items() if stage != "total"}
+    whole = {"inference": drive.inference["total"], "answer": drive.control.latency}
+    return {"frame_age": drive.frame_age, **inference, **whole}
 
 
 class _Models(Collector):
@@ -130,13 +156,12 @@ class _Models(Collector):
             yield family
 
 
-def _quantiles(name: str, text: str, rows: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=["session", "stage", "quantile"])
-    for session, stage, figures in rows:
-        for percent, milliseconds in figures.items():
-            if milliseconds is not None:
-                quantile = f"{float(percent.removeprefix('p')) / 100:g}"
-                family.add_metric([session, stage, quantile], _number(milliseconds) / 1e3)
+def _histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Recent]]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for values, figures in rows:
+        counts = accumulate(figures.spread)
+        buckets = [(bound, count) for bound, count in zip((*map(str, BOUNDS), "+Inf"), counts, strict=True)]
+        family.add_metric(list(values), buckets, figures.total)
     return family
 
 

@@ -21,14 +21,18 @@ class Durations:
     Guesses are made of measured times only: of the same policy when it was loaded here before, else of the others.
     """
 
-    def __init__(self, file: Path | None = None):
+    def __init__(self, file: Path | None = None, heard: Callable[[Mapping[str, float]], None] | None = None):
+        """``heard`` is told the steps of every preparation."""
         self._file = file
+        self._heard = heard
         self._seconds: dict[str, dict[str, list[float]]] = {}
         if file is not None:
             self._seconds = _read(file)
 
     def add(self, policy: str, steps: Mapping[str, float]) -> None:
         """Remember one preparation; its steps in seconds. In memory only, see ``keep``."""
+        if self._heard is not None:
+            self._heard(steps)
         kept = self._seconds.pop(policy, {})
         for step, seconds in steps.items():
             kept[step] = [*kept.get(step, []), round(seconds, 3)][-KEPT:]
@@ -79,16 +83,19 @@ class Progress:
         """It does this now. Of a download (``jaxmodels.hub.Downloading``) it is also heard how far it is."""
         done, total = getattr(word, "done", 0), getattr(word, "total", 0)
         self._part = done / total if total else None
-        if word == self.word:
-            return
+        # A loader's "ready" is about the files: compiling and the rooms come after it.
+        if word not in (self.word, "ready"):
+            self._turn_to(str(word))
+
+    def _turn_to(self, word: str) -> None:
         now = self._clock()
         if self.word in STEPS:
             self._took[self.word] = self._took.get(self.word, 0.0) + now - self._since
-        self.word, self._since = str(word), now
+        self.word, self._since = word, now
 
     def finish(self) -> Mapping[str, float]:
         """It is ready: what it took is remembered, and given back, in seconds per step."""
-        self.tell("ready")
+        self._turn_to("ready")
         self._durations.add(self._policy, self._took)
         return self._took
 

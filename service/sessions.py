@@ -1,6 +1,7 @@
 """The store of sessions: create, look up, move, delete, and leave all of them in time."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from service.engine import Engine, LoadPolicy
 from service.errors import MoveRefused, SessionExists, TooManySessions, UnknownSession
@@ -10,7 +11,9 @@ from service.stage import MOVING, Stage
 from service.status import SessionStatus
 from service.transport.base import Transport
 
-__all__ = ["NewSession", "Session", "SessionSettings", "SessionStatus", "Sessions"]
+__all__ = ["Admit", "NewSession", "Session", "SessionSettings", "SessionStatus", "Sessions"]
+
+Admit = Callable[[NewSession], Awaitable[None]]
 
 
 class Sessions:
@@ -24,13 +27,18 @@ class Sessions:
         engine: Engine,
         settings: SessionSettings | None = None,
         tell: Tell = lambda event, about: None,
+        admit: Admit | None = None,
     ):
-        """``tell`` hears of every session what ``service.session.EVENTS`` lists, and when one is gone."""
+        """``tell`` hears of every session what ``service.session.EVENTS`` lists, and when one is gone.
+
+        ``admit`` refuses what this server does for nobody (``service.allowance``), before anything is done.
+        """
         self.engine = engine
         self.settings = settings or SessionSettings()
         self._transport = transport
         self._load = load
         self._tell = tell
+        self._admit = admit
         self._sessions: dict[str, Session] = {}
         self._ends: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -48,6 +56,8 @@ class Sessions:
             TransportError: the rooms cannot be made or joined; those made were removed.
         """
         self.settings.check(new)
+        if self._admit is not None:
+            await self._admit(new)
         if self._is_closing:
             raise MoveRefused("the server is shutting down; no session can be made")
         existing = self._sessions.get(new.session_id)
@@ -86,6 +96,11 @@ class Sessions:
         if session is None or session.stage is Stage.DELETED:
             raise UnknownSession(f"Session {session_id} not found")
         return session
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server is shutting down."""
+        return self._is_closing
 
     def list(self) -> list[Session]:
         """All sessions, oldest first; failed ones too."""

@@ -1,24 +1,35 @@
 """Figures that cost a fixed amount of memory: percentiles of recent samples, rates, tallies by reason."""
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+# Upper bounds of the counts over all samples, in seconds: from a tenth of a tick's usual lateness to a stuck inference.
+BOUNDS = (0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
 
 class Recent:
-    """The newest samples of one figure, and how many there were in all."""
+    """The newest samples of one figure, and of all that there were: how many, their sum, and how they spread."""
 
     def __init__(self, size: int):
         self.count = 0
         self.total = 0.0
         self._ring = np.zeros(size)
+        self._spread = [0] * (len(BOUNDS) + 1)
 
     def add(self, value: float) -> None:
         """Keep one sample in place of the oldest."""
         self._ring[self.count % len(self._ring)] = value
         self.count += 1
         self.total += value
+        self._spread[bisect_left(BOUNDS, value)] += 1
+
+    @property
+    def spread(self) -> Sequence[int]:
+        """How many of all samples were up to each of ``BOUNDS`` (and above the one before); those above all last."""
+        return tuple(self._spread)
 
     @property
     def samples(self) -> np.ndarray:

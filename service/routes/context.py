@@ -1,14 +1,16 @@
 """What the routes of one app share."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sanic
 from sanic.config import Config
 
+from service.auth.guard import Guard
 from service.limits import Creates
 from service.logs import RecentLogs
 from service.metrics import Metrics
@@ -29,9 +31,11 @@ class Context:
         page: the documentation's HTML and its Content-Security-Policy.
         versions: of this and of what matters below it.
         table: the embedded transport's rooms, or None when it is off.
+        guard: who is let in where.
         creates: how often each caller may make a session.
         sessions, models, updates: there from the server's start to its stop.
         policy_reader: what policies need, before they are loaded.
+        importing: done when JAX is imported, which takes seconds; None where nothing needs it.
         started_at: monotonic.
     """
 
@@ -42,9 +46,11 @@ class Context:
     metrics: Metrics
     logs: RecentLogs
     table: RoomTable | None
+    guard: Guard
     policy_reader: PolicyReader
     creates: Creates
     started_at: float = field(default_factory=time.monotonic)
+    importing: asyncio.Future[Any] | None = None
     sessions: Sessions = field(init=False)
     models: Models = field(init=False)
     updates: Updates = field(init=False)

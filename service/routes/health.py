@@ -1,4 +1,4 @@
-"""GET / and GET /health."""
+"""GET /, GET /health and GET /ready."""
 
 import time
 
@@ -7,6 +7,7 @@ from sanic import HTTPResponse
 from service.routes.answers import answer
 from service.routes.context import Request
 from service.routes.route import Route
+from service.stage import Stage
 
 
 async def root(request: Request) -> HTTPResponse:
@@ -35,7 +36,38 @@ async def health_check(request: Request) -> HTTPResponse:
     )
 
 
+async def readiness(request: Request) -> HTTPResponse:
+    """Whether a new session can be made now, and what that would wait for: 200 when it can, 503 when it cannot.
+
+    `loading` lists what is downloaded, read or compiled at this moment (one thing at a time: a new policy waits for
+    it), with the seconds it will probably still take, or null where nothing of the kind was ever measured here.
+    """
+    context = request.app.ctx
+    waiting_for = []
+    if context.importing is not None and not context.importing.done():
+        waiting_for.append("JAX is being imported")
+    elif context.importing is not None and context.importing.exception() is not None:
+        waiting_for.append("JAX cannot be imported; the server's log says more")
+    if context.sessions.is_closing:
+        waiting_for.append("the server is shutting down")
+    loading = [
+        {
+            "progress": session.progress.word,
+            "progress_s": round(session.progress.seconds(), 1),
+            "progress_left_s": None if (left := session.progress.left()) is None else round(left, 1),
+            "progress_percent": session.progress.percent(),
+        }
+        for session in context.sessions.list()
+        if session.stage is Stage.INITIALIZING
+    ]
+    found = {"ready": not waiting_for, "waiting_for": waiting_for, "loading": loading}
+    if not waiting_for:
+        return answer(found)
+    return answer({"detail": "; ".join(waiting_for), "code": "not_ready"} | found, 503, {"retry-after": "1"})
+
+
 ROUTES = (
-    Route("GET", "/", root, "Health", is_specified=True),
-    Route("GET", "/health", health_check, "Health", is_specified=True),
+    Route("GET", "/", root, "Health", is_specified=True, role=None),
+    Route("GET", "/health", health_check, "Health", is_specified=True, role=None),
+    Route("GET", "/ready", readiness, "Health", errors=(503,), role=None),
 )

@@ -1,6 +1,6 @@
 import numpy as np
 
-from service.stats import Rate, Recent, Tally
+from service.stats import BOUNDS, Rate, Recent, Tally
 
 
 def test_percentiles_are_of_the_newest_samples_and_the_count_of_all() -> None:
@@ -39,3 +39,10 @@ def test_a_tally_counts_by_reason() -> None:
     assert tally.by_reason() == {"a": 2, "b": 1}
     assert tally.total == 3
     assert tally["never"] == 0
+
+
+def test_all_samples_are_spread_over_the_bounds_not_only_the_newest() -> None:
+    figures = Recent(2)
+    for seconds in (0.0, BOUNDS[0], BOUNDS[0] * 1.01, 1e9):
+        figures.add(seconds)
+    assert figures.spread == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)

@@ -94,6 +94,9 @@ async def test_metrics_tell_sessions_requests_and_latencies(server):
     assert 'robojax_frames_received_total{camera="front",session="arm"} 0.0' in lines
     assert 'robojax_requests_total{method="GET",route="/sessions/{session_id}",status="404"} 1.0' in lines
     assert 'robojax_requests_total{method="POST",route="/sessions",status="200"} 1.0' in lines
+    stages = {"frame_age", "queue", "to_device", "compute", "to_host", "inference", "answer"}
+    counts = {line for line in lines if line.startswith("robojax_stage_seconds_count")}
+    assert counts == {f'robojax_stage_seconds_count{{session="arm",stage="{stage}"}} 0.0' for stage in stages}
 
 
 async def test_metrics_of_a_session_that_failed_can_be_read(server):
