@@ -156,7 +156,7 @@ def table_for(
         _check_names(requested, width, InvalidRequest, "joint_names of the request")
     if checkpoint is not None:
         _check_names(checkpoint, width, PolicyError, "joint names of the checkpoint")
-        if requested is not None and [_plain(name) for name in requested] != [_plain(name) for name in checkpoint]:
+        if requested is not None and [plain(name) for name in requested] != [plain(name) for name in checkpoint]:
             raise InvalidRequest(
                 f"joint_names {list(requested)} differ from the checkpoint's {list(checkpoint)}; leave joint_names out",
                 ("body", "joint_names"),
@@ -166,7 +166,7 @@ def table_for(
         if width == len(SO100):
             return JointTable(SO100)
         names = [f"joint_{number + 1}" for number in range(width)]
-    known = [_SO100_BY_NAME.get(_plain(name)) for name in names]
+    known = [_SO100_BY_NAME.get(plain(name)) for name in names]
     if width == len(SO100) and len({joint.name for joint in known if joint is not None}) == width:
         return JointTable([joint for joint in known if joint is not None])
     limits = ranges or {}
@@ -175,7 +175,7 @@ def table_for(
     )
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """LeRobot's feature names say ``shoulder_pan.pos``, its older datasets ``main_shoulder_pan``."""
     return name.removesuffix(".pos").removeprefix("main_")
 

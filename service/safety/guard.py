@@ -1,0 +1,243 @@
+"""What stands between a policy and its robot: every chunk is judged whole before its first action, every command again.
+
+Finite and of the right shape is never a matter of mode: anything else is refused. The rest (position, step, velocity,
+acceleration, jerk, and the seam to what was commanded before) is brought inside or refused, as the limits say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.safety.clamping import Clamping
+from service.safety.limits import SLACK, MotionLimits
+from service.stats import Tally
+
+# Rounding to float32 on the way is no fault of a policy.
+_RELATIVE, _ROUNDING = 1e-4, 4e-7
+
+
+@dataclass(frozen=True)
+class Motion:
+    """What a chunk follows.
+
+    Attributes:
+        position: (a,) the last command; the measured pose when the robot stands.
+        velocity: (a,) per second, of the commands.
+        acceleration: (a,) per second squared, likewise; None when nobody knows.
+        is_at_rest: whether nothing was commanded since a start or a hold.
+    """
+
+    position: np.ndarray
+    velocity: np.ndarray
+    acceleration: np.ndarray | None = None
+    is_at_rest: bool = True
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a chunk.
+
+    Attributes:
+        actions: (t, a) float32, inside the limits; the chunk itself when it was inside. None when it is refused.
+        reason: stable code of why it is refused, or None.
+        text: for people.
+        clamped: reasons for which something of it was brought inside.
+    """
+
+    actions: np.ndarray | None
+    reason: str | None = None
+    text: str = ""
+    clamped: tuple[str, ...] = ()
+
+
+class Guard:
+    """One robot's.
+
+    Attributes:
+        limits: what it holds commands to.
+        clamped: chunks that were brought inside, by reason; ``tick`` counts single commands.
+        refused: chunks that were refused whole, by reason.
+        joints: joint to how many chunks were brought inside because of it.
+    """
+
+    def __init__(self, limits: MotionLimits, *, rate: float, action_rate: float, chunk: int):
+        """For chunks (chunk, a) whose actions come ``action_rate`` times a second, and ``rate`` commands a second."""
+        self.limits = limits
+        self.clamped, self.refused, self.joints = Tally(), Tally(), Tally()
+        self._shape = (1, chunk, len(limits.names))
+        self._action_rate = action_rate
+        by_step, by_velocity = limits.step * rate / action_rate, limits.velocity / action_rate
+        self._is_step = by_step < by_velocity
+        self._clamping = Clamping(
+            limits.low,
+            limits.high,
+            np.minimum(by_step, by_velocity),
+            limits.acceleration / action_rate**2,
+            limits.jerk / action_rate**3,
+        )
+        ends = np.abs(np.stack([limits.low, limits.high]))
+        largest = np.where(np.isfinite(ends), ends, 0.0).max(axis=0)
+        self._tolerance = _ROUNDING * largest
+        self._slack = np.where(np.isfinite(limits.high - limits.low), SLACK * (limits.high - limits.low), 0.0)
+        # Per tick, in the commands' own precision.
+        self._step = np.minimum(limits.step, limits.velocity / rate).astype(np.float32)
+        finite = np.where(np.isfinite(self._step), self._step, np.float32(0))
+        self._unnoticed = (np.float32(1e-3) * finite + self._tolerance + 1e-6).astype(np.float32)
+        self._low, self._high = limits.low.astype(np.float32), limits.high.astype(np.float32)
+        self._shown = limits.shown()
+
+    def form(self, answer: object) -> tuple[str, str] | None:
+        """Code and text of why a policy's answer is no chunk: (1, t, a) finite floats; None when it is one."""
+        reason = text = None
+        if not isinstance(answer, np.ndarray):
+            reason, text = "shape", f"the policy returned a {type(answer).__name__}, wanted an array {self._shape}"
+        elif answer.shape != self._shape or answer.dtype.kind != "f":
+            reason, text = "shape", f"the policy returned {answer.dtype} {answer.shape}, wanted floats {self._shape}"
+        else:
+            is_finite = np.abs(answer) <= np.finfo(np.float32).max  # false of NaN; what is sent is float32
+            if not is_finite.all():
+                bad = int(answer.size - is_finite.sum())
+                reason, text = "not_finite", f"the policy returned {bad} values that are not finite"
+        if reason is None or text is None:
+            return None
+        self.refused.add(reason)
+        return reason, text
+
+    def judge(self, chunk: np.ndarray, before: Motion, first: int = 0) -> Judged:
+        """Judge a chunk (t, a) of finite floats whose actions before ``first`` are over and will not be done."""
+        speed = before.velocity / self._action_rate
+        bend = np.zeros_like(speed) if before.acceleration is None else before.acceleration / self._action_rate**2
+        whole = chunk.astype(np.float64)
+        outside = self._outside(whole, before, speed, bend, first)
+        if not outside:
+            return Judged(chunk)
+        if self.limits.mode == "refuse":
+            refusable = self._refusable(whole, before, outside, first)
+            if refusable:
+                for reason in refusable:
+                    self.refused.add(reason)
+                return Judged(None, next(iter(refusable)), self._in_words(whole, refusable))
+        for reason in outside:
+            self.clamped.add(reason)
+        for place in np.flatnonzero(np.any(list(outside.values()), axis=0)):
+            self.joints.add(self.limits.names[place])
+        actions = np.empty_like(chunk, np.float32)
+        np.clip(whole[:first], self._clamping.low, self._clamping.high, out=whole[:first])
+        actions[:first] = whole[:first]
+        actions[first:] = self._clamping.clamp(whole[first:], before.position.astype(np.float64), speed, bend)
+        return Judged(actions, clamped=tuple(outside))
+
+    def limit(self, action: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """The command (a,) of one tick after the command ``before``: points between two actions, late ones, all.
+
+        A robot that is outside of its range is led back step by step.
+        """
+        change = action - before
+        np.abs(change, out=change)
+        if ((change <= self._step) & (action >= self._low) & (action <= self._high)).all():
+            return action
+        wanted = np.where(np.isfinite(action), action, before)
+        np.maximum(wanted, self._low, out=wanted)
+        np.minimum(wanted, self._high, out=wanted)
+        np.minimum(wanted, before + self._step, out=wanted)
+        np.maximum(wanted, before - self._step, out=wanted)
+        if not (np.abs(wanted - action) <= self._unnoticed).all():
+            self.clamped.add("tick")
+        return wanted
+
+    def stats(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "mode": self.limits.mode,
+            "clamped": self.clamped.by_reason(),
+            "clamped_joints": self.joints.by_reason(),
+            "refused": self.refused.by_reason(),
+            "limits": self._shown,
+            "unlimited": self.limits.unlimited,
+            "unmatched": list(self.limits.unmatched),
+        }
+
+    def _outside(
+        self, whole: np.ndarray, before: Motion, speed: np.ndarray, bend: np.ndarray, first: int
+    ) -> dict[str, np.ndarray]:
+        """Reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
+        found: dict[str, np.ndarray] = {}
+        clamping, tolerance = self._clamping, self._tolerance
+        low, high = clamping.low - tolerance, clamping.high + tolerance
+        if len(whole) and (out := (whole.min(axis=0) < low) | (whole.max(axis=0) > high)).any():
+            found["position"] = out
+        if first >= len(whole):
+            return found
+        # The motion before as three places on the grid of actions, so that one difference covers chunk and seam.
+        place = before.position.astype(np.float64)
+        past = np.stack([place - 2 * speed + bend, place - speed, place])
+        changes = np.diff(np.concatenate([past, whole[first:]]), axis=0)
+        fastest = np.abs(changes[2:])
+        most = clamping.speed * (1 + _RELATIVE) + tolerance
+        if (fast := fastest > most).any():
+            if (seam := fast[0]).any():
+                found["seam"] = seam
+            if (inner := fast[1:].any(axis=0)).any():
+                for reason, chosen in (("step", self._is_step), ("velocity", ~self._is_step)):
+                    if (joints := inner & chosen).any():
+                        found[reason] = joints
+        if clamping.is_smooth:
+            bends = np.diff(changes, axis=0)
+            # A difference of differences has several roundings.
+            allowed = clamping.acceleration * (1 + _RELATIVE) + 8 * tolerance
+            if (hard := (np.abs(bends[1:]) > allowed).any(axis=0)).any():
+                found["acceleration"] = hard
+            jerks = np.abs(np.diff(bends, axis=0))[1 if before.acceleration is None else 0 :]
+            allowed = clamping.jerk * (1 + _RELATIVE) + 16 * tolerance
+            if (hard := (jerks > allowed).any(axis=0)).any():
+                found["jerk"] = hard
+        return found
+
+    def _refusable(
+        self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray], first: int
+    ) -> dict[str, np.ndarray]:
+        """Of what is outside, what is no matter of a little overshoot, or of leading a robot away from where it stands.
+
+        Refusing judges all of a chunk, also what is over: it says what the policy is worth.
+        """
+        low, high = self._clamping.low - self._slack, self._clamping.high + self._slack
+        found: dict[str, np.ndarray] = {}
+        if (out := (whole.min(axis=0) < low) | (whole.max(axis=0) > high)).any():
+            found["position"] = out
+        if "seam" in outside and not before.is_at_rest:
+            found["seam"] = outside["seam"]
+        inside = np.clip(whole, self._clamping.low, self._clamping.high)
+        rest = Motion(inside[0], np.zeros(inside.shape[1]), None)
+        alone = self._outside(inside, rest, np.zeros(inside.shape[1]), np.zeros(inside.shape[1]), 0)
+        found |= {reason: joints for reason, joints in alone.items() if reason in ("step", "velocity")}
+        for reason, skipped in (("acceleration", 2), ("jerk", 3)):
+            if reason in outside:
+                differences = np.abs(np.diff(inside, skipped, axis=0))
+                allowed = getattr(self._clamping, reason) * (1 + _RELATIVE) + 16 * self._tolerance
+                hard = (differences > allowed).any(axis=0)
+                hard = hard if before.is_at_rest else hard | outside[reason]
+                if hard.any():
+                    found[reason] = hard
+        return found
+
+    def _in_words(self, whole: np.ndarray, found: Mapping[str, np.ndarray]) -> str:
+        parts = []
+        for reason, joints in found.items():
+            place = int(np.flatnonzero(joints)[0])
+            name, others = self.limits.names[place], int(joints.sum()) - 1
+            more = f" (and {others} more)" if others else ""
+            values = whole[:, place]
+            low, high = self.limits.low[place], self.limits.high[place]
+            if reason == "position":
+                detail = f"{values.min():.4g}..{values.max():.4g}, limits {low:.4g}..{high:.4g}"
+            elif reason in ("step", "velocity", "seam"):
+                most = float(self._clamping.speed[place])
+                largest = np.abs(np.diff(values)).max(initial=0.0)
+                which = "the change to what was commanded before" if reason == "seam" else f"changes by {largest:.4g}"
+                detail = f"{which}, the limit is {most:.4g} per action"
+            else:
+                limit = float(getattr(self.limits, reason)[place])
+                detail = f"more than the limit of {limit:.4g}"
+            parts.append(f"{reason} of joint {name!r}{more}: {detail}")
+        return "the chunk leaves the limits: " + "; ".join(parts)
