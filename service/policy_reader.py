@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
-from service.errors import PolicyError
+from service.errors import PolicyError, ServiceError
 from service.worker import call_in_thread
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ class PolicyReader:
                 return await call_in_thread(lambda: self._read(path, revision), "policy-reader", 5)
             except JaxModelsError as error:
                 raise PolicyError(f"policy {path!r} cannot be used: {error}") from error
+            except ServiceError:
+                raise  # a place that is not allowed
             except Exception as error:
                 # Its text may hold anything, so only its kind goes to the client.
                 logger.exception("reading what policy %r needs failed", path)

@@ -61,6 +61,8 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
     """The app on the running loop; yields its URL when it answers. Takes the socket over."""
     try:
         with listener:
+            app.config.OWN_ADDRESS = listener.getsockname()[:2]
+            app.config.OWN_PORT = listener.getsockname()[1]
             server = await app.create_server(
                 sock=listener,
                 protocol=PunctualProtocol,

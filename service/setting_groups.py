@@ -90,7 +90,7 @@ class ServerSettings(Group):
     """Server"""
 
     host: str = Field(
-        default="127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, without a login."
+        default="127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, and wants a key."
     )
     port: int = Field(default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
     origins: Names = Field(
@@ -106,6 +106,21 @@ class AccessSettings(Group):
     insecure: bool = Field(
         default=False,
         description="Let everybody who reaches the port in, also from other machines, although no key is there.",
+    )
+    keys_file: str | None = Field(
+        default=None,
+        description="File of the keys that `robojax token new` makes; default: keys.json in the state folder. With a "
+        "key in it, a key is wanted from everybody.",
+    )
+    jwt_secret_file: str | None = Field(
+        default=None,
+        description="File with the secret that signs bearer tokens; default: jwt-secret in the state folder, which "
+        "`robojax token jwt` makes.",
+    )
+    jwt_hours: FiniteFloat = Field(default=24.0, gt=0, le=720, description="Hours that a bearer token may live.")
+    transport_key_file: str | None = Field(
+        default=None,
+        description="File with lines of URL and key, for sessions whose rooms are on another server that wants one.",
     )
 
 
@@ -187,6 +202,22 @@ class PolicySettings(Group):
     policy_cache: str | None = Field(
         default=None, description="Folder that keeps policies from the Hub; default: huggingface_hub's own."
     )
+    policy_roots: Names = Field(
+        default=(),
+        description="Folders that policies may be in. Without them, and without policy_owners, every folder may be "
+        "used when the server listens on this machine only and wants no key, else none.",
+    )
+    policy_owners: Names = Field(
+        default=(), description="Users and organisations of the Hub whose policies may be used; as policy_roots."
+    )
+    policy_bytes: int = Field(
+        default=20 << 30, ge=1 << 20, description="Bytes that the files of a policy may have; asked before a download."
+    )
+    load_memory: int = Field(
+        default=1 << 30,
+        ge=1 << 27,
+        description="Bytes of memory for the process that reads a policy's files before this one does.",
+    )
     stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up.")
 
 
@@ -218,6 +249,11 @@ class TransportSettings(Group):
     embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
     transport_oddities: bool = Field(
         default=False, description="Let the embedded rooms behave as the reference server does where it is broken."
+    )
+    transport_hosts: Names = Field(
+        default=(),
+        description="Transport servers that sessions may be sent to besides this machine's and this server itself: "
+        "host, host:8000, *.lan, 192.168.1.0/24.",
     )
     ice_servers: Names = Field(default=(), description="STUN and TURN URLs; none are needed on a local network.")
 

@@ -133,7 +133,7 @@ class TargetRules:
         Raises:
             UnsafeTarget: with what it is, and what to do.
         """
-        for inner in _layers(address):
+        for inner in layers(address):
             kind = _kind(inner)
             if kind and not self._is_allowed(inner):
                 named = str(inner) if host == str(inner) else f"{host!r} is {inner},"
@@ -148,7 +148,7 @@ class TargetRules:
         return any(network.version == address.version and address in network for network in self.allowed)
 
 
-def _layers(address: Address) -> list[Address]:
+def layers(address: Address) -> list[Address]:
     """The IPv4 address that an IPv6 one stands for, if it does; else the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
@@ -159,6 +159,14 @@ def _layers(address: Address) -> list[Address]:
     if address in _NAT64:
         return [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)]
     return [address]
+
+
+def danger(address: Address) -> str | None:
+    """What an address is that no list of networks should open with them, in words; None for all others."""
+    is_dangerous = (
+        address in METADATA or address.is_unspecified or address.is_link_local or address.is_multicast
+    ) and not address.is_loopback
+    return _kind(address) if is_dangerous else None
 
 
 def _kind(address: Address) -> str | None:

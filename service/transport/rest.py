@@ -40,10 +40,10 @@ async def refuse_redirects(
 
 
 @asynccontextmanager
-async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
+async def http_session(connector: aiohttp.BaseConnector | None = None) -> AsyncIterator[aiohttp.ClientSession]:
     """One aiohttp session for one link: no proxies from the environment, no cookies, no redirects."""
     async with aiohttp.ClientSession(
-        trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), middlewares=(refuse_redirects,)
+        connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), middlewares=(refuse_redirects,)
     ) as session:
         yield session
 
