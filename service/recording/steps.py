@@ -1,0 +1,107 @@
+"""A recording as policies are trained on it: what was seen and what was done, one step per tick."""
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from PIL import Image
+
+# Larger ones are not read: whoever made the file may want to fill the memory.
+MOST_PIXELS = 1920 * 1200
+
+
+class RecordingError(Exception):
+    """A recording or dataset that cannot be used; the text says which, what is wrong and what to do."""
+
+
+class Picture(Protocol):
+    """A frame that is decoded when somebody looks; the same object in two steps is the same frame."""
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """uint8 (h, w, 3), RGB."""
+        ...
+
+
+class Encoded:
+    """A JPEG or PNG of a file.
+
+    Raises:
+        RecordingError: when it is looked at and is none, or too large.
+    """
+
+    def __init__(self, data: bytes):
+        self._data = data
+
+    @cached_property
+    def pixels(self) -> np.ndarray:
+        """uint8 (h, w, 3), RGB."""
+        try:
+            with Image.open(io.BytesIO(self._data), formats=("JPEG", "PNG")) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise RecordingError(
+                        f"a frame has {image.width}x{image.height} pixels; wanted {MOST_PIXELS} at most"
+                    )
+                return np.asarray(image.convert("RGB"))
+        except (OSError, ValueError) as error:
+            raise RecordingError(f"a frame cannot be decoded ({type(error).__name__})") from error
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tick.
+
+    Attributes:
+        episode, index: counted from 0; the index starts anew in each episode.
+        state: (a,) float32, where the joints were.
+        action: (a,) float32, where they were sent.
+        pictures: camera to its newest frame.
+    """
+
+    episode: int
+    index: int
+    state: np.ndarray
+    action: np.ndarray
+    pictures: Mapping[str, Picture]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of all steps.
+
+    Attributes:
+        rate: steps per second.
+        joints: names, in the order of states and actions.
+        features: the same as LeRobot calls them.
+        low, high: (a,) ranges, infinite where nobody knows.
+        robot_type: LeRobot's name of the robot, or None.
+        task: in words.
+        policy: what moved the robot, where that was recorded.
+        length: how many steps there are, about; None when nobody has counted.
+        is_whole: False when the file was cut off: whoever wrote it was killed.
+    """
+
+    rate: float
+    joints: tuple[str, ...]
+    features: tuple[str, ...]
+    low: np.ndarray
+    high: np.ndarray
+    cameras: tuple[str, ...]
+    robot_type: str | None = None
+    task: str = ""
+    policy: str | None = None
+    length: int | None = None
+    is_whole: bool = True
+
+
+class Source(Protocol):
+    """Where steps come from."""
+
+    facts: Facts
+
+    def steps(self) -> Iterator[Step]:
+        """All steps, episode after episode."""
+        ...
