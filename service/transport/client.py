@@ -5,11 +5,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from service.errors import TransportError
+from service.destinations import Destinations
+from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Kind
-from service.transport.base import Inbox, JointValue, Rooms
+from service.transport.base import Inbox, JointValue, Made, Rooms
 from service.transport.connection import Listener, RoomConnection
 from service.transport.joint_rooms import JointInput, JointOutput
+from service.transport.membership import JoinRefused
 from service.transport.messages import JointUpdate, Role
 from service.transport.names import rooms_of
 from service.transport.pace import Pace
@@ -26,11 +28,19 @@ class RoomsTransport:
         pace: how long things may take.
         ice_servers: STUN and TURN URLs. Empty by default: on a local network they are not needed, and without a
             way to the internet each peer connection would wait five seconds for them.
+        destinations: where links may go; None where whoever gives the URLs is trusted.
     """
 
-    def __init__(self, *, pace: Pace | None = None, ice_servers: Sequence[str] = ()):
+    def __init__(
+        self,
+        *,
+        pace: Pace | None = None,
+        ice_servers: Sequence[str] = (),
+        destinations: Destinations | None = None,
+    ):
         self._pace = pace or Pace()
         self._ice_servers = tuple(ice_servers)
+        self._destinations = destinations
 
     @asynccontextmanager
     async def connect(
@@ -41,28 +51,54 @@ class RoomsTransport:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
+        made: Made | None = None,
     ) -> AsyncIterator["RoomsLink"]:
         """Make the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
 
         A room of one of our names that exists already (left by a crash, or made by the robot's side) is joined as
         it is: making it again would cut off everybody in it without a word. Only rooms that this link made are
-        removed at its end.
+        removed at its end, and those in ``made``: this server's from before it was killed.
 
         Raises:
-            InvalidRequest: the URL or a name cannot be used.
+            InvalidRequest: the URL or a name cannot be used, or the URL leads where links may not go.
             TransportError: the server could not be reached, refused, or does not speak this wire.
         """
         rooms = rooms_of(session_id, cameras, workspace_id)
         address = Address.parse(url)
-        async with http_session() as session:
+        connector = None if self._destinations is None else await self._destinations.connector(url)
+        async with http_session(connector) as session:
             api = RoomsApi(session, address, self._pace.request)
-            link = RoomsLink(rooms, session_id, api, inbox, self._pace, self._ice_servers)
+            link = RoomsLink(rooms, session_id, api, inbox, self._pace, self._ice_servers, made)
             try:
                 await link.open()
                 async with running(*link.tasks()):
                     yield link
             finally:
                 await link.close()
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+    ) -> Sequence[str]:
+        """Remove rooms that nobody is in, one after the other; returns those that somebody is in.
+
+        Raises:
+            InvalidRequest: the URL leads where links may not go.
+            TransportError: the server could not be reached or refused.
+        """
+        left = []
+        connector = None if self._destinations is None else await self._destinations.connector(url)
+        async with http_session(connector) as session:
+            api = RoomsApi(session, Address.parse(url), self._pace.request)
+            for room in rooms:
+                kind = Kind.VIDEO if room in cameras else Kind.ROBOTICS
+                presence = await api.look(kind, workspace_id, room)
+                if presence is None:
+                    continue
+                if presence.producer is not None or presence.consumers:
+                    left.append(room)
+                else:
+                    await api.delete(kind, workspace_id, room)
+        return left
 
 
 class RoomsLink:
@@ -76,11 +112,13 @@ class RoomsLink:
         inbox: Inbox,
         pace: Pace,
         ice_servers: Sequence[str],
+        made: Made | None = None,
     ):
         self.rooms = rooms
         self._api = api
         self._pace = pace
         self._made: dict[str, Kind] = {}
+        self._known = made
         self._input = JointInput(rooms, api, inbox)
         self._receivers = {
             room: CameraReceiver(camera, room, api, inbox, pace, ice_servers) for camera, room in rooms.cameras.items()
@@ -93,6 +131,7 @@ class RoomsLink:
             role: Role,
             listener: Listener,
             present: Callable[[Presence], Awaitable[None]] | None = None,
+            refused: Callable[[], None] = lambda: None,
         ) -> RoomConnection:
             return RoomConnection(
                 api,
@@ -105,6 +144,7 @@ class RoomsLink:
                 pace=pace,
                 make=lambda: self._make(kind, room),
                 present=present,
+                refused=refused,
             )
 
         self._output = connection(
@@ -113,7 +153,13 @@ class RoomsLink:
         self._connections = {
             rooms.joint_output: self._output,
             rooms.joint_input: connection(
-                Kind.ROBOTICS, rooms.joint_input, "joint-input", Role.CONSUMER, self._input, self._input.present
+                Kind.ROBOTICS,
+                rooms.joint_input,
+                "joint-input",
+                Role.CONSUMER,
+                self._input,
+                self._input.present,
+                self._input.refused,
             ),
             **{
                 room: connection(Kind.VIDEO, room, receiver.camera, Role.CONSUMER, receiver)
@@ -149,11 +195,29 @@ class RoomsLink:
 
         Raises:
             TransportError: something failed; ``close`` removes what was made.
+            RobotTaken: somebody else commands this robot.
         """
         for room, connection in self._connections.items():
             await self._make(connection.kind, room)
+        await self._take_robot()
         for connection in self._connections.values():
-            await connection.open()
+            if connection is not self._output:
+                await connection.open()
+
+    async def _take_robot(self) -> None:
+        """Only one may be the producer of the output room, and so command the robot."""
+        try:
+            await self._output.open()
+        except JoinRefused as refused:
+            room, workspace = self._output.room, self.rooms.workspace_id
+            presence = await self._api.look(Kind.ROBOTICS, workspace, room)
+            if presence is None or presence.producer is None:
+                raise
+            raise RobotTaken(
+                f"the robot of room {room!r} in workspace {workspace!r} is commanded by participant "
+                f"{presence.producer!r} already; stop that controller first (another server's session, or a program "
+                "of its own), or use another workspace"
+            ) from refused
 
     def tasks(self) -> list[Coroutine[None, None, None]]:
         """What must run while the link is open."""
@@ -177,8 +241,12 @@ class RoomsLink:
 
     async def _make(self, kind: Kind, room: str) -> None:
         if await self._api.look(kind, self.rooms.workspace_id, room) is None:
+            if self._known is not None:
+                await self._known.add(room)
             self._made[room] = kind  # before asking: an answer that times out may still have made it
             await self._api.create(kind, self.rooms.workspace_id, room)
+        elif self._known is not None and room in self._known:
+            self._made[room] = kind
 
     async def _remove(self, room: str, kind: Kind) -> None:
         await self._api.delete(kind, self.rooms.workspace_id, room)

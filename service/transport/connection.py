@@ -47,6 +47,7 @@ class RoomConnection:
         who: what our participant ids begin with.
         make: makes the room when the server does not know it (any more); None for a room of somebody else.
         present: told who is in the room, right after each join and with each heartbeat.
+        refused: told of each frame that is no message of this wire.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class RoomConnection:
         pace: Pace,
         make: Callable[[], Awaitable[None]] | None = None,
         present: Callable[[Presence], Awaitable[None]] | None = None,
+        refused: Callable[[], None] = lambda: None,
     ):
         self.kind = kind
         self.workspace = workspace
@@ -74,6 +76,7 @@ class RoomConnection:
         self._pace = pace
         self._make = make
         self._present = present
+        self._refused = refused
         self._membership: Membership | None = None
         self._totals: dict[str, int] = dict.fromkeys(("sent", "refused", "received", "malformed"), 0)
         self._reconnects = 0
@@ -110,7 +113,7 @@ class RoomConnection:
         attempt = 0
         while True:
             if self._membership is not None:
-                reason = await self._membership.serve(self._received, self._check)
+                reason = await self._membership.serve(self._received, self._check, self._refused)
                 attempt = 0 if self._membership.rtt is not None else attempt
                 await self._forget(reason)
             await asyncio.sleep(retry_delay(attempt, self._pace))

@@ -2,7 +2,7 @@
 
 import time
 
-from service.transport.base import EmergencyStop, Inbox, LinkDown, LinkUp, Rooms
+from service.transport.base import BadInput, EmergencyStop, Inbox, LinkDown, LinkUp, Rooms
 from service.transport.messages import EmergencyStop as StopMessage
 from service.transport.messages import JointUpdate, Message
 from service.transport.rest import Presence, RoomsApi
@@ -49,12 +49,18 @@ class JointInput(JointOutput):
     def received(self, message: Message, seen_at: float) -> None:
         """Deliver joints. ``state_sync`` is left aside: a room keeps the joints of a robot that left long ago."""
         if isinstance(message, JointUpdate):
-            values = message.values
+            values, contradicting = _agreed(message)
             self._heard |= values.keys()
+            if contradicting:
+                self.inbox.event(BadInput({"contradicting": contradicting}))
             if values:
                 self.updates += 1
                 self.inbox.joints(values, seen_at)
         super().received(message, seen_at)
+
+    def refused(self) -> None:
+        """A frame came that is no message: one value that cannot be used, whatever it was meant to say."""
+        self.inbox.event(BadInput({"malformed": 1}))
 
     async def present(self, presence: Presence) -> None:
         """When a robot is new in the room, fetch its joints: the server forwards changes only, so one that stands
@@ -70,3 +76,14 @@ class JointInput(JointOutput):
             if missed:
                 self.updates += 1
                 self.inbox.joints(missed, time.monotonic())
+
+
+def _agreed(update: JointUpdate) -> tuple[dict[str, float], int]:
+    """Joint name to value, without those that one update gives two different values; and how many those are."""
+    values: dict[str, float] = {}
+    contradicting: set[str] = set()
+    for joint in update.data:
+        name, value = joint["name"], float(joint["value"])
+        if values.setdefault(name, value) != value:
+            contradicting.add(name)
+    return {name: value for name, value in values.items() if name not in contradicting}, len(contradicting)

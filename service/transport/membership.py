@@ -115,11 +115,13 @@ class Membership:
         self,
         received: Callable[[Message, float], None],
         check: Callable[[], Awaitable[str | None]],
+        refused: Callable[[], None] = lambda: None,
     ) -> str:
         """Deliver messages until the socket is lost, and return why.
 
         Args:
             received: takes each message and the monotonic time it was read.
+            refused: told of each frame that is no message of this wire.
             check: asked at once, then with every heartbeat and after every error from the server; returns why the
                 membership is worthless, or None.
         """
@@ -127,7 +129,7 @@ class Membership:
             received(message, seen_at)
         self._early.clear()
         return await _first(
-            self._read(received), self._write(), self._beat(), self._watch(check), self._until_dropped()
+            self._read(received, refused), self._write(), self._beat(), self._watch(check), self._until_dropped()
         )
 
     async def leave(self, at_once: bool = False) -> None:
@@ -138,20 +140,23 @@ class Membership:
         with contextlib.suppress(aiohttp.ClientError, OSError):
             await self._socket.close()
 
-    async def _read(self, received: Callable[[Message, float], None]) -> str:
+    async def _read(self, received: Callable[[Message, float], None], refused: Callable[[], None]) -> str:
         while True:
             frame = await self._socket.receive()
             now = time.monotonic()
             if frame.type is aiohttp.WSMsgType.BINARY:
                 self.malformed += 1
+                refused()
                 continue
             if frame.type is not aiohttp.WSMsgType.TEXT:
                 return f"the socket was closed ({_ending(frame, self._socket)})"
             message = self._parse(frame.data)
-            if isinstance(message, HeartbeatAck):
+            if message is None:
+                refused()
+            elif isinstance(message, HeartbeatAck):
                 self._acked_at = now
                 self.rtt = now - self._beat_at
-            elif message is not None:
+            else:
                 if isinstance(message, Error | VideoError):
                     self._doubt.set()
                 received(message, now)
