@@ -18,6 +18,7 @@ ServiceError                  500 internal
 ├── UnknownModel              404 unknown_model
 ├── ModelError                422 model            a model cannot be loaded
 ├── ModelFailed               500 model_failed     a loaded model raised
+├── NotKept                   503 not_kept         it cannot be written down, so it would be lost with the process
 ├── ModelBusy                 503 model_busy       as many forward passes are asked for as are allowed, or one took long
 ├── UnknownForm               415 unknown_form     a body in a form that is not read
 ├── NotAcceptable             406 not_acceptable   an answer in a form that is not written
@@ -173,6 +174,13 @@ class ModelFailed(ServiceError):
 
     status = 500
     code = "model_failed"
+
+
+class NotKept(ServiceError):
+    """It cannot be written down, so it would be lost with the process; the message says what to do."""
+
+    status = 503
+    code = "not_kept"
 
 
 class ModelBusy(ServiceError):

@@ -120,18 +120,32 @@ class Lifecycle:
         is_loaded: whether policy and rooms are there to be started.
     """
 
-    def __init__(self, session_id: str):
+    def __init__(self, session_id: str, latch: str | None = None):
+        """``latch``: of an emergency stop of this id that nobody has reset yet."""
         self.stage = Stage.INITIALIZING
         self.reason: str | None = None
-        self.latch: str | None = None
+        self.latch = latch
         self.is_loaded = False
         self._session_id = session_id
 
     def can(self, move: Move) -> bool:
         """Whether the move is possible now."""
-        if move in SETS_GOING and (self.latch is not None or not self.is_loaded):
+        if move in SETS_GOING and (self.latch is not None or not (self.is_loaded or self._is_interrupted)):
             return False
         return (self.stage, move) in MOVES
+
+    @property
+    def _is_interrupted(self) -> bool:
+        return self.stage is Stage.INTERRUPTED
+
+    def check(self, move: Move) -> None:
+        """Refuse what is not possible now.
+
+        Raises:
+            MoveRefused: the message names the moves that are.
+        """
+        if not self.can(move):
+            raise MoveRefused(self._refusal(move))
 
     def move(self, move: Move, reason: str | None = None) -> Stage:
         """Go where the table says; ``reason`` is kept as the reason of the new stage.
@@ -139,15 +153,14 @@ class Lifecycle:
         Raises:
             MoveRefused: the table has no such move from here; the message names the allowed ones.
         """
-        if not self.can(move):
-            raise MoveRefused(self._refusal(move))
+        self.check(move)
         self.stage = MOVES[self.stage, move]
         if move is Move.EMERGENCY_STOP:
             # The first reason stays: it is what somebody has to look at before the reset.
             self.latch = self.latch or reason or "no reason given"
         elif move is Move.RESET:
             self.latch = None
-        if move is Move.FAILED or self.stage is not Stage.ERROR:
+        if move is Move.FAILED or self.stage not in (Stage.ERROR, Stage.INTERRUPTED):
             self.reason = reason
         if move is Move.LOADED and self.latch is not None:
             self.stage = MOVES[self.stage, Move.EMERGENCY_STOP]
@@ -158,7 +171,8 @@ class Lifecycle:
         if move in SETS_GOING and self.latch is not None:
             return (
                 f"{name} cannot {move}: an emergency stop is latched ({self.latch}); make sure that the robot is safe, "
-                f"then POST /debug/sessions/{self._session_id}/reset, then start"
+                f"then POST /debug/sessions/{self._session_id}/reset, "
+                f"then {'restart' if self._is_interrupted else 'start'}"
             )
         allowed = ", ".join(str(other) for other in ASKED if self.can(other)) or "none"
         return f"{name} is {self.stage} and cannot {move}; allowed now: {allowed}"

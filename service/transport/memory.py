@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from service.errors import TransportError
-from service.transport.base import EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Rooms
+from service.transport.base import EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Made, Rooms
 from service.transport.names import rooms_of
 
 
@@ -131,6 +131,7 @@ class MemoryTransport:
     Attributes:
         links: every link made, oldest first.
         existing: ids of the rooms that exist now, as ``workspace/room``.
+        occupied: those of them that somebody else is in.
         refuse: set it to an error to make the next connections fail.
         gate: set it to an ``asyncio.Event`` to hold connecting until the test sets it.
     """
@@ -138,6 +139,7 @@ class MemoryTransport:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.links: list[MemoryLink] = []
         self.existing: set[str] = set()
+        self.occupied: set[str] = set()
         self.refuse: TransportError | None = None
         self.gate: Gate | None = None
         self._clock = clock
@@ -158,6 +160,7 @@ class MemoryTransport:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
+        made: Made | None = None,
     ) -> AsyncIterator[MemoryLink]:
         """Make the rooms, say that each is joined, and take them away again at the end."""
         rooms = rooms_of(session_id, cameras, workspace_id)
@@ -166,12 +169,30 @@ class MemoryTransport:
         if self.refuse is not None:
             raise self.refuse
         link = MemoryLink(rooms, cameras, inbox, self._clock)
-        made = {f"{rooms.workspace_id}/{room}" for room in link._named(None)}
-        self.existing |= made
+        ours = set()
+        for room in link._named(None):
+            name = f"{rooms.workspace_id}/{room}"
+            if name not in self.existing:
+                if made is not None:
+                    await made.add(room)
+                self.existing.add(name)
+                ours.add(name)
+            elif made is not None and room in made:
+                ours.add(name)
         self.links.append(link)
         link.come_up()
         try:
             yield link
         finally:
             link.is_closed = True
-            self.existing -= made
+            self.existing -= ours
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+    ) -> Sequence[str]:
+        """Remove rooms but those that a test says somebody is in."""
+        if self.refuse is not None:
+            raise self.refuse
+        left = [room for room in rooms if f"{workspace_id}/{room}" in self.occupied]
+        self.existing -= {f"{workspace_id}/{room}" for room in rooms if room not in left}
+        return left
