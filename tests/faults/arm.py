@@ -67,6 +67,10 @@ class Arm:
         status, answer = await self.call("POST", f"/sessions/{self.id}/{move}")
         assert status == 200, answer
 
+    async def ask_debug(self, move: str) -> None:
+        status, answer = await self.call("POST", f"/debug/sessions/{self.id}/{move}")
+        assert status == 200, answer
+
     def body(self, policy: str | None = None, **more: Any) -> dict[str, Any]:
         path = policy or (str(self.script.folder) if self.script else "")
         return {"session_id": self.id, "policy_path": path, "transport_server_url": self.transport_url, **more}
@@ -75,12 +79,16 @@ class Arm:
         """Make the session."""
         status, made = await self.call("POST", "/sessions", self.body(policy, **more))
         assert status == 200, made
+        return self.take_rooms(made)
+
+    def take_rooms(self, made: dict[str, Any]) -> Rooms:
+        """The rooms that an answer tells of."""
         self.rooms = Rooms(
             made["workspace_id"], made["camera_room_ids"], made["joint_input_room_id"], made["joint_output_room_id"]
         )
         return self.rooms
 
-    async def connect(self, url: str | None = None) -> Robot:
+    async def connect(self, url: str | None = None, size: tuple[int, int] = (48, 64)) -> Robot:
         """The robot joins, straight, whichever way the server takes."""
         assert self.rooms is not None
         self._robot, self._life = await self._robots.enter_async_context(
@@ -90,6 +98,7 @@ class Arm:
                 on_command=self.history.heard,
                 on_stop=self.stops.append,
                 pose=self.history.pose.at,
+                size=size,
             )
         )
         return self._robot
@@ -150,10 +159,8 @@ class Arm:
         """Nothing that happened was forbidden."""
         self.history.late = self.meter.worst(since)
         wrong = self.history.violations(await self.listed())
-        assert not wrong, (
-            f"{len(wrong)} violations, the machine itself up to {self.history.late:.3f} s late:\n"
-            + "\n".join(wrong[:20])
-        )
+        late = f"the machine itself was up to {self.history.late:.3f} s late"
+        assert not wrong, f"{len(wrong)} violations, {late}:\n" + "\n".join(wrong[:20])
 
 
 def is_moving(session: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 import random
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "moment" in metafunc.fixturenames:
-        metafunc.parametrize("repeat", range(metafunc.config.getoption("--repeat")))
+        metafunc.parametrize("repeat", range(int(metafunc.config.getoption("--repeat") or 1)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,7 +65,14 @@ def script(place: Path) -> Callable[..., Script]:
 
 
 @pytest.fixture
-async def arms() -> AsyncIterator[Callable[..., Any]]:
+def own() -> Iterator[ExitStack]:
+    """Takes processes that belong to one test; they end after its arms."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+async def arms(own: ExitStack) -> AsyncIterator[Callable[..., Any]]:
     """Makes arms; their histories are checked at the end."""
     async with AsyncExitStack() as stack:
 

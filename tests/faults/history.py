@@ -149,9 +149,8 @@ class History:
         for (earlier, before), (at, after) in zip(self.statuses, self.statuses[1:], strict=False):
             if before == after or self._is_broken(earlier, at):
                 continue
-            asked = {
-                move for move in ASKED if any(_asks(call, move, self.session_id, earlier, at) for call in self.calls)
-            }
+            between = [call for call in self.calls if call.began <= at and call.ended >= earlier]
+            asked = {move for move in ASKED if any(_asks(call, move) for call in between)}
             if Stage(after) not in _reachable(Stage(before), {*asked, *_HAPPENS}):
                 found.append(f"4: {before} -> {after} although nothing but {sorted(asked)} was asked for")
         return found
@@ -177,9 +176,7 @@ def _is_stop(call: Call, session_id: str) -> bool:
     )
 
 
-def _asks(call: Call, move: Move, session_id: str, since: float, until: float) -> bool:
-    if call.began > until or call.ended < since:
-        return False
+def _asks(call: Call, move: Move) -> bool:
     if move is Move.DELETE:
         return call.method == "DELETE"
     return call.path.endswith(f"/{move}") or (move is Move.EMERGENCY_STOP and call.path == "/debug/emergency_stop")

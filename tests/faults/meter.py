@@ -1,4 +1,4 @@
-"""How late this machine is by itself: a bare loop beside the test, so that a busy machine is told from a slow server."""
+"""How late this machine is by itself: a bare loop that tells a busy machine from a slow server."""
 
 import asyncio
 import time

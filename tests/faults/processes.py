@@ -1,5 +1,6 @@
 """Processes that a test starts, pauses, kills and starts again; each ends with the test, whatever happens."""
 
+import json
 import os
 import re
 import signal
@@ -8,7 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+
+from service.transport.base import Rooms
 
 ROOT = Path(__file__).parents[2]
 STARTING = 60.0
@@ -49,7 +53,7 @@ class Process:
     def start(self) -> "Process":
         """Start it and wait for the address that it prints; blocks."""
         command = self._command
-        if self.url:
+        if self.url and "--port" in command:
             place = command.index("--port") + 1
             command = [*command[:place], str(self.port), *command[place + 1 :]]
         heard = len(self.words())
@@ -111,3 +115,9 @@ def rooms(folder: Path):
     """``robojax transport``."""
     folder.mkdir(parents=True, exist_ok=True)
     return process(folder / "rooms.log", "service.cli", "transport", "--port", "0")
+
+
+def robot(folder: Path, url: str, rooms: Rooms, began_at: float):
+    """A robot of its own, that can be killed; ``began_at`` is when its clock began."""
+    places = json.dumps({**asdict(rooms), "cameras": dict(rooms.cameras)})
+    return process(folder / "robot.log", "tests.faults.robot_process", url, places, repr(began_at))

@@ -75,7 +75,7 @@ class Life:
         self._robot = robot
         self._pose = pose
 
-    async def run(self, size: tuple[int, int] = (48, 64)) -> None:
+    async def run(self, size: tuple[int, int]) -> None:
         number, due = 0, time.monotonic()
         while True:
             now = time.monotonic()
@@ -99,14 +99,15 @@ async def living_robot(
     *,
     on_command: Callable[[Mapping[str, float], float], None],
     on_stop: Callable[[EmergencyStop], None] | None = None,
-    pose: Callable[[float], Mapping[str, float]] = TellingPose().at,
+    pose: Callable[[float], Mapping[str, float]],
+    size: tuple[int, int] = (48, 64),
 ) -> AsyncIterator[tuple[Robot, Life]]:
     """A robot in its rooms, that shows and reports until the context ends."""
     async with connect_robot(
         url, rooms, on_command=on_command, on_emergency_stop=on_stop, rate=FRAMES, pace=QUICK
     ) as robot:
         life = Life(robot, pose)
-        living = asyncio.create_task(life.run())
+        living = asyncio.create_task(life.run(size))
         try:
             yield robot, life
         finally:

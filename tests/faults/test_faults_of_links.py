@@ -2,13 +2,15 @@
 
 import asyncio
 import random
+import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from tests.faults.arm import Arm, is_moving
-from tests.faults.processes import Process, rooms
+from tests.faults.processes import Process, robot, rooms, server
 from tests.faults.proxy import fault_proxy
 from tests.faults.script import Script
 
@@ -106,3 +108,105 @@ async def test_f03_a_stalled_camera_holds_within_350_ms(
     assert first.seen_at > fresh - 0.1
     assert is_moving(arm.session) or await arm.until(is_moving, within=1)
     assert arm.session["stats"]["holds"]["camera_stale"] == 1
+
+
+async def test_f04_a_frozen_picture_is_a_warning_after_2_s(
+    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+) -> None:
+    """Warning `camera_frozen` after 2 s of an identical picture; it is no hold, unless one is wanted."""
+    arm: Arm = await arms(scripted, script())
+    await arm.go()
+    assert not _is_frozen(arm.session)
+    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    arm.life.camera = "frozen"
+    frozen = time.monotonic()
+    await arm.until(_is_frozen, within=3)
+    assert time.monotonic() - frozen > 1.9
+    assert is_moving(arm.session)
+    arm.life.camera = "live"
+    await arm.until(lambda session: not _is_frozen(session), within=1)
+
+
+def _is_frozen(session: dict[str, Any]) -> bool:
+    return "camera_frozen" in str(session["stats"].get("warnings"))
+
+
+async def test_f05_a_killed_producer_holds_within_350_ms_and_its_successor_goes_on(
+    scripted: Process, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
+    """The age of the frame acts, not 30 s of ICE consent; the offer of a peer that comes back is accepted."""
+    arm: Arm = await arms(scripted, script())
+    rooms = await arm.create()
+    await arm.be_heard_by_a_witness()
+    began_at = arm.history.pose.began_at
+    with robot(tmp_path, scripted.url, rooms, began_at) as first:
+        await arm.ask("start")
+        await arm.moves(within=15)
+        await asyncio.sleep(moment.uniform(0.1, 0.6))
+        await asyncio.to_thread(first.kill)
+        killed = time.monotonic()
+        await went_blind(arm, killed)
+    with robot(tmp_path, scripted.url, rooms, began_at):
+        back = time.monotonic()
+        await arm.moves(within=15)
+        assert await arm.until(is_moving, within=2)
+        action = arm.history.pose.read(arm.history.motions(back)[0][1])
+        assert action is not None
+        assert action.seen_at > killed, "only what the new producer shows moves the robot again"
+
+
+async def test_f06_joint_values_that_are_no_numbers_are_dropped_and_twenty_in_a_second_are_a_stop(
+    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+) -> None:
+    """Dropped and counted, the last good pose kept, never zero-filled; 20 bad in 1 s -> STOP `bad_input`."""
+    arm: Arm = await arms(scripted, script())
+    async with fault_proxy(scripted.url) as proxy:
+        arm.transport_url = proxy.url
+        await arm.create()
+        robot = await arm.connect(scripted.url)
+        await arm.ask("start")
+        await arm.moves()
+        # What the robot says is fine; on the way to the session it becomes infinity, or no number at all.
+        proxy.corrupt = (b"12.25", moment.choice([b"1e999", b"  NaN", b'"abc"', b" null"]))
+        for number in range(5):
+            robot.send_joints({"Elbow": 12.25 + number / 1e5})
+            await asyncio.sleep(0.05)
+        session = await arm.until(lambda session: _bad_inputs(session) >= 5, within=2)
+        assert is_moving(session)
+        assert session["stats"]["measured_joints"]["Elbow"] == 30
+        await asyncio.sleep(1.0)
+        for number in range(25):
+            robot.send_joints({"Elbow": 12.25 + (number + 10) / 1e5})
+            await asyncio.sleep(0.02)
+        session = await arm.until(lambda session: session["status"] == "stopped", within=2)
+        assert session["stats"]["emergency_stop"].startswith("bad_input")
+        stopped = time.monotonic()
+        await asyncio.sleep(0.3)
+        assert arm.history.motions(stopped + 0.05) == []
+        status, _ = await arm.call("POST", f"/sessions/{arm.id}/start")
+        assert status == 409, "a stop is latched"
+
+
+def _bad_inputs(session: dict[str, Any]) -> int:
+    return sum(session["stats"]["inputs_dropped"].values())
+
+
+async def test_f24_a_paused_server_drops_what_expired_and_holds_once(
+    own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
+    """SIGSTOP for 2 s: expired actions dropped, one HOLD, then a new inference; nothing older than a period is sent."""
+    transport, paused = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "paused"))
+    arm: Arm = await arms(paused, script())
+    arm.transport_url = transport.url
+    await arm.go()
+    await asyncio.sleep(moment.uniform(0.1, 0.6))
+    holds = sum(arm.session["stats"]["holds"].values())
+    paused.send(signal.SIGSTOP)
+    await asyncio.sleep(2)
+    resumed = time.monotonic()
+    paused.send(signal.SIGCONT)
+    first = arm.history.pose.read(arm.history.motions(await arm.moves(20))[0][1])
+    assert first is not None
+    assert first.seen_at > resumed - 0.1
+    session = await arm.until(is_moving, within=1)
+    assert sum(session["stats"]["holds"].values()) == holds + 1

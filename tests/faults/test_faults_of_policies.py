@@ -1,0 +1,190 @@
+"""Faults F7 to F11 of what a policy answers, or does not."""
+
+import asyncio
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.faults.arm import Arm, is_moving
+from tests.faults.history import LIMITS, USUAL
+from tests.faults.processes import ROOT, Process, server
+from tests.faults.script import Script
+
+Make = Callable[..., Any]
+SHIPPED = ROOT / "service" / "demo" / "policy"
+
+
+@pytest.mark.parametrize("mode", ["nan", "inf", "shape", "jump"])
+async def test_f07_a_chunk_that_cannot_be_done_is_refused_whole_and_three_in_a_row_are_a_stop(
+    scripted: Process, script: Callable[..., Script], arms: Make, mode: str, moment: random.Random
+) -> None:
+    """The whole chunk refused; HOLD `policy_invalid`; 3 in a row -> STOP; never on the wire."""
+    policy = script()
+    arm: Arm = await arms(scripted, policy)
+    await arm.go()
+    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    policy.says(mode, times=1)
+    session = await arm.until(lambda session: session["stats"]["chunks_rejected"] >= 1, within=2)
+    assert session["stats"]["holds"]["policy_invalid"] == 1
+    await arm.until(is_moving, within=2)
+    await arm.moves()
+    policy.says(mode)
+    session = await arm.until(lambda session: session["status"] != "running", within=2)
+    assert session["status"] == "stopped"
+    assert session["stats"]["emergency_stop"].startswith("policy_invalid")
+    stopped = time.monotonic()
+    await asyncio.sleep(0.2)
+    assert arm.history.motions(stopped + 0.05) == []
+
+
+async def test_f08_actions_outside_the_limits_are_brought_inside_and_counted(
+    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+) -> None:
+    """Clamp position, step (`max_relative_target`) and velocity; counted. Every target on the wire is inside."""
+    policy = script()
+    arm: Arm = await arms(scripted, policy)
+    arm.history.step = 2.0
+    await arm.go(max_relative_target=2.0)
+    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    policy.says("outside")
+    await asyncio.sleep(1.5)
+    assert arm.session["status"] == "running"
+    for _, target in arm.history.targets():
+        for joint, value in target.items():
+            low, high = LIMITS.get(joint, USUAL)
+            assert low <= value <= high
+    counts = json.dumps(arm.session["stats"])
+    assert any(arm.session["stats"]["safety"]["limited"].values()), counts
+
+
+async def test_f09_a_policy_that_raises_is_an_error_within_a_second_and_others_move_on(
+    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+) -> None:
+    """HOLD; status `error` and a message, in GET /sessions within a second; other sessions untouched."""
+    policy = script()
+    arm: Arm = await arms(scripted, policy)
+    other: Arm = await arms(scripted, script())
+    await arm.go()
+    await other.go()
+    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    policy.says("raise")
+    began = time.monotonic()
+    await arm.until(lambda session: session["status"] == "error", within=1.5)
+    # A chunk lasts 0.2 s until another is wanted, three are tried: the second counts from the third failure on.
+    assert time.monotonic() - began < 1.5 + arm.meter.worst(began)
+    assert "RuntimeError" in arm.session["error_message"]
+    assert "/secret/place" not in json.dumps(arm.session)
+    failed = time.monotonic()
+    await asyncio.sleep(0.2)
+    assert arm.history.motions(failed + 0.05) == []
+    await other.moves(20)
+    _untouched(other, began)
+
+
+async def test_f09_a_policy_that_hangs_is_an_error_and_its_thread_is_replaced(
+    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+) -> None:
+    """Hangs (5 s): HOLD; status `error`; the stuck worker is abandoned and replaced; other sessions go on."""
+    policy = script()
+    arm: Arm = await arms(scripted, policy)
+    other: Arm = await arms(scripted, script())
+    await arm.go()
+    await other.go()
+    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    policy.says("hang")
+    began = time.monotonic()
+    try:
+        await arm.until(lambda session: session["stats"]["hold"] is not None, within=1.0)
+        session = await arm.until(lambda session: session["status"] == "error", within=6.0)
+        assert "did not return in 5 s" in session["error_message"]
+        _untouched(other, began)
+    finally:
+        policy.says("good")
+
+
+def _untouched(arm: Arm, since: float) -> None:
+    times = [at for at, _ in arm.history.motions(since - 0.2)]
+    gap = max((later - earlier for earlier, later in pairwise(times)), default=float("inf"))
+    gap = max(gap, time.monotonic() - times[-1])
+    late = arm.meter.worst(since)
+    assert gap <= 0.1 + 2 * late, f"the other session stood for {gap:.3f} s; the machine was {late:.3f} s late"
+    assert is_moving(arm.session)
+
+
+async def test_f11_a_policy_out_of_memory_is_an_error_of_its_session_alone(
+    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+) -> None:
+    """That session `error`, others run: at most 0.1 % of their ticks are missed."""
+    policy = script()
+    arm: Arm = await arms(scripted, policy)
+    other: Arm = await arms(scripted, script())
+    await arm.go()
+    await other.go()
+    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    began = time.monotonic()
+    policy.says("memory")
+    session = await arm.until(lambda session: session["status"] == "error", within=2)
+    assert "memory" in session["error_message"].lower()
+    await other.moves(20)
+    _untouched(other, began)
+
+
+@pytest.fixture(scope="module")
+def real(place: Path) -> Iterator[Process]:
+    """``robojax serve`` as everybody starts it."""
+    with server(place / "real", scripted=False) as running:
+        yield running
+
+
+def _broken(folder: Path, how: str) -> Path:
+    """A policy that cannot be loaded."""
+    if how == "missing":
+        return folder / "nothing"
+    shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    match how:
+        case "cut short":
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "another file":
+            weights.write_bytes(b"\xff" * 4096)
+        case "header too long":
+            weights.write_bytes((1 << 62).to_bytes(8, "little") + weights.read_bytes()[8:])
+        case "wrong config":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"dim_model": 48}))
+        case "no json":
+            config.write_text("{")
+    return folder
+
+
+@pytest.mark.parametrize("how", ["missing", "cut short", "another file", "header too long", "wrong config", "no json"])
+async def test_f10_a_policy_that_cannot_be_loaded_leaves_no_room_and_a_living_server(
+    real: Process, tmp_path: Path, how: str, moment: random.Random
+) -> None:
+    """Create answers 4xx with a reason; no rooms leaked; the parent alive."""
+    name = f"broken-{moment.randrange(1 << 32)}"
+    body = {
+        "session_id": name,
+        "policy_path": str(_broken(tmp_path / "policy", how)),
+        "transport_server_url": real.url,
+        "workspace_id": name,
+    }
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60), trust_env=False) as http:
+        async with http.post(f"{real.url}/sessions", json=body) as answer:
+            assert 400 <= answer.status < 500, await answer.text()
+            detail = json.dumps((await answer.json())["detail"])
+        assert len(detail) > 60
+        for kind in ("robotics", "video"):
+            async with http.get(f"{real.url}/{kind}/workspaces/{name}/rooms") as answer:
+                assert (await answer.json())["rooms"] == []
+        async with http.get(f"{real.url}/health") as answer:
+            assert answer.status == 200
+    assert real.is_alive
+    assert "Traceback" not in detail

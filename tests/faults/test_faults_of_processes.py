@@ -1,0 +1,253 @@
+"""Faults F13, F14, F20 to F22 and F25 of the server as a process: ended, killed, its clock set, asked too often."""
+
+import asyncio
+import itertools
+import json
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.faults.arm import Arm, is_moving
+from tests.faults.processes import ROOT, Process, rooms, server
+from tests.faults.script import Script
+
+Make = Callable[..., Any]
+PERIOD = 0.02
+SHIPPED = ROOT / "service" / "demo" / "policy"
+
+
+async def test_f13_sigterm_holds_every_robot_within_100_ms_and_the_server_ends_with_0_within_5_s(
+    own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
+    """Every robot got HOLD within 100 ms, rooms closed, exit 0 within 5 s."""
+    transport, ending = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "ending"))
+    policy = script()
+    many: list[Arm] = [await arms(ending, policy) for _ in range(4)]
+    for arm in many:
+        arm.transport_url = transport.url
+    await asyncio.gather(*(arm.go() for arm in many))
+    await asyncio.sleep(moment.uniform(0.1, 0.6))
+    began = time.monotonic()
+    ending.send(signal.SIGTERM)
+    code = await asyncio.to_thread(ending.ended, 10)
+    took = time.monotonic() - began
+    assert code == 0, ending.words()[-2000:]
+    assert took <= 5, f"it took {took:.2f} s"
+    async with aiohttp.ClientSession() as http:
+        for arm in many:
+            arm.history.breaks.append(began)
+            late = arm.meter.worst(began)
+            moved = arm.history.motions(began)
+            assert not moved or moved[-1][0] - began <= 0.1 + late, f"moved on for {moved[-1][0] - began:.3f} s"
+            held = [
+                at for at, target in arm.history.targets(began) if (r := arm.history.pose.read(target)) and r.is_hold
+            ]
+            assert held, "no hold arrived"
+            assert held[0] - began <= 0.1 + late
+            assert arm.rooms is not None
+            for kind in ("robotics", "video"):
+                async with http.get(f"{transport.url}/{kind}/workspaces/{arm.rooms.workspace_id}/rooms") as answer:
+                    assert (await answer.json())["rooms"] == [], f"{kind} rooms are left behind"
+    await asyncio.to_thread(ending.start)  # so that the arms can be looked after
+
+
+async def test_f14_a_killed_server_lists_every_acknowledged_session_as_interrupted_and_moves_none(
+    own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
+    """SIGKILL at random moments: 0 sessions lost, 0 started by themselves, orphan rooms cleaned."""
+    transport, dying = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "dying"))
+    policy = script()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+        acknowledged: dict[str, bool] = {}  # session to whether it is there; None once nobody can say
+        doubtful: set[str] = set()
+        names = (f"s{number}" for number in itertools.count())
+
+        async def ask(method: str, path: str, body: Any = None) -> int:
+            async with http.request(method, dying.url + path, json=body) as answer:
+                await answer.read()
+                return answer.status
+
+        async def one(name: str) -> None:
+            body = {"session_id": name, "policy_path": str(policy.folder), "transport_server_url": transport.url}
+            doubtful.add(name)
+            if await ask("POST", "/sessions", {**body, "workspace_id": name}) == 200:
+                doubtful.discard(name)
+                acknowledged[name] = True
+                await ask("POST", f"/sessions/{name}/start")
+                if moment.random() < 0.5:
+                    doubtful.add(name)
+                    assert await ask("DELETE", f"/sessions/{name}") == 200
+                    doubtful.discard(name)
+                    acknowledged[name] = False
+
+        async def work() -> None:
+            for name in names:
+                with suppress(aiohttp.ClientError, TimeoutError, ConnectionError):
+                    await one(name)
+
+        for _ in range(3):
+            working = [asyncio.create_task(work()) for _ in range(3)]
+            await asyncio.sleep(moment.uniform(0.05, 0.5))
+            dying.kill()
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
+            await asyncio.to_thread(dying.start)
+            async with http.get(f"{dying.url}/sessions") as answer:
+                listed = {session["session_id"]: session for session in await answer.json()}
+            sure = {name for name, is_there in acknowledged.items() if is_there} - doubtful
+            gone = {name for name, is_there in acknowledged.items() if not is_there} - doubtful
+            assert sure <= listed.keys(), f"lost: {sorted(sure - listed.keys())}"
+            assert not gone & listed.keys(), f"came back: {sorted(gone & listed.keys())}"
+            assert {session["status"] for session in listed.values()} <= {"interrupted"}
+            for name in listed:
+                acknowledged[name] = True
+            doubtful.clear()
+        assert acknowledged
+        left = await _rooms_of(http, transport, acknowledged)
+        deadline = time.monotonic() + 5
+        while left and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+            left = await _rooms_of(http, transport, acknowledged)
+        assert not left, "orphan rooms are cleaned"
+
+
+async def _rooms_of(http: aiohttp.ClientSession, transport: Process, workspaces: Any) -> list[str]:
+    found = []
+    for workspace in workspaces:
+        for kind in ("robotics", "video"):
+            async with http.get(f"{transport.url}/{kind}/workspaces/{workspace}/rooms") as answer:
+                found += [f"{workspace}/{room['id']}" for room in (await answer.json())["rooms"]]
+    return found
+
+
+async def test_f14_an_interrupted_session_comes_back_when_it_is_asked_to(
+    own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
+    """A restart loads and joins anew and moves nothing; then a start moves it."""
+    transport, dying = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "dying"))
+    arm: Arm = await arms(dying, script())
+    arm.transport_url = transport.url
+    await arm.go(workspace_id="kept")
+    await asyncio.sleep(moment.uniform(0.1, 0.6))
+    dying.kill()
+    killed = time.monotonic()
+    arm.history.breaks.append(killed)
+    await asyncio.to_thread(dying.start)
+    arm.history.breaks.append(time.monotonic())
+    await arm.until(lambda session: session["status"] == "interrupted", within=2)
+    await arm.ask("restart")
+    await arm.until(lambda session: session["status"] == "ready", within=5)
+    await asyncio.sleep(0.3)
+    assert arm.history.motions(killed + 0.1) == [], "nothing moves by itself"
+    await arm.ask("start")
+    await arm.moves()
+
+
+async def test_f20_a_clock_that_jumps_an_hour_changes_nothing(
+    own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
+    """+1 h, -1 h: no effect; monotonic time only."""
+    clock = tmp_path / "clock"
+    clock.write_text("0")
+    jumping = own.enter_context(server(tmp_path / "jumping", env={"FAULTS_CLOCK": str(clock)}))
+    arm: Arm = await arms(jumping, script())
+    await arm.go()
+    for jump in (3600, -3600):
+        await asyncio.sleep(moment.uniform(0.1, 0.4))
+        began = time.monotonic()
+        clock.write_text(str(jump))
+        await asyncio.sleep(0.7)
+        times = [at for at, _ in arm.history.motions(began - 0.2)]
+        gap = max(later - earlier for earlier, later in itertools.pairwise(times))
+        assert gap <= 0.1 + 2 * arm.meter.worst(began)
+        assert is_moving(arm.session)
+        assert sum(arm.session["stats"]["holds"].values()) == arm.session["stats"]["holds"].get("camera_missing", 0)
+
+
+async def test_f21_of_fifty_creates_at_once_one_wins_and_of_two_starts_there_is_one_loop(
+    scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+) -> None:
+    """Two starts, start and stop during load, delete during inference, 50 creates of one id: one loop; 409/200."""
+    arm: Arm = await arms(scripted, script(loading=0.3))
+    creating = [asyncio.create_task(arm.call("POST", "/sessions", arm.body(workspace_id=arm.id))) for _ in range(50)]
+    await asyncio.sleep(moment.uniform(0.05, 0.25))
+    moves = await asyncio.gather(
+        *(arm.call("POST", f"/sessions/{arm.id}/{move}") for move in ("start", "stop", "restart", "reset"))
+    )
+    assert {status for status, _ in moves} <= {404, 409}, moves
+    answers = await asyncio.gather(*creating)
+    assert sorted(status for status, _ in answers) == [200] + [409] * 49
+    made = next(answer for status, answer in answers if status == 200)
+    arm.take_rooms(made)
+    await arm.connect()
+    starts = await asyncio.gather(*(arm.call("POST", f"/sessions/{arm.id}/start") for _ in range(2)))
+    assert sorted(status for status, _ in starts) == [200, 409]
+    began = await arm.moves(1)
+    await asyncio.sleep(1)
+    count = len([at for at in (at for at, _ in arm.history.motions(began)) if at < began + 1])
+    assert count <= 1.1 / PERIOD, "one loop sends one command a period"
+    deletes = await asyncio.gather(*(arm.call("DELETE", f"/sessions/{arm.id}") for _ in range(5)))
+    assert sorted(status for status, _ in deletes) == [200, 404, 404, 404, 404]
+
+
+async def test_f22_an_emergency_stop_while_the_server_is_blocked_latches_and_survives_a_kill(
+    own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
+    """Latched STOP at most one period + 20 ms after it can be heard; survives a restart until its reset."""
+    transport, blocked = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "blocked"))
+    arm: Arm = await arms(blocked, script())
+    arm.transport_url = transport.url
+    await arm.go()
+    await asyncio.sleep(moment.uniform(0.1, 0.6))
+    blocked.send(signal.SIGSTOP)
+    await asyncio.sleep(0.15)
+    assert arm.robot.emergency_stop("a hand in the way")
+    await asyncio.sleep(0.1)
+    heard = time.monotonic()
+    blocked.send(signal.SIGCONT)
+    session = await arm.until(lambda session: session["status"] == "stopped", within=1)
+    assert "a hand in the way" in session["stats"]["emergency_stop"]
+    await asyncio.sleep(0.3)
+    moved = arm.history.motions(heard)
+    late = arm.meter.worst(heard)
+    assert not moved or moved[-1][0] - heard <= PERIOD + 0.02 + late, f"moved on for {moved[-1][0] - heard:.3f} s"
+    blocked.kill()
+    arm.history.breaks.append(time.monotonic())
+    await asyncio.to_thread(blocked.start)
+    arm.history.breaks.append(time.monotonic())
+    session = await arm.until(lambda session: session["status"] == "interrupted", within=2)
+    assert "a hand in the way" in json.dumps(session)
+    await arm.call("POST", f"/sessions/{arm.id}/restart")
+    status, answer = await arm.call("POST", f"/sessions/{arm.id}/start")
+    assert status == 409, answer
+    assert arm.history.motions(heard + 0.5) == []
+    await arm.ask_debug("reset")
+    await arm.call("POST", f"/sessions/{arm.id}/restart")
+    await arm.until(lambda session: session["status"] in ("ready", "stopped"), within=5)
+    await arm.ask("start")
+    await arm.moves()
+
+
+async def test_f25_nothing_is_compiled_while_a_robot_runs(
+    own: ExitStack, arms: Make, tmp_path: Path, moment: random.Random
+) -> None:
+    """Shapes fixed, warm-up before ready: 0 programs compiled during `running`, a real policy on the real server."""
+    real = own.enter_context(server(tmp_path / "real", scripted=False, env={"JAX_LOG_COMPILES": "1"}))
+    arm: Arm = await arms(real, None)
+    await arm.create(policy=str(SHIPPED))
+    assert "ompil" in real.words(), "the log tells of what is compiled"
+    await arm.connect(size=(96, 96))
+    await arm.ask("start")
+    await arm.moves(3)
+    compiled = real.words().count("ompiling ")
+    await asyncio.sleep(moment.uniform(1.0, 1.5))
+    assert arm.session["inference_stats"]["inference_count"] >= 3
+    assert real.words().count("ompiling ") == compiled, real.words()[-2000:]
+    assert "compiling" not in arm.session["stats"]["holds"]
