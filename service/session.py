@@ -16,12 +16,14 @@ from service.fit import fit
 from service.joints import JointTable
 from service.progress import Progress
 from service.request import NewSession, SessionSettings
+from service.safety.lease import Leases, robot_of
 from service.safety.shadow import Shadow, shadow_of
 from service.stage import Lifecycle, Move, Stage
 from service.status import About, SessionStatus, queue_of, status_of
 from service.subject import begin_about
 from service.tap import Tap, Taps
 from service.transport.base import Link, Made, Rooms, Transport
+from service.transport.names import rooms_of
 from service.worker import call_in_thread
 
 logger = logging.getLogger(__name__)
@@ -62,12 +64,14 @@ class Session:
         load: LoadPolicy,
         settings: SessionSettings,
         tell: Tell = lambda event, about: None,
+        leases: Leases | None = None,
         made: Made | None = None,
         latch: str | None = None,
     ):
         """It begins at once.
 
         Args:
+            leases: of all sessions of this process: no other one may command the same robot.
             made: knows which rooms are this server's from before, and is told of those it makes now.
             latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
         """
@@ -85,6 +89,7 @@ class Session:
         self._settings = settings
         self._tell_others = tell
         self._made = made
+        self._leases = Leases() if leases is None else leases
         self._life = Lifecycle(new.session_id, latch)
         self._active_since = self.created_at
         self._settled = asyncio.Event()
@@ -259,7 +264,10 @@ class Session:
 
     async def _live(self) -> None:
         new = self.new
+        room = rooms_of(self.id, new.camera_names, new.workspace_id).joint_output
+        robot = robot_of(new.transport_server_url, new.workspace_id or "", room)
         try:
+            self._leases.take(robot, self)
             served = await self.policies.begin(self.progress.tell)
             table, pace = fit(served.requirements, new, self._settings)
             async with self._shadow(served, table) as shadow:
@@ -295,6 +303,7 @@ class Session:
                     self.drive = drive
                     await self._drive_robot(drive, link)
         finally:
+            self._leases.release(robot, self)
             await self.policies.close()
 
     def _shadow(self, served: Served, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:

@@ -15,6 +15,7 @@ from service.kept import Kept, orphan_of
 from service.orphans import Orphans
 from service.records import LAST_PATIENCE, PATIENCE, Latch, Orphan, SessionRecord, SessionRecords
 from service.request import NewSession, SessionSettings
+from service.safety.lease import Leases
 from service.session import Session, Tell
 from service.stage import MOVING, Stage
 from service.status import SessionStatus
@@ -61,6 +62,7 @@ class Sessions:
         self._load = load
         self._tell = tell
         self._admit = admit
+        self._leases = Leases()
         self._records = records or SessionRecords()
         self._sessions: dict[str, Listed] = {}
         self._kept: dict[str, Kept] = {}
@@ -149,6 +151,7 @@ class Sessions:
             load=self._load,
             settings=self.settings,
             tell=self._heard,
+            leases=self._leases,
             made=kept,
             latch=self._latch(record.new),
         )

@@ -1,6 +1,5 @@
 """Looking inside a running server, and the emergency stop."""
 
-import json
 import logging
 import os
 import platform
@@ -10,13 +9,22 @@ from pathlib import Path
 
 from sanic import HTTPResponse
 
+from service.auth.caller import caller_of
+from service.auth.roles import Role
 from service.errors import InvalidRequest
 from service.routes.answers import answer
 from service.routes.context import Request
+from service.routes.ownership import session_of, sessions_of
+from service.routes.reason import REASON, reason_of
 from service.routes.route import Query, Route
 from service.transport.address import Kind
 
+log = logging.getLogger(__name__)
+
 FOLDERS = {
+    "keys_file",
+    "jwt_secret_file",
+    "transport_key_file",
     "compile_cache",
     "policy_cache",
     "models",
@@ -32,21 +40,26 @@ LEVELS = ("debug", "info", "warning", "error")
 async def emergency_stop(request: Request) -> HTTPResponse:
     """Stop every robot now and latch it: each session needs a reset and a start before it moves again.
 
-    The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, the stop happens.
+    The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, and whatever the key's role, the stop
+    happens, for the sessions of others too; `stopped` names those that the caller may see.
     """
-    stopped = await request.app.ctx.sessions.emergency_stop(_reason(request.body))
-    return answer({"message": f"Emergency stop of {len(stopped)} sessions", "stopped": stopped})
+    stopped = await request.app.ctx.sessions.emergency_stop(reason_of(request.body))
+    own = {session.id for session in sessions_of(request)}
+    log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
+    return answer(
+        {"message": f"Emergency stop of {len(stopped)} sessions", "stopped": [one for one in stopped if one in own]}
+    )
 
 
 async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
     """Take the latch of an emergency stop off; nothing moves by it."""
-    session = await request.app.ctx.sessions.reset(session_id)
+    session = await request.app.ctx.sessions.reset(session_of(request, session_id).id)
     return answer({"message": f"Session {session.id} reset", "session_id": session.id, "status": str(session.stage)})
 
 
 async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:
     """What a session is about to do: its actions with their due times, rates, and the age of what it sees."""
-    return answer(dict(request.app.ctx.sessions.get(session_id).queue()))
+    return answer(dict(session_of(request, session_id).queue()))
 
 
 async def get_system_info(request: Request) -> HTTPResponse:
@@ -92,18 +105,6 @@ def _limit(text: str) -> int:
     return int(text)
 
 
-def _reason(body: bytes) -> str:
-    # Nothing that is wrong with the body may keep the robots moving.
-    try:
-        found = json.loads(body) if body else None
-    except (ValueError, RecursionError):
-        found = None
-    reason = found.get("reason") if isinstance(found, dict) else None
-    if not isinstance(reason, str) or not reason.strip():
-        return "asked for over HTTP"
-    return "".join(character if character.isprintable() else " " for character in reason.strip())[:200]
-
-
 def _resident_megabytes() -> float | None:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -112,10 +113,8 @@ def _resident_megabytes() -> float | None:
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
 
 
-# No types: nothing that is sent is refused.
-REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that each session's status then shows."}}}
 ROUTES = (
-    Route("POST", "/debug/emergency_stop", emergency_stop, "Debug", optional_body=REASON),
+    Route("POST", "/debug/emergency_stop", emergency_stop, "Debug", optional_body=REASON, role=Role.VIEWER),
     Route("GET", "/debug/system", get_system_info, "Debug"),
     Route(
         "GET",
@@ -127,6 +126,13 @@ ROUTES = (
             Query("level", {"type": "string", "enum": list(LEVELS), "default": "debug"}, "The least severe to show."),
         ),
     ),
-    Route("POST", "/debug/sessions/{session_id}/reset", debug_reset_session, "Debug", errors=(404, 409)),
+    Route(
+        "POST",
+        "/debug/sessions/{session_id}/reset",
+        debug_reset_session,
+        "Debug",
+        errors=(404, 409),
+        role=Role.OPERATOR,
+    ),
     Route("GET", "/debug/sessions/{session_id}/queue", get_session_queue_info, "Debug", errors=(404,)),
 )

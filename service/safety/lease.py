@@ -2,12 +2,20 @@
 
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from service.errors import InvalidRequest, RobotTaken
 from service.transport.address import Address
 
 _PORTS = {"http": 80, "https": 443}
+
+
+class Holder(Protocol):
+    """Who commands a robot: a session."""
+
+    @property
+    def id(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -46,29 +54,32 @@ class Leases:
     """Which session commands which robot; of one process."""
 
     def __init__(self) -> None:
-        self._holders: dict[Robot, str] = {}
+        self._holders: dict[Robot, Holder] = {}
 
-    def take(self, robot: Robot, session_id: str) -> None:
+    def take(self, robot: Robot, holder: Holder) -> None:
         """Let a session, and nobody else, command this robot until it is given back.
+
+        One of the same id takes it over: the one before was deleted, and its link hangs and cannot send.
 
         Raises:
             RobotTaken: another session does.
         """
-        holder = self._holders.setdefault(robot, session_id)
-        if holder != session_id:
+        before = self._holders.get(robot)
+        if before is not None and before.id != holder.id:
             raise RobotTaken(
-                f"session {session_id!r} would command the robot of room {robot.room!r} in workspace "
-                f"{robot.workspace!r}, which session {holder!r} commands; delete that one first, or use another "
+                f"session {holder.id!r} would command the robot of room {robot.room!r} in workspace "
+                f"{robot.workspace!r}, which session {before.id!r} commands; delete that one first, or use another "
                 "workspace"
             )
+        self._holders[robot] = holder
 
-    def release(self, robot: Robot, session_id: str) -> None:
-        """Give it back; of one that is not held by this session nothing changes."""
-        if self._holders.get(robot) == session_id:
+    def release(self, robot: Robot, holder: Holder) -> None:
+        """Give it back; of one that somebody else holds nothing changes."""
+        if self._holders.get(robot) is holder:
             del self._holders[robot]
 
-    def holder(self, robot: Robot) -> str | None:
-        """The session that commands it."""
+    def holder(self, robot: Robot) -> Holder | None:
+        """Who commands it."""
         return self._holders.get(robot)
 
 

@@ -1,0 +1,19 @@
+"""Why somebody asks for an emergency stop; nothing that is wrong with a body may keep robots moving."""
+
+import json
+
+# No types: nothing that is sent is refused.
+REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that each session's status then shows."}}}
+LONGEST = 200
+
+
+def reason_of(body: bytes) -> str:
+    """The printable text of ``{"reason": "..."}``, or what stands in for it."""
+    try:
+        found = json.loads(body) if body else None
+    except (ValueError, RecursionError):
+        found = None
+    reason = found.get("reason") if isinstance(found, dict) else None
+    if not isinstance(reason, str) or not reason.strip():
+        return "asked for over HTTP"
+    return "".join(character if character.isprintable() else " " for character in reason.strip())[:LONGEST]
