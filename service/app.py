@@ -5,17 +5,20 @@ import os
 import platform
 import secrets
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sanic import Sanic
 
 import jaxmodels
+from hooks.database import Database
+from hooks.errors import StoreError
 from hooks.receiving.rates import Rates
 from hooks.sending.resolver import PinnedResolver, resolve
 from hooks.sending.targets import danger, layers
-from service.allowance import Allowance
+from service.allowance import Admit, Allowance
 from service.api import PREFIXES, ROUTES, api, configuration, watch
 from service.arrays.limits import ArrayLimits
 from service.auth.access import guard_of, is_loopback
@@ -32,16 +35,20 @@ from service.origins import Origins
 from service.policy_places import PolicyPlaces
 from service.policy_reader import PolicyReader, ReadRequirements
 from service.progress import Durations
+from service.records import SCHEMA, SessionRecords
 from service.routes import docs
 from service.routes.answers import install_errors
 from service.routes.context import App, Context
+from service.routes.ui import live_blueprint
+from service.safety.watchdog import Patience
 from service.served_model import LoadModel, Model
-from service.sessions import Admit, Sessions, SessionSettings
+from service.sessions import Sessions, SessionSettings
 from service.settings import Settings, SettingsError
-from service.state import state_folder
+from service.state import alone_in, state_folder
 from service.transport.base import Transport
 from service.transport.client import RoomsTransport
 from service.transport.server import TransportSettings, add_transport
+from service.ui.live import Live
 from service.webhooks import Webhooks
 from service.worker import call_in_thread
 
@@ -98,6 +105,7 @@ def create_app(
         table=table,
         guard=guard,
         policy_reader=PolicyReader(places.guarded_reading(read_requirements or _requirements_reader(settings))),
+        live=Live(lambda: context.sessions),
         creates=Creates(Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local),
     )
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
@@ -106,6 +114,7 @@ def create_app(
     install_errors(app)
     for prefix in PREFIXES:
         app.blueprint(api(prefix, Origins(settings.origins)))
+        app.blueprint(live_blueprint(prefix, Origins(settings.origins)))
         if table is not None:
             add_transport(app, table, rooms, prefix)
     webhooks = Webhooks(settings)
@@ -144,6 +153,7 @@ def _keep_sessions(
         failures_allowed=settings.failures_allowed,
         input_timeout=settings.input_timeout,
         joint_ranges=settings.joint_ranges,
+        patience=_patience(settings),
     )
     opened = AsyncExitStack()
 
@@ -152,11 +162,17 @@ def _keep_sessions(
         opened.enter_context(keeping(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
         engine = Engine(stuck_after=settings.stuck_after, durations=_durations(app.ctx))
-        app.ctx.sessions = Sessions(
-            transport=transport, load=load, engine=engine, settings=limits, tell=webhooks.tell, admit=admit
-        )
-        app.ctx.models = Models(engine, _forward_limits(settings), app.ctx.sessions.has_running_robot)
         try:
+            app.ctx.sessions = Sessions(
+                transport=transport,
+                load=load,
+                engine=engine,
+                settings=limits,
+                tell=webhooks.tell,
+                admit=admit,
+                records=opened.enter_context(_records(settings)),
+            )
+            app.ctx.models = Models(engine, _forward_limits(settings), app.ctx.sessions.has_running_robot)
             await opened.enter_async_context(webhooks.telling())
             # Closed in the opposite order: no update begins any more while the sessions end.
             opened.push_async_callback(app.ctx.sessions.close)
@@ -183,9 +199,31 @@ def _destinations(app: App) -> Destinations:
         raise SettingsError(f"transport_hosts: {error}") from error
 
 
+@contextmanager
+def _records(settings: Settings) -> Iterator[SessionRecords]:
+    folder = state_folder(settings)
+    if folder is None:
+        yield SessionRecords()
+        return
+    with alone_in(folder):
+        yield SessionRecords(Database(folder / "sessions.sqlite3", SCHEMA), StoreError)
+
+
 def _durations(context: Context) -> Durations:
     folder = state_folder(context.settings)
     return Durations(None if folder is None else folder / "durations.json", context.metrics.prepared)
+
+
+def _patience(settings: Settings) -> Patience:
+    return Patience(
+        degraded_after=settings.degraded_after,
+        stop_after=settings.stop_after,
+        frozen_after=settings.frozen_after,
+        frozen_stops=settings.frozen_stops,
+        bad_inputs=settings.bad_inputs,
+        action_age=settings.action_age_limit,
+        slow=settings.slow_inference,
+    )
 
 
 def _forward_limits(settings: Settings) -> ForwardLimits:

@@ -184,6 +184,29 @@ class SafetySettings(Group):
         default="clamp",
         description="What happens to an action chunk that leaves the limits: it is brought inside, or refused whole.",
     )
+    degraded_after: Seconds = Field(
+        default=3.0,
+        description="Seconds that a robot is held because it cannot be seen or reached, until its session is degraded.",
+    )
+    stop_after: Seconds = Field(
+        default=30.0, description="Such seconds until it is stopped and latched: nobody expects a motion any more."
+    )
+    frozen_after: Seconds = Field(
+        default=2.0, description="Seconds with the same picture after which a camera is said to be frozen."
+    )
+    frozen_stops: bool = Field(default=False, description="Stop and latch a robot whose camera is frozen.")
+    bad_inputs: int = Field(
+        default=20, ge=0, description="Bad joint values within a second that stop and latch a robot; 0 for never."
+    )
+    action_age_limit: Seconds | None = Field(
+        default=None,
+        description="Seconds after its frame until an action is not done any more; default: as long as a chunk lasts.",
+    )
+    slow_inference: FiniteFloat = Field(
+        default=2.0,
+        gt=0,
+        description="How many times the seconds that its actions take an inference may take before the robot is held.",
+    )
 
 
 class PolicySettings(Group):

@@ -84,6 +84,10 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("update_quiet", "update_latest"))
         found = f"{settings.update_quiet:g} and {settings.update_latest:g}"
         raise SettingsError(f"{where}: found {found}; wanted update_quiet <= update_latest")
+    if settings.degraded_after >= settings.stop_after:
+        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("degraded_after", "stop_after"))
+        found = f"{settings.degraded_after:g} and {settings.stop_after:g}"
+        raise SettingsError(f"{where}: found {found}; wanted degraded_after < stop_after")
     if settings.rate > settings.max_rate:
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))
         raise SettingsError(f"{where}: found {settings.rate:g} and {settings.max_rate:g}; wanted rate <= max_rate")

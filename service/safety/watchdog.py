@@ -39,16 +39,20 @@ class Patience:
     slow: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.frame_age < self.degraded_after < self.stop_after:
+        if not 0 < self.degraded_after < self.stop_after:
             raise ValueError(
-                f"frame_age {self.frame_age:g}, degraded_after {self.degraded_after:g} and stop_after "
-                f"{self.stop_after:g} s: wanted each above the one before"
+                f"degraded_after {self.degraded_after:g} and stop_after {self.stop_after:g} s: wanted the first below"
             )
 
     def for_frames(self, frame_age: float) -> "Patience":
         """The same for cameras whose frames may be so old: where that is long, the later steps move away from it."""
-        later = max(self.degraded_after, 2 * frame_age)
-        return replace(self, frame_age=frame_age, degraded_after=later, stop_after=max(self.stop_after, 2 * later))
+        stretch = max(1.0, 2 * frame_age / self.degraded_after)
+        return replace(
+            self,
+            frame_age=frame_age,
+            degraded_after=stretch * self.degraded_after,
+            stop_after=stretch * self.stop_after,
+        )
 
 
 @dataclass(frozen=True)
