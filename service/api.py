@@ -10,9 +10,22 @@ from sanic import Blueprint, HTTPResponse
 from sanic.config import Config
 
 from service.limits import ConnectionLimits, Connections
-from service.origins import Origins, preflight
+from service.origins import Origins, harden, preflight
 from service.punctual import PunctualProtocol
-from service.routes import control, debug, deployments, docs, health, metrics, models, policy_check, score, sessions
+from service.routes import (
+    control,
+    debug,
+    deployments,
+    docs,
+    health,
+    metrics,
+    models,
+    policy_check,
+    score,
+    sessions,
+    tickets,
+    ui,
+)
 from service.routes.answers import request_id
 from service.routes.context import App, Request
 from service.routes.route import Route
@@ -32,7 +45,9 @@ ROUTES: tuple[Route, ...] = (
     *models.ROUTES,
     *debug.ROUTES,
     *metrics.ROUTES,
+    *tickets.ROUTES,
     *docs.ROUTES,
+    *ui.ROUTES,
 )
 
 
@@ -83,7 +98,9 @@ def api(prefix: str, origins: Origins) -> Blueprint:
         async def options(request: Request, allowed: Any = (*allowed, "OPTIONS"), **parts: str) -> HTTPResponse:
             return preflight(request, allowed)
 
-        blueprint.add_route(options, prefix + path, methods=["OPTIONS"], name=f"options{number}", error_format="json")
+        blueprint.add_route(
+            options, prefix + path, methods=["OPTIONS"], name=f"options{number}", error_format="json", ctx_role=None
+        )
 
     # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request
@@ -111,8 +128,7 @@ def watch(app: App) -> None:
     @app.on_response
     async def end(request: Request, response: HTTPResponse) -> None:
         response.headers["x-request-id"] = request_id(request)
-        response.headers["x-content-type-options"] = "nosniff"
-        response.headers.setdefault("cache-control", "no-store")
+        harden(response)
         route = _template(request.route.path) if request.route else "unknown"
         seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
         app.ctx.metrics.answered(request.method if request.route else "any", route, response.status, seconds)

@@ -56,6 +56,7 @@ FULL_TAGS = {
     **TAGS,
     "Policies": "A running session gets another policy, by a push or by hand",
     "Models": "Models that were loaded when the server started, run forward over arrays",
+    "Access": "Keys, tokens and tickets",
     "Documents": "The API described",
 }
 DESCRIPTION = """Frames and joints come in from rooms, a policy turns them into actions, one is sent per tick.

@@ -25,6 +25,7 @@ class Origins:
         self._allowed = frozenset(allowed)
         name = socket.gethostname().lower()
         self._own_names = {"localhost", name, f"{name}.local"}
+        self._hosts = {urlsplit(origin).hostname for origin in self._allowed}
 
     def allows(self, origin: str | None, host: str | None) -> bool:
         """Whether a request with these two headers may pass."""
@@ -39,6 +40,16 @@ class Origins:
             return True
         # A page of our own. A name that is not ours could be any page's, pointed at this address by its DNS.
         return parts.netloc == host and (name in self._own_names or _is_address(name))
+
+    def knows_host(self, host: str | None) -> bool:
+        """Whether a Host header names this machine or a page that may call. Every other name may be any page's."""
+        if host is None or "*" in self._allowed:
+            return True
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._own_names or name in self._hosts or _is_address(name)
 
     def refusal(self, request: Request[Any, Any]) -> HTTPResponse | None:
         """403 for a page that may not call, before anything happens on its behalf."""
@@ -55,6 +66,25 @@ class Origins:
         response.headers["access-control-allow-origin"] = origin
         response.headers["access-control-expose-headers"] = "x-request-id"
         response.headers["vary"] = "origin"
+
+
+def harden(response: HTTPResponse) -> None:
+    """What browsers are told of every answer: it is what it says, for no frame, no cache and no other site.
+
+    A page brings a Content-Security-Policy of its own; what is no page may load nothing.
+    """
+    for name, value in _HEADERS:
+        response.headers.setdefault(name, value)
+
+
+_HEADERS = (
+    ("x-content-type-options", "nosniff"),
+    ("x-frame-options", "DENY"),
+    ("referrer-policy", "no-referrer"),
+    ("content-security-policy", "default-src 'none'; frame-ancestors 'none'"),
+    ("cross-origin-resource-policy", "same-origin"),
+    ("cache-control", "no-store"),
+)
 
 
 def preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTPResponse:

@@ -1,16 +1,24 @@
 """Another policy for a running session: asked for, looked at, taken back."""
 
+import time
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel
 from sanic import HTTPResponse
 
-from service.errors import InvalidRequest, UnknownDeployment
+from service.auth.caller import caller_of
+from service.auth.roles import Role
+from service.errors import Forbidden, InvalidRequest, UnknownDeployment
 from service.routes.answers import answer
 from service.routes.body import read_body
 from service.routes.context import Request
+from service.routes.ownership import session_of, sessions_of
 from service.routes.route import Query, Route
 from service.schemas import Deployment, PolicyRequest, Quarantined
 
 LIMIT = 500
+LONGEST = 10_000
 
 
 async def list_deployments(request: Request) -> HTTPResponse:
@@ -19,12 +27,19 @@ async def list_deployments(request: Request) -> HTTPResponse:
     limit, session_id = str(asked.get("limit", "50")), asked.get("session_id")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= LIMIT):
         raise InvalidRequest(f"limit should be a whole number from 1 to {LIMIT}", ("query", "limit"))
-    return answer(request.app.ctx.updates.list(int(limit), None if session_id is None else str(session_id)))
+    of = None if session_id is None else str(session_id)
+    if caller_of(request).sees_all:
+        return answer(request.app.ctx.updates.list(int(limit), of))
+    told = (_told(request, update) for update in request.app.ctx.updates.list(LONGEST, of))
+    return answer([update for update in told if update is not None][: int(limit)])
 
 
 async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
     """One policy update."""
-    return answer(request.app.ctx.updates.get(deployment_id))
+    update = _told(request, request.app.ctx.updates.get(deployment_id))
+    if update is None:
+        raise UnknownDeployment(f"deployment {deployment_id[:80]!r} not found; GET /deployments lists them")
+    return answer(update)
 
 
 async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
@@ -35,14 +50,16 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     commit is taken too. The answer comes when the session runs it, or when it was refused; `result` says which. The
     probation that follows is seen in `GET /deployments/{deployment_id}`.
     """
-    request.app.ctx.sessions.get(session_id)
+    session_of(request, session_id)
     body = read_body(request, PolicyRequest) if request.body else PolicyRequest()
+    if body.force and caller_of(request).role < Role.ADMIN:
+        raise Forbidden("force takes a commit out of the quarantine, which wants the role admin; leave it out")
     return answer(await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force))
 
 
 async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """Bring back the policy that the session ran before the last update; it is in memory still."""
-    request.app.ctx.sessions.get(session_id)
+    session_of(request, session_id)
     return answer(await request.app.ctx.updates.rollback(session_id))
 
 
@@ -56,6 +73,20 @@ async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse
     if not await request.app.ctx.updates.release(commit):
         raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists those that are")
     return answer({"message": f"Commit {commit} released"})
+
+
+def _told(request: Request, update: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """An update without the sessions of others; None when there are only such. What came before a session was made
+    was about another one of its id."""
+    if caller_of(request).sees_all:
+        return update
+    now, age = time.monotonic(), time.time() - update["at"]
+    own = {session.id for session in sessions_of(request) if age <= now - session.created_at + 1}
+    own.intersection_update(update["sessions"])
+    if not own:
+        return None
+    figures = {name: found for name, found in update["figures"].items() if name in own}
+    return {**update, "sessions": [name for name in update["sessions"] if name in own], "figures": figures}
 
 
 def _list_of(model: type[BaseModel]) -> dict[str, object]:
@@ -73,8 +104,11 @@ ROUTES = (
             Query("limit", {"type": "integer", "minimum": 1, "maximum": LIMIT, "default": 50}, "How many."),
             Query("session_id", {"type": "string"}, "Only those of this session."),
         ),
+        role=Role.VIEWER,
     ),
-    Route("GET", "/deployments/{deployment_id}", get_deployment, "Policies", Deployment, errors=(404,)),
+    Route(
+        "GET", "/deployments/{deployment_id}", get_deployment, "Policies", Deployment, errors=(404,), role=Role.VIEWER
+    ),
     Route(
         "POST",
         "/sessions/{session_id}/policy",
@@ -84,6 +118,7 @@ ROUTES = (
         optional_body={"$ref": f"#/components/schemas/{PolicyRequest.__name__}"},
         errors=(404, 409, 502),
         is_patient=True,
+        role=Role.OPERATOR,
     ),
     Route(
         "POST",
@@ -93,7 +128,8 @@ ROUTES = (
         Deployment,
         errors=(404, 409),
         is_patient=True,
+        role=Role.OPERATOR,
     ),
-    Route("GET", "/quarantine", list_quarantine, "Policies", _list_of(Quarantined)),
+    Route("GET", "/quarantine", list_quarantine, "Policies", _list_of(Quarantined), role=Role.OPERATOR),
     Route("DELETE", "/quarantine/{commit}", release_from_quarantine, "Policies", errors=(404,)),
 )

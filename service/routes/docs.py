@@ -50,7 +50,7 @@ def _hash(text: str) -> str:
 
 
 ROUTES = (
-    Route("GET", "/openapi.json", get_openapi, "Documents", {"type": "object"}),
-    Route("GET", "/openapi-full.json", get_full_openapi, "Documents", {"type": "object"}),
-    Route("GET", "/docs", get_docs, "Documents", {"type": "string"}, content_type="text/html"),
+    Route("GET", "/openapi.json", get_openapi, "Documents", {"type": "object"}, role=None),
+    Route("GET", "/openapi-full.json", get_full_openapi, "Documents", {"type": "object"}, role=None),
+    Route("GET", "/docs", get_docs, "Documents", {"type": "string"}, content_type="text/html", role=None),
 )

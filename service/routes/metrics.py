@@ -1,15 +1,33 @@
 """GET /metrics."""
 
+import re
+
 from sanic import HTTPResponse
 
+from service.auth.caller import caller_of
+from service.auth.roles import Role
 from service.metrics import CONTENT_TYPE
 from service.routes.context import Request
+from service.routes.ownership import sessions_of
 from service.routes.route import Route
+
+_SESSION = re.compile(rb'[{,]session="([^"]*)"')
 
 
 async def get_metrics(request: Request) -> HTTPResponse:
-    """Figures in Prometheus's text format: requests, and every session's counters and latencies."""
-    return HTTPResponse(request.app.ctx.metrics.text(), content_type=CONTENT_TYPE)
+    """Figures in Prometheus's text format: requests, and counters and latencies of every session of the caller's."""
+    text = request.app.ctx.metrics.text()
+    if not caller_of(request).sees_all:
+        own = {session.id.encode() for session in sessions_of(request)}
+        text = b"".join(line for line in text.splitlines(keepends=True) if _is_of(line, own))
+    return HTTPResponse(text, content_type=CONTENT_TYPE)
 
 
-ROUTES = (Route("GET", "/metrics", get_metrics, "Debug", {"type": "string"}, content_type="text/plain"),)
+def _is_of(line: bytes, own: set[bytes]) -> bool:
+    found = _SESSION.search(line)
+    return found is None or found[1] in own
+
+
+ROUTES = (
+    Route("GET", "/metrics", get_metrics, "Debug", {"type": "string"}, content_type="text/plain", role=Role.VIEWER),
+)

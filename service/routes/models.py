@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from sanic import HTTPResponse
 
 from service.arrays.forms import FORMS, form_of_answer, form_of_body
+from service.auth.roles import Role
 from service.errors import ServiceError
 from service.forwards import Ask
 from service.routes.answers import answer
@@ -96,8 +97,8 @@ _MODEL = {
 }
 _JSON = FORMS[0].content_type
 ROUTES = (
-    Route("GET", "/models", list_models, "Models", {"type": "array", "items": _MODEL}),
-    Route("GET", "/models/{name}", get_model, "Models", _MODEL, errors=(404,)),
+    Route("GET", "/models", list_models, "Models", {"type": "array", "items": _MODEL}, role=Role.VIEWER),
+    Route("GET", "/models/{name}", get_model, "Models", _MODEL, errors=(404,), role=Role.VIEWER),
     Route(
         "POST",
         "/models/{name}/forward",
@@ -109,5 +110,6 @@ ROUTES = (
         errors=(404, 406, 415),
         is_patient=True,
         is_streamed=True,
+        role=Role.OPERATOR,
     ),
 )

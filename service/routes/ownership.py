@@ -3,16 +3,16 @@
 from service.auth.caller import caller_of
 from service.errors import UnknownSession
 from service.routes.context import Request
-from service.session import Session
+from service.sessions import Listed
 
 
-def sessions_of(request: Request) -> list[Session]:
+def sessions_of(request: Request) -> list[Listed]:
     """All that this caller may see, oldest first."""
     caller = caller_of(request)
     return [session for session in request.app.ctx.sessions.list() if caller.sees(session.new.owner)]
 
 
-def session_of(request: Request, session_id: str) -> Session:
+def session_of(request: Request, session_id: str) -> Listed:
     """The session of this id.
 
     Raises:

@@ -4,19 +4,21 @@ from dataclasses import asdict
 
 from sanic import HTTPResponse
 
-from service.auth.caller import ANYBODY, caller_of
-from service.errors import ServiceError
+from service.auth.caller import ANYBODY, Caller, caller_of
+from service.auth.roles import Role
+from service.errors import ServiceError, SessionExists, UnknownSession
 from service.request import NewSession
 from service.routes.answers import answer
 from service.routes.body import InvalidBody, read_body, without
 from service.routes.context import Request
+from service.routes.ownership import session_of, sessions_of
 from service.routes.route import Route
 from service.schemas import CreateSessionRequest, CreateSessionResponse, NewSessionRequest, SessionStatusResponse
 
 
 async def list_sessions(request: Request) -> HTTPResponse:
     """All sessions, oldest first; those that failed stay listed for a while."""
-    return answer([asdict(session.status()) for session in request.app.ctx.sessions.list()])
+    return answer([asdict(session.status()) for session in sessions_of(request)])
 
 
 async def create_session(request: Request) -> HTTPResponse:
@@ -45,7 +47,9 @@ async def create_session(request: Request) -> HTTPResponse:
         shadow_revision=body.shadow_revision,
         max_relative_target=body.max_relative_target,
         record=body.record,
+        owner=caller.owner,
     )
+    _check_id(request, caller, new.session_id)
     try:
         session = await request.app.ctx.sessions.create(new)
     except ServiceError as error:
@@ -67,13 +71,23 @@ async def create_session(request: Request) -> HTTPResponse:
 
 async def get_session_status(request: Request, session_id: str) -> HTTPResponse:
     """One session."""
-    return answer(asdict(request.app.ctx.sessions.get(session_id).status()))
+    return answer(asdict(session_of(request, session_id).status()))
 
 
 async def delete_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop the robot, leave the rooms, remove those that the session made."""
-    await request.app.ctx.sessions.delete(session_id)
+    await request.app.ctx.sessions.delete(session_of(request, session_id).id)
     return answer({"message": f"Session {session_id} deleted"})
+
+
+def _check_id(request: Request, caller: Caller, session_id: str) -> None:
+    """An id of somebody else's is taken, whatever became of the session; nothing more is told of it."""
+    try:
+        session = request.app.ctx.sessions.get(session_id)
+    except UnknownSession:
+        return
+    if not caller.sees(session.new.owner):
+        raise SessionExists(f"the session id {session_id!r} is taken; choose another")
 
 
 LIST = {
@@ -82,7 +96,7 @@ LIST = {
     "title": "Response List Sessions Sessions Get",
 }
 ROUTES = (
-    Route("GET", "/sessions", list_sessions, "Sessions", LIST, is_specified=True),
+    Route("GET", "/sessions", list_sessions, "Sessions", LIST, is_specified=True, role=Role.VIEWER),
     Route(
         "POST",
         "/sessions",
@@ -94,7 +108,24 @@ ROUTES = (
         specified_body=CreateSessionRequest,
         errors=(409, 429, 500, 502),
         is_patient=True,
+        role=Role.OPERATOR,
     ),
-    Route("GET", "/sessions/{session_id}", get_session_status, "Sessions", SessionStatusResponse, errors=(404,)),
-    Route("DELETE", "/sessions/{session_id}", delete_session, "Sessions", is_specified=True, errors=(404, 409)),
+    Route(
+        "GET",
+        "/sessions/{session_id}",
+        get_session_status,
+        "Sessions",
+        SessionStatusResponse,
+        errors=(404,),
+        role=Role.VIEWER,
+    ),
+    Route(
+        "DELETE",
+        "/sessions/{session_id}",
+        delete_session,
+        "Sessions",
+        is_specified=True,
+        errors=(404, 409),
+        role=Role.OPERATOR,
+    ),
 )

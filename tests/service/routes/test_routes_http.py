@@ -88,10 +88,10 @@ async def test_options_says_what_a_path_takes(server):
 async def test_a_connection_is_kept_for_the_next_request(server, dial):
     wire = await dial(server)
     for _ in range(3):
-        await wire.send("GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await wire.send("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         status, headers, _ = await wire.answer()
         assert (status, headers["connection"]) == (200, "keep-alive")
-    await wire.send("GET / HTTP/1.1\r\nHost: x\r\n\r\nGET /sessions HTTP/1.1\r\nHost: x\r\n\r\n")
+    await wire.send("GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET /sessions HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert [(await wire.answer())[0] for _ in range(2)] == [200, 200]
 
 
@@ -125,7 +125,7 @@ async def test_a_body_that_is_too_large_is_413(serve, dial):
         status, told = await server.call("POST", "/sessions", data=b"x" * 4096)
         assert (status, told["code"]) == (413, "request_entity_too_large")
         wire = await dial(server)
-        await wire.send("POST /sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
+        await wire.send("POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999999\r\n\r\n")
         assert (await wire.answer())[0] == 413
         assert await wire.is_closed()
 
@@ -151,7 +151,11 @@ async def test_what_is_not_http_is_400_in_json(server, dial, head):
 
 @pytest.mark.parametrize(
     "start",
-    ["", "GET /health HTTP/1.1\r\nHost: x\r\n", "POST /sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"],
+    [
+        "",
+        "GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        "POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
+    ],
     ids=["request line", "head", "body"],
 )
 async def test_a_request_that_drips_in_is_cut_at_its_deadline(serve, dial, start):
@@ -174,7 +178,7 @@ async def test_a_request_that_drips_in_is_cut_at_its_deadline(serve, dial, start
 async def test_a_refused_request_cannot_drip_on_either(serve, dial):
     async with serve(request_deadline=0.5) as server:
         wire = await dial(server)
-        await wire.send("POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        await wire.send("POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
         assert (await wire.answer())[0] == 404
         assert await wire.is_closed(within=3)
 
@@ -183,7 +187,7 @@ async def test_an_idle_connection_and_a_slow_answer_have_no_such_deadline(serve,
     async with serve(request_deadline=0.3) as server:
         wire = await dial(server)
         for _ in range(3):
-            await wire.send("GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await wire.send("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await wire.answer())[0] == 200
             await asyncio.sleep(0.4)
 
@@ -194,12 +198,13 @@ async def test_the_deadline_of_one_request_does_not_count_for_the_next(serve, di
         for _ in range(4):
             await wire.send("GET /health HTTP/1.1\r\n")
             await asyncio.sleep(0.3)
-            await wire.send("Host: x\r\n\r\n")
+            await wire.send("Host: localhost\r\n\r\n")
             assert (await wire.answer())[0] == 200
 
 
 async def test_a_slow_answer_is_503(serve):
     async with serve(answer_deadline=0.2) as server:
+        await server.create()
 
         async def slow(request, session_id):
             await asyncio.sleep(30)

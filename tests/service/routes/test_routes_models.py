@@ -271,7 +271,7 @@ async def test_a_body_that_drips_in_is_cut_at_the_deadline_and_gives_its_place_b
     async with serve(request_deadline=0.6, max_forwards=1) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-npz\r\n")
+        writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
         writer.write(b"Content-Length: 5000\r\n\r\nPK")
         await asyncio.sleep(0.1)
         assert server.places == 1
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_place_ba
     async with serve(max_forwards=1) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-npz\r\n")
+        writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
         writer.write(b"Content-Length: 5000\r\n\r\nPK")
         await asyncio.sleep(0.1)
         assert server.places == 1
@@ -322,7 +322,7 @@ async def test_a_client_that_does_not_read_a_long_answer_is_cut(serve):
         body = write({"x": np.zeros(1)}, NPZ)
         host, _, port = server.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        head = f"POST /models/dit/forward HTTP/1.1\r\nHost: x\r\nContent-Type: {NPZ}\r\n"
+        head = f"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
         assert (await server.forward(body, NPZ))[0] == 503
@@ -336,7 +336,7 @@ async def test_who_asks_before_sending_is_told_at_once(server):
     host, _, port = server.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     for name, expected in (("other", b" 404 "), ("dit", b"HTTP/1.1 100 ")):
-        writer.write(f"POST /models/{name}/forward HTTP/1.1\r\nHost: x\r\nContent-Type: {NPZ}\r\n".encode())
+        writer.write(f"POST /models/{name}/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n".encode())
         writer.write(b"Content-Length: 50000000\r\nExpect: 100-continue\r\n\r\n")
         lines = [await asyncio.wait_for(reader.readline(), 5)]
         if name == "other" and b" 100 " in lines[0]:
