@@ -53,6 +53,9 @@ def stop(
     everything: Annotated[
         bool, typer.Option("--all", help="Emergency stop of every robot; latched until each session is reset.")
     ] = False,
+    emergency: Annotated[
+        bool, typer.Option("--emergency", help="Emergency stop of this one session; latched until it is reset.")
+    ] = False,
     reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
     url: Url = None,
     as_json: AsJson = False,
@@ -60,7 +63,7 @@ def stop(
     """Stop one session, or with --all every robot.
 
     One session is stopped as POST /sessions/ID/stop does: start moves it again. --all is the emergency stop: every
-    session is latched and needs POST /debug/sessions/ID/reset before a start.
+    session is latched and needs POST /debug/sessions/ID/reset before a start; ID --emergency does so with one.
     """
     import json
     from urllib.parse import quote
@@ -71,7 +74,11 @@ def stop(
         )
     base = base_url(url)
     if session_id is not None:
-        found = call(base, "POST", f"/sessions/{quote(session_id, safe='')}/stop")
+        place = f"/sessions/{quote(session_id, safe='')}"
+        if emergency:
+            found = call(base, "POST", f"{place}/emergency_stop", {"reason": reason or "robojax stop --emergency"})
+        else:
+            found = call(base, "POST", f"{place}/stop")
     else:
         found = call(base, "POST", "/debug/emergency_stop", {"reason": reason or "robojax stop --all"})
     typer.echo(json.dumps(found, indent=2) if as_json else _told(found))
