@@ -15,6 +15,7 @@ class ActionQueue:
 
     Attributes:
         period: seconds from one action to the next.
+        is_between: whether ticks take points between two actions.
         consumed: actions of this chunk that were given out.
         late: actions dropped because their time was over, of all chunks.
     """
@@ -23,7 +24,7 @@ class ActionQueue:
         self.period = period
         self.consumed = 0
         self.late = 0
-        self._is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
+        self.is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
         self._chunk = np.zeros((0, 0), np.float32)
         self._seen_at = 0.0
         self._next = 0
@@ -70,18 +71,27 @@ class ActionQueue:
         if present > place + 1:
             # This tick itself runs so late that its own action is over: do the one that belongs to now.
             place = self._place(now)
-        if place > last and (not self._is_between or present > last + 1):
+        if place > last and (not self.is_between or present > last + 1):
             self._drop_until(last + 1)
             return None
         place = min(max(place, 0.0), float(last))
         index = math.floor(place + 0.5)
-        if index < self._next and not (self._is_between and self.consumed):
+        if index < self._next and not (self.is_between and self.consumed):
             return None
         self._drop_until(index)
         if index == self._next:
             self._next += 1
             self.consumed += 1
-        return self._between(place) if self._is_between else self._chunk[index]
+        return self._between(place) if self.is_between else self._chunk[index]
+
+    def first_after(self, moment: float, seen_at: float) -> tuple[int, float]:
+        """Which action of a chunk comes next after this moment, and how much of a period lies between them (0..1]."""
+        place = (moment - seen_at) / self.period
+        if self.is_between:
+            first = math.floor(place) + 1
+            return (first, first - place) if first > 0 else (0, 1.0)
+        # As `_place` does: halfway between two actions it is the one before that a tick took.
+        return max(math.floor(place + 0.499) + 1, 0), 1.0
 
     def clear(self) -> None:
         """Forget all that is left; it does not count as late."""
@@ -100,7 +110,7 @@ class ActionQueue:
     def _place(self, moment: float) -> float:
         """Where a moment lies in the chunk, in actions: whole ones, unless ticks take points between them."""
         place = (moment - self._seen_at) / self.period
-        if self._is_between:
+        if self.is_between:
             return place
         # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
         return float(self._next) if abs(place - self._next) < 0.501 else math.floor(place + 0.5)
@@ -109,7 +119,7 @@ class ActionQueue:
         index = min(index, len(self._chunk))
         if index > self._next:
             # Ticks slower than actions pass over some of them on purpose.
-            self.late += 0 if self._is_between else index - self._next
+            self.late += 0 if self.is_between else index - self._next
             self._next = index
 
     def _between(self, place: float) -> np.ndarray:

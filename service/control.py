@@ -1,63 +1,23 @@
 """One robot's control: what to send at each tick, when to ask the policy, when to hold."""
 
-import asyncio
-import math
-import time
-from collections.abc import Awaitable, Callable
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from service.actions import ActionQueue, EnsembledActions
+from service.asking import Asking, InFlight
 from service.buffer import Buffer, Lack, Snapshot
+from service.grid import Grid
+from service.holding import OF_POLICY, Hold, Holding
+from service.pace import Pace
+from service.safety.guard import Guard, Motion
+from service.safety.limits import MotionLimits, motion_limits
+from service.safety.ramp import Ramp
 from service.stats import Recent, Tally
 
-# An absolute grid is computed with floats: a tick may come this much early and still be that tick.
-_EARLY = 1e-6
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How fast, and how patient.
-
-    Attributes:
-        rate: ticks per second.
-        action_rate: actions per second that the policy's chunks are meant for.
-        action_steps: actions of a chunk to do before the next one takes over.
-        chunk: steps of one chunk.
-        width: values of one action.
-        ensemble: LeRobot's temporal ensembling coefficient, or None for off.
-        hold_repeats: how often a hold sends the measured pose.
-        starved_after: seconds without an action after which waiting for the policy is a hold.
-        failures_allowed: failed inferences in a row that end in an error.
-        samples: how many of the newest samples percentiles are taken of.
-    """
-
-    rate: float
-    action_rate: float
-    action_steps: int
-    chunk: int
-    width: int
-    ensemble: float | None = None
-    hold_repeats: int = 4
-    starved_after: float = 0.3
-    failures_allowed: int = 3
-    samples: int = 2048
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Why the robot is held.
-
-    Attributes:
-        code: stable, e.g. ``camera_stale``.
-        text: for people.
-        since: monotonic time.
-    """
-
-    code: str
-    text: str
-    since: float
+# Differences of what a policy asks for must be numbers, whatever it asks for.
+_WILDEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -68,82 +28,77 @@ class Step:
     ask: Snapshot | None = None
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """An inference that was asked for: from which snapshot, when, and for which stretch of motion."""
-
-    snapshot: Snapshot
-    asked_at: float
-    stretch: int
-
-
 class Control:
     """Decides; never sleeps, sends or computes. Every method takes the time.
 
+    Every chunk passes the guard before its first action can be sent, and every command of a motion passes it again.
+    What the policy wanted is kept beside what the guard made of it, for whoever judges the policy.
+
     Attributes:
-        hold: why the robot is held, or None while it may move.
-        fault: set when the policy failed too often in a row; the session ends in an error then.
+        guard: holds chunks and commands to the limits; always there.
+        fault: set when the policy raised too often in a row; the session ends in an error then.
         stop_wanted: code and text of why the robot has to be stopped until somebody resets it.
         is_running: between ``begin`` and ``halt``.
         command: the last command given out (a,), or None.
         starvations: how often the queue ran dry in the middle of a motion.
         missed_ticks: ticks that were skipped because a wake-up came too late for them.
         ticks, chunks: how many there were.
-        rejected: chunks refused because they were not finite or not of the right shape.
-        discarded: answers that came back after a hold or a stop and were thrown away.
-        holds: how often each reason held the robot.
-        largest_step: (a,) the largest change of each joint's command from one tick to the next since it was last
-            set to zeros. After a pause, of what was commanded and where the robot is the nearer one counts.
+        rejected: chunks refused because they were not finite, not of the right shape, or outside the limits.
+        rejected_for: code of the newest of them: ``not_finite``, ``shape``, ``position``, ``seam``, ...
+        largest_step: (a,) the largest change that the policy wanted of each joint from one tick to the next since it
+            was last set to zeros, before the guard. After a pause, of what was commanded and where the robot is the
+            nearer one counts.
         lateness: seconds from a tick's deadline to its run.
-        latency: seconds from asking to answer, on the event loop's side.
         late_by_chunk: how many actions of each of the newest chunks were over when it came.
     """
 
-    def __init__(self, buffer: Buffer, pace: Pace):
+    def __init__(self, buffer: Buffer, pace: Pace, limits: MotionLimits | None = None):
+        """Without limits, those that the joint table knows hold."""
         self.pace = pace
         self.period = 1 / pace.rate
-        self.hold: Hold | None = None
+        self.guard = Guard(
+            limits or motion_limits(buffer.joints), rate=pace.rate, action_rate=pace.action_rate, chunk=pace.chunk
+        )
         self.fault: str | None = None
         self.stop_wanted: tuple[str, str] | None = None
         self.is_running = False
         self.command: np.ndarray | None = None
         self.largest_step = np.zeros(pace.width, np.float32)
         self.starvations = self.missed_ticks = self.ticks = self.chunks = 0
-        self.rejected = self.discarded = 0
-        self.holds = Tally()
+        self.rejected = 0
+        self.rejected_for: str | None = None
         self.lateness = Recent(pace.samples)
-        self.latency = Recent(32)
         self.late_by_chunk = Recent(64)
         action_period = 1 / pace.action_rate
+        # Each action twice, side by side: as the guard lets it pass, and as the policy wanted it.
         self.actions: ActionQueue = (
             ActionQueue(action_period, self.period)
             if pace.ensemble is None
             else EnsembledActions(action_period, pace.ensemble, self.period)
         )
         self._buffer = buffer
-        self._anchor = 0.0
-        self._index = -1
-        self._request: InFlight | None = None
-        self._is_hurried = False
-        self._stretch = 0
-        self._usual_latency = 0.0
+        self._grid = Grid(self.period)
+        self._asking = Asking(pace)
+        self._holding = Holding(pace.hold_repeats)
         self._failures = 0
         self._is_moving = False
         self._is_dry = False
         self._moved_at = 0.0
-        self._holds_left = 0
+        # The newest commands of this motion, before them the pose that it began from; empty when the robot stands.
+        self._trail: deque[np.ndarray] = deque(maxlen=3)
+        self._wanted: np.ndarray | None = None
         self._obstacles: dict[str, str] = {}
 
     # What happens to a session.
 
     def begin(self, now: float) -> None:
         """Start, or start anew: the first tick is now, and nothing of an earlier motion is left."""
-        self._anchor, self._index = now, -1
+        self._grid.begin(now)
         self._flush()
-        self._holds_left = 0
+        self._trail.clear()
+        self._holding.end()
         self._failures = 0
         self.fault = self.stop_wanted = None
-        self.hold = None
         self.is_running = True
 
     def halt(self, now: float, *, always_hold: bool = False) -> Step:
@@ -151,23 +106,42 @@ class Control:
 
         A robot that was never commanded is not told to hold, unless ``always_hold``.
         """
-        if not self.is_running and not self._holds_left:
-            self._anchor, self._index = now, 0
+        if not self.is_running and not self._holding.left:
+            self._grid.begin(now, is_done=True)
         self.is_running = False
-        self.hold = None
         self._flush()
-        self._holds_left = self.pace.hold_repeats if always_hold or self.command is not None else 0
+        self._holding.at_once(always_hold or self.command is not None)
         return Step(command=self._hold_pose())
+
+    @property
+    def hold(self) -> Hold | None:
+        """Why the robot is held, or None while it may move."""
+        return self._holding.hold
+
+    @property
+    def holds(self) -> Tally:
+        """How often each reason held the robot."""
+        return self._holding.counts
+
+    @property
+    def latency(self) -> Recent:
+        """Seconds from asking to answer, on the event loop's side."""
+        return self._asking.latency
+
+    @property
+    def discarded(self) -> int:
+        """Answers that came back after a hold or a stop and were thrown away."""
+        return self._asking.discarded
 
     @property
     def is_idle(self) -> bool:
         """Whether ticks have nothing to do until ``begin``."""
-        return not self.is_running and not self._holds_left
+        return not self.is_running and not self._holding.left
 
     @property
     def is_waiting(self) -> bool:
         """Whether an inference is in flight."""
-        return self._request is not None
+        return self._asking.request is not None
 
     def obstruct(self, code: str, text: str) -> None:
         """Something outside (a lost link, a compile) forbids motion until ``clear`` of the same code."""
@@ -177,25 +151,19 @@ class Control:
         """That obstacle is gone."""
         self._obstacles.pop(code, None)
 
-    # The grid.
+    # Ticks.
 
     def next_deadline(self, now: float) -> float:
-        """When the next tick is due: on the grid of ``begin``, so that lateness never adds up."""
-        return self._anchor + max(self._index + 1, self._grid_index(now)) * self.period
-
-    def _grid_index(self, now: float) -> int:
-        return math.floor((now - self._anchor) / self.period + _EARLY)
+        """When the next tick is due: on the grid of ``begin``."""
+        return self._grid.next_deadline(now)
 
     def tick(self, now: float) -> Step:
         """Do the newest tick that is due; older ones that nobody woke up for are skipped and counted."""
-        index = self._grid_index(now)
-        if index <= self._index or self.is_idle:
+        due = None if self.is_idle else self._grid.take(now)
+        if due is None:
             return Step()
-        deadline = self._anchor + index * self.period
-        # Late against the tick that should have come next, not only against the newest.
-        self.lateness.add(max(now - self._anchor - (self._index + 1) * self.period, 0.0))
-        self.missed_ticks += index - self._index - 1
-        self._index = index
+        self.lateness.add(due.late)
+        self.missed_ticks += due.missed
         self.ticks += 1
         if not self.is_running:
             return Step(command=self._hold_pose())
@@ -204,7 +172,7 @@ class Control:
             self._enter_hold(obstacle, now)
             self._flush()
             return Step(command=self._hold_pose())
-        return self._move(deadline, now)
+        return self._move(due.deadline, now)
 
     def _obstacle(self, now: float) -> Lack | None:
         for code, text in self._obstacles.items():
@@ -212,27 +180,40 @@ class Control:
         return self._buffer.lacking(now)
 
     def _move(self, deadline: float, now: float) -> Step:
-        action = self.actions.take(deadline, now)
-        if action is not None:
-            self.hold = None
-            if self.command is not None:
-                np.maximum(self.largest_step, self._step_to(action, self.command), out=self.largest_step)
-            self.command, self._moved_at = action, now
-            self._is_moving, self._is_dry, self._holds_left = True, False, 0
-            return Step(command=action, ask=self._ask(now))
-        self._wait_for_policy(now)
-        return Step(command=self._hold_pose(), ask=self._ask(now))
+        taken = self.actions.take(deadline, now)
+        if taken is None:
+            self._wait_for_policy(now)
+            return Step(command=self._hold_pose(), ask=self._ask(now))
+        allowed, wanted = taken[: self.pace.width], taken[self.pace.width :]
+        pose = self._buffer.pose
+        assert pose is not None, "a chunk is only asked for when every joint is known"
+        self._note(wanted, pose)
+        if not self._trail:
+            self._trail.append(pose)
+        self.command = self.guard.limit(allowed, self._trail[-1])
+        self._trail.append(self.command)
+        self._holding.end()
+        self._moved_at = now
+        self._is_moving, self._is_dry = True, False
+        return Step(command=self.command, ask=self._ask(now))
 
-    def _step_to(self, action: np.ndarray, command: np.ndarray) -> np.ndarray:
-        step, pose = np.abs(action - command), self._buffer.pose
-        # A robot that stood may have been moved by hand; a gripper that holds something is never where it was sent.
-        return step if self._is_moving or pose is None else np.minimum(step, np.abs(action - pose))
+    def _note(self, wanted: np.ndarray, pose: np.ndarray) -> None:
+        if self.command is not None:
+            # A robot that stood may have been moved by hand; a gripper that holds something is never where it was sent.
+            other = self._wanted if self._is_moving else pose
+            step = np.abs(wanted - self.command)
+            if other is not None:
+                np.minimum(step, np.abs(wanted - other), out=step)
+            np.maximum(self.largest_step, step, out=self.largest_step)
+        self._wanted = wanted
 
     def _wait_for_policy(self, now: float) -> None:
-        if self.hold is not None and self.hold.code not in _OF_POLICY:
-            self.hold = None  # the robot can be seen again; the policy has yet to answer
+        if self.hold is not None and self.hold.code not in OF_POLICY:
+            self._holding.hold = None  # the robot can be seen again; the policy has yet to answer
         if not self._is_moving:
             return
+        if self._trail:
+            self._trail.append(self._trail[-1])  # it is told nothing, so it goes where it was sent and rests
         if not self._is_dry and not len(self.actions):
             self._is_dry = True
             self.starvations += 1
@@ -246,54 +227,58 @@ class Control:
     # Asking the policy.
 
     def _ask(self, now: float) -> Snapshot | None:
-        if self._request is not None or not self._is_chunk_wanted():
+        if not self._asking.is_wanted(self.actions):
             return None
         snapshot = self._buffer.snapshot(now)
         if isinstance(snapshot, Lack):
             return None
-        self._request = InFlight(snapshot, now, self._stretch)
-        self._is_hurried = False
+        self._asking.ask(snapshot, now)
         return snapshot
 
     def hurry(self) -> None:
         """What is in flight is not wanted, another chunk is, at the next tick; what is planned is done until then."""
-        self._stretch += 1
+        self._asking.hurry()
         self._failures = 0
-        self._is_hurried = True
-
-    def _is_chunk_wanted(self) -> bool:
-        if self.pace.ensemble is not None or self._is_hurried:
-            return True
-        delay = self._usual_latency / self.actions.period
-        # One action of margin: an answer that comes during a tick is used at the next.
-        is_running_dry = len(self.actions) <= math.ceil(delay) + 1
-        return is_running_dry or self.actions.consumed + math.floor(delay) >= self.pace.action_steps
 
     def answer(self, chunk: object, now: float, *, fade: int | None = None) -> None:
-        """The policy's answer to the snapshot asked with: (1, t, a). Refused whole when anything of it is wrong.
+        """The policy's answer to the snapshot asked with: (1, t, a). Refused whole, or brought inside the limits.
 
         ``fade`` says that it is the first of another policy, and how many of its actions lead over from what the one
         before planned; nothing else of that remains.
         """
-        request = self._close_request()
+        request = self._asking.close()
         if request is None:
             return
-        wrong = self._fault_of(chunk)
+        wrong = self.guard.form(chunk)
         if wrong is not None:
-            self.rejected += 1
-            self._fail("policy_invalid", wrong, now)
+            self._reject(*wrong, now)
             return
         assert isinstance(chunk, np.ndarray)
-        self._failures = 0
-        self.latency.add(now - request.asked_at)
-        self._usual_latency = self.latency.percentile(90) or 0.0
-        self.chunks += 1
-        seen_at, actions = request.snapshot.seen_at, chunk[0]
+        seen_at = request.snapshot.seen_at
+        wanted = np.clip(chunk[0], -_WILDEST, _WILDEST).astype(np.float32)
+        plan = np.concatenate([wanted, wanted], axis=1)
         if fade is not None:
-            actions = self.actions.faded(actions, seen_at, now, fade)
+            plan = self.actions.faded(plan, seen_at, now, fade)
+        motion, first = self._motion(seen_at, now)
+        judged = self.guard.judge(plan[:, : self.pace.width], motion, first)
+        if judged.actions is None:
+            self._reject(judged.reason or "", judged.text, now)
+            return
+        if judged.clamped:
+            plan[:, : self.pace.width] = judged.actions
+            if self.actions.is_between and first:
+                # Ticks take points between the action before and this one, so that one is where the motion comes from.
+                plan[first - 1, : self.pace.width] = motion.position
+        if fade is not None:
             self.actions.clear()
+        self._take(plan, request, now)
+
+    def _take(self, plan: np.ndarray, request: InFlight, now: float) -> None:
+        self._failures = 0
+        self._asking.took(now - request.asked_at)
+        self.chunks += 1
         late = self.actions.late
-        usable = self.actions.push(actions, seen_at, now)
+        usable = self.actions.push(plan, request.snapshot.seen_at, now)
         self.late_by_chunk.add(self.actions.late - late)
         if not usable:
             covered = self.pace.chunk / self.pace.action_rate
@@ -303,58 +288,77 @@ class Control:
             )
             self._enter_hold(Lack("policy_late", text), now)
 
+    def _motion(self, seen_at: float, now: float) -> tuple[Motion, int]:
+        """What a chunk follows, and its first action that can still be done."""
+        first, share = self.actions.first_after(self._grid.next_deadline(now) - self.period, seen_at)
+        first = min(first, self.pace.chunk)
+        rest = np.zeros(self.pace.width)
+        pose = self._buffer.pose
+        if not self._trail:
+            assert pose is not None, "a chunk is only asked for when every joint is known"
+            return Motion(pose, rest, rest), first
+        newest, older, oldest = (
+            (self._trail[-1], self._trail[-2], self._trail[0]) if len(self._trail) > 1 else (self._trail[0],) * 3
+        )
+        velocity = (newest - older).astype(np.float64) * self.pace.rate
+        bend = None if self.actions.is_between else (newest - 2 * older + oldest).astype(np.float64) * self.pace.rate**2
+        # On the grid of actions: where it was when the action before `first` was due.
+        position = newest - velocity * (1 - share) * self.actions.period
+        return Motion(position, velocity, bend, is_at_rest=False), first
+
     def refuse(self, text: str, now: float) -> None:
         """The policy raised instead of answering."""
-        if self._close_request() is not None:
+        if self._asking.close() is not None:
             self._fail("policy_failed", text, now)
 
     def withdraw(self) -> None:
         """The request was not carried out, and that is nobody's fault."""
-        self._request = None
+        self._asking.request = None
 
-    def _close_request(self) -> InFlight | None:
-        request, self._request = self._request, None
-        if request is not None and request.stretch != self._stretch:
-            # Its frames are from before a hold or a stop.
-            self.discarded += 1
-            return None
-        return request
-
-    def _fault_of(self, chunk: object) -> str | None:
-        wanted = (1, self.pace.chunk, self.pace.width)
-        if not isinstance(chunk, np.ndarray):
-            return f"the policy returned a {type(chunk).__name__}, wanted an array {wanted}"
-        if chunk.shape != wanted or chunk.dtype.kind != "f":
-            return f"the policy returned {chunk.dtype} {chunk.shape}, wanted floats {wanted}"
-        if not np.isfinite(chunk).all():
-            return f"the policy returned {int((~np.isfinite(chunk)).sum())} values that are not finite"
-        return None
+    def _reject(self, reason: str, text: str, now: float) -> None:
+        self.rejected += 1
+        self.rejected_for = reason
+        self._fail("policy_invalid", text, now)
 
     def _fail(self, code: str, text: str, now: float) -> None:
         self._failures += 1
         self._enter_hold(Lack(code, text), now)
         self._flush()
         if self._failures >= self.pace.failures_allowed:
-            self.fault = f"{text} ({self._failures} times in a row)"
+            text = f"{text} ({self._failures} times in a row)"
+            if code == "policy_invalid":
+                self.stop_wanted = (code, text)
+            else:
+                self.fault = text
 
     # Holding.
 
     def _enter_hold(self, lack: Lack, now: float) -> None:
-        if self.hold is None:
-            self._holds_left = self.pace.hold_repeats if self._is_moving else 0
+        ramp = None
+        if self.hold is None and self._is_moving:
+            ramp = self._ramp()
+            if ramp is None:
+                self._trail.clear()
+        self._holding.enter(lack, now, is_moving=self._is_moving, ramp=ramp)
         self.actions.clear()
         self._is_moving = False
-        if self.hold is None or self.hold.code != lack.code:
-            self.holds.add(lack.code)
-            self.hold = Hold(lack.code, lack.text, now)
-        else:
-            self.hold = Hold(lack.code, lack.text, self.hold.since)
+
+    def _ramp(self) -> Ramp | None:
+        if self.pace.on_hold == "hold" or len(self._trail) < 2:
+            return None
+        newest, older = self._trail[-1], self._trail[-2]
+        return Ramp(self.guard.limits, newest, (newest - older).astype(np.float64) * self.pace.rate, self.pace.rate)
 
     def _hold_pose(self) -> np.ndarray | None:
-        if not self._holds_left:
+        slower = self._holding.slowing()
+        if slower is not None:
+            self._trail.append(slower)
+            self.command = slower
+            return slower
+        if not self._holding.take():
             return None
+        self._trail.clear()
         pose = self._buffer.pose
-        self._holds_left -= 1
         if pose is not None:
             self.command = pose
         return pose
@@ -362,71 +366,6 @@ class Control:
     def _flush(self) -> None:
         """Nothing planned before this moment may still move the robot."""
         self.actions.clear()
-        self._stretch += 1
+        self._asking.part()
         self._is_moving = self._is_dry = False
-
-
-# Holds that end when the policy gives a usable chunk; all others end when what they name is back.
-_OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starved"})
-
-# Rounds of the event loop from a readable socket to the session that hears what came: reading, waking, parsing.
-_ROUNDS = 8
-
-
-async def sleep_until(deadline: float) -> None:
-    """Sleep on the running loop; never wakes early by more than the grid forgives."""
-    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock and may be early.
-    while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
-        await asyncio.sleep(left)
-
-
-class ControlLoop:
-    """The only loop that sleeps: absolute deadlines, and what a tick decides is done at once."""
-
-    def __init__(
-        self,
-        control: Control,
-        act: Callable[[Step], None],
-        *,
-        watch: Callable[[float], None] = lambda now: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = sleep_until,
-    ):
-        """``watch`` is given the time before each tick: what it finds counts for that tick already."""
-        self._control = control
-        self._act = act
-        self._watch = watch
-        self._clock = clock
-        self._sleep = sleep
-        self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-
-    def wake(self) -> None:
-        """There is something to do again."""
-        self._idle.clear()
-        self._wake.set()
-
-    async def idle(self) -> None:
-        """Wait until there is nothing more to send."""
-        await self._idle.wait()
-
-    async def run(self) -> None:
-        """Tick until cancelled."""
-        before = None
-        while True:
-            if self._control.is_idle:
-                self._idle.set()
-                self._wake.clear()
-                await self._wake.wait()
-                before = None
-                continue
-            await self._sleep(self._control.next_deadline(self._clock()))
-            now = self._clock()
-            if before is not None and now - before > 2 * self._control.period:
-                # The loop was blocked: what came meanwhile, a stop above all, is heard before anything is sent.
-                for _ in range(_ROUNDS):
-                    await asyncio.sleep(0)
-                now = self._clock()
-            before = now
-            self._watch(now)
-            self._act(self._control.tick(now))
+        self._wanted = None

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.buffer import Buffer, Snapshot
-from service.control import Control, ControlLoop, Step
+from service.control import Control, Step
+from service.control_loop import ControlLoop
 from service.engine import Engine, Inference, InferenceStuck, Served, Sizes, in_words
 from service.errors import PolicyFailed
 from service.joints import JointTable
@@ -345,7 +346,7 @@ class Drive:
             rejected, chunks = self.control.rejected, self.control.chunks
             self.control.answer(inference.chunk, time.monotonic(), fade=fade)
             if self.control.rejected > rejected and self.control.hold is not None:
-                self._warn(served, "not_finite", self.control.hold.text)
+                self._warn(served, self.control.rejected_for or "not_finite", self.control.hold.text)
             if self.control.chunks > chunks and served is self.served:
                 # Only what was taken: nothing can be compared with what is not finite.
                 self.recent.append((observation, inference.chunk))

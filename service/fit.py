@@ -1,9 +1,9 @@
 """Whether a policy fits what a session asks for; everything that does not is said at once."""
 
 from jaxmodels import Requirements
-from service.control import Pace
 from service.errors import PolicyError
 from service.joints import JointTable, table_for
+from service.pace import Pace
 from service.request import NewSession, SessionSettings
 
 

@@ -22,10 +22,9 @@ class Clamping:
         self.speed = np.minimum(speed, FAR)
         self.acceleration, self.jerk = np.minimum(acceleration, FAR), np.minimum(jerk, FAR)
         self.is_smooth = bool((np.minimum(acceleration, jerk) < FAR).any())
-        # Two rows: towards the high end, towards the low one.
-        self._sign = np.array([[1.0], [-1.0]])
-        self._ends = np.stack([self.high, -self.low])
-        self._braking = 0.5 / self.acceleration
+        # Braking in no time, where nobody limits it; infinity would be no number in the sums below.
+        widest = np.where(self.speed < FAR, self.speed, np.minimum(self.high - self.low, 1e6))
+        self._brake = np.minimum(self.acceleration, 1e3 * widest)
 
     def clamp(self, chunk: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray) -> np.ndarray:
         """(t, a) float64 actions that follow a motion at this position, speed and acceleration (per action)."""
@@ -35,43 +34,43 @@ class Clamping:
         most, least = self.speed, -self.speed
         change, place = np.empty(len(position)), position
         for row in targets:
-            np.subtract(row, place, out=change)
+            np.subtract(row, place, change)
             np.minimum(change, most, out=change)
             np.maximum(change, least, out=change)
-            place = np.add(place, change, out=row)
+            place = np.add(place, change, row)
         return targets
 
     def _smooth(
         self, targets: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray
     ) -> np.ndarray:
-        place, before, bent = position, speed.astype(np.float64), acceleration.astype(np.float64)
-        has_jerk = bool((self.jerk < FAR).any())
-        most, least = self.acceleration, -self.acceleration
-        change, room, brake = np.empty(len(place)), np.empty((2, len(place))), np.empty((2, len(place)))
+        place, before, bent, change = position, speed.copy(), acceleration.copy(), np.empty(len(position))
+        has_jerk, jerk = bool((self.jerk < FAR).any()), self.jerk
+        harder, softer = self.acceleration, -self.acceleration
+        fastest, above, below = self.speed, np.empty(len(place)), np.empty(len(place))
+        # How fast it may go to still come to rest at the end of the range: v = sqrt(b^2 + 2 b room) - b, for both ends.
+        # Krauss, Phys. Rev. E 55 (1997) 5597, eq. 4, for a leader at rest. What is kept is the radicand; a joint that
+        # is outside has no room.
+        brake = self._brake
+        twice = 2 * brake
+        top = brake**2 + twice * np.maximum(self.high - place, 0.0)
+        bottom = brake**2 + twice * np.maximum(place - self.low, 0.0)
         for row in targets:
-            np.subtract(row, place, out=change)
-            change -= before  # how the speed changes, from here on
+            np.subtract(row, place, change)
+            np.subtract(change, before, change)  # how the speed changes, from here on
             if has_jerk:
-                np.minimum(change, bent + self.jerk, out=change)
-                np.maximum(change, bent - self.jerk, out=change)
-            np.minimum(change, most, out=change)
-            np.maximum(change, least, out=change)
-            change += before
-            # How fast it may go to still come to rest at the end of the range: v = sqrt(b^2 + 2 b room) - b, written
-            # so that it is right for no limit too. Krauss, Phys. Rev. E 55 (1997) 5597, eq. 4, for a lead at rest.
-            np.multiply(self._sign, place, out=room)
-            np.subtract(self._ends, room, out=room)
-            np.maximum(room, 0.0, out=room)
-            np.multiply(room, self._braking, out=brake)
-            brake += 0.25
-            np.sqrt(brake, out=brake)
-            brake += 0.5
-            room /= brake
-            np.minimum(room, self.speed, out=room)
-            np.minimum(change, room[0], out=change)
-            np.negative(room[1], out=room[1])
-            np.maximum(change, room[1], out=change)
-            np.subtract(change, before, out=bent)
-            before[:] = change
-            place = np.add(place, change, out=row)
+                np.minimum(change, np.add(bent, jerk, above), out=change)
+                np.maximum(change, np.subtract(bent, jerk, below), out=change)
+            np.minimum(change, harder, out=change)
+            np.maximum(change, softer, out=change)
+            np.add(change, before, change)
+            np.subtract(np.sqrt(top, above), brake, above)
+            np.minimum(change, np.minimum(above, fastest, out=above), out=change)
+            np.subtract(brake, np.sqrt(bottom, below), below)
+            np.maximum(change, np.maximum(below, -fastest, out=below), out=change)
+            np.multiply(change, twice, above)
+            np.subtract(top, above, top)
+            np.add(bottom, above, bottom)
+            np.subtract(change, before, bent)
+            before, change = change, before
+            place = np.add(place, before, row)
         return targets

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.buffer import Buffer, Snapshot
-from service.control import Control, ControlLoop, Pace, Step
+from service.control import Control, Step
+from service.control_loop import ControlLoop
 from service.joints import SO100, JointTable
+from service.pace import Pace
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}
@@ -204,16 +206,25 @@ def test_nothing_of_a_bad_chunk_is_sent_and_the_robot_is_held(kind: str) -> None
     assert world.control.fault is None
 
 
-def test_three_failures_in_a_row_are_a_fault_and_two_are_not() -> None:
-    answers = iter([None, None, 1, None, None, None])
+@pytest.mark.parametrize("bad", ["nothing", "an exception"])
+def test_three_failures_in_a_row_end_the_motion_for_good_and_two_do_not(bad: str) -> None:
+    kinds = iter([bad, bad, "good", bad, bad, bad])
     world = World()
-    world.policy = lambda snapshot: plan(snapshot) if next(answers) else None
+    world.policy = lambda snapshot: BAD_CHUNKS.get(next(kinds), plan)(snapshot)
     world.begin()
-    while world.control.fault is None:
+    while world.control.fault is None and world.control.stop_wanted is None:
         world.run(0.05)
-    assert list(answers) == []
-    assert world.control.fault.endswith("(3 times in a row)")
-    assert world.control.rejected == 5
+    assert list(kinds) == []
+    if bad == "an exception":
+        assert world.control.fault == "the policy raised ValueError (3 times in a row)"
+        assert world.control.stop_wanted is None
+        return
+    assert world.control.fault is None, "an answer that is no chunk stops the robot; the session lives"
+    assert world.control.stop_wanted is not None
+    code, text = world.control.stop_wanted
+    assert code == "policy_invalid"
+    assert text.endswith("(3 times in a row)")
+    assert (world.control.rejected, world.control.rejected_for) == (5, "shape")
 
 
 def test_a_policy_that_gets_stuck_in_the_middle_of_a_motion_is_a_hold() -> None:
@@ -317,10 +328,10 @@ def test_an_obstacle_holds_until_it_is_gone() -> None:
 
 def test_restarting_forgets_the_plan_the_hold_and_the_failures() -> None:
     world = World(policy=BAD_CHUNKS["nan"]).begin().run(1.0)
-    assert world.control.fault is not None
+    assert world.control.stop_wanted is not None
     world.policy = plan
     world.begin().run(1.0)
-    assert world.control.fault is None
+    assert world.control.stop_wanted is None
     assert world.control.hold is None
     assert len(world.sent) >= 18
 
@@ -369,7 +380,7 @@ def test_whatever_happens_only_finite_commands_go_out_and_never_two_in_one_tick(
         world.run(data.draw(st.floats(0, 0.5)))
         assert all(np.isfinite(command).all() for _, command in world.sent)
         times = [at for at, _ in world.sent[since:]]
-        slots = np.floor((np.array(times) - world.control._anchor) / 0.05 + 1e-6)
+        slots = np.array([world.control._grid.slot(at) for at in times])
         assert (np.diff(slots) >= 1).all(), times
     if not world.control.is_running:
         world.run(1.0)
