@@ -17,7 +17,7 @@ from service.schemas import PolicyCheck, PolicyCheckRequest
 
 
 async def check_policy(request: Request) -> HTTPResponse:
-    """What a policy needs, and what of a request would not fit it, from its small files: no weights, no room, no device.
+    """What a policy needs, and what of a request would not fit it, from its small files; nothing is loaded.
 
     A policy that fits may still fail to load; one that does not would be refused by `POST /sessions` with the same
     words.

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from sanic import HTTPResponse
 
 from service.auth.roles import Role
+from service.interrupted import Interrupted
 from service.routes.answers import answer
 from service.routes.body import read_body
 from service.routes.context import Request
+from service.routes.ownership import session_of
 from service.routes.route import Route
 from service.schemas import ScoreRequest
 
@@ -34,8 +36,10 @@ async def set_session_score(request: Request, session_id: str) -> HTTPResponse:
 
     The server cannot know: a policy does not see whether it succeeded. The stats and the page show what was told last.
     """
-    session = request.app.ctx.sessions.get(session_id)
+    session = session_of(request, session_id)
     told = read_body(request, ScoreRequest)
+    if isinstance(session, Interrupted):
+        raise session.refusal()
     score = next((figures for figures in session.figures if isinstance(figures, Score)), None)
     if score is None:
         score = Score()
@@ -51,7 +55,7 @@ ROUTES = (
         set_session_score,
         "Control",
         body=ScoreRequest,
-        errors=(404,),
+        errors=(404, 409),
         role=Role.OPERATOR,
     ),
 )

@@ -1,0 +1,290 @@
+"""The page's socket: who looks on, what each of them gets ten times a second, and that they cost the robots nothing."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sanic.exceptions import RequestCancelled, WebsocketClosed
+from sanic.server.websockets.impl import WebsocketImplProtocol
+
+from service.auth.caller import Caller
+from service.sessions import Listed, Sessions
+from service.stage import Stage
+from service.ui.figures import detail_of, line_of
+from service.ui.message import BadMessage, Look, Part, Stop, pack, parse
+from service.ui.onlooker import Onlooker
+from service.ui.pictures import Pictures, PictureSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LiveSettings:
+    """How much viewers get; times in seconds.
+
+    Attributes:
+        viewers: sockets at a time.
+        period: from one message to the next, at least.
+        detail_period: from one full status of the session looked at to the next.
+        ahead: messages on their way that the page has not said to have seen; it gets no more until it has.
+        patience: a page that has seen nothing for so long is cut off.
+        words_per_second: what a page may say; more cuts it off.
+        pictures: how good and how many.
+    """
+
+    viewers: int = 16
+    period: float = 0.1
+    detail_period: float = 1.0
+    ahead: int = 2
+    patience: float = 5.0
+    words_per_second: int = 50
+    pictures: PictureSettings = field(default_factory=PictureSettings)
+
+
+class Live:
+    """All viewers of one server.
+
+    Attributes:
+        viewers: who looks on.
+        cut: viewers that were cut off because they were too slow or said what makes no sense.
+    """
+
+    def __init__(self, sessions: Callable[[], Sessions], settings: LiveSettings | None = None):
+        """``sessions`` are there when the first viewer comes."""
+        self.settings = settings or LiveSettings()
+        self.viewers: set[Viewer] = set()
+        self.cut = 0
+        self.pictures = Pictures(self.settings.pictures)
+        self._sessions = sessions
+        self._onlookers: dict[str, Onlooker] = {}
+        self._lines: tuple[float, list[tuple[str | None, dict[str, Any]]]] = (0.0, [])
+        self._details: dict[str, tuple[float, Listed, dict[str, Any]]] = {}
+
+    async def attend(
+        self, socket: WebsocketImplProtocol, caller: Caller, is_still_in: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Serve one upgraded socket until it ends, or until its key does."""
+        if len(self.viewers) >= self.settings.viewers:
+            await socket.close(1013, f"{len(self.viewers)} pages look on already")
+            return
+        viewer = Viewer(self, socket, caller, is_still_in)
+        self.viewers.add(viewer)
+        writer = asyncio.create_task(viewer.write(), name="a page's messages")
+        try:
+            await viewer.read()
+        except (WebsocketClosed, BadMessage) as error:
+            if isinstance(error, BadMessage):
+                self._cut_off(viewer, str(error))
+        finally:
+            # Synchronous on purpose: when the page is gone this runs inside a cancellation.
+            self.viewers.discard(viewer)
+            viewer.look(None)
+            writer.cancel()
+
+    def _cut_off(self, viewer: "Viewer", why: str) -> None:
+        self.cut += 1
+        logger.warning("a page of %s is cut off: %s", viewer.caller.name, why)
+        viewer.abort()
+
+    async def stop(self, reason: str, caller: Caller) -> tuple[int, list[str]]:
+        """Stop every robot, whoever asks; how many there are, and the ids of those that the caller sees."""
+        stopped = await self._sessions().emergency_stop(reason)
+        return len(stopped), sorted(set(stopped) & {session.id for session in self.seen_by(caller)})
+
+    def seen_by(self, caller: Caller) -> Iterable[Listed]:
+        """Sessions that are there for this caller."""
+        return (session for session in self._sessions().list() if caller.sees(session.new.owner))
+
+    def lines_for(self, caller: Caller, now: float) -> list[dict[str, Any]]:
+        """A line of each session; made once for all viewers."""
+        if now - self._lines[0] >= self.settings.period / 2:
+            self._lines = (now, [(session.new.owner, line_of(session)) for session in self._sessions().list()])
+        return [line for owner, line in self._lines[1] if caller.sees(owner)]
+
+    def detail(self, session: Listed, now: float) -> tuple[float, dict[str, Any]]:
+        """When it was made, and everything of this session."""
+        at, of, detail = self._details.get(session.id, (0.0, None, {}))
+        if of is not session or now - at >= self.settings.detail_period:
+            at, detail = now, detail_of(session)
+            self._details[session.id] = (now, session, detail)
+        return at, detail
+
+    def onlooker(self, session: Listed, caller: Caller) -> Onlooker:
+        """The one of this session, which is taken up and let go of by each viewer."""
+        onlooker = self._onlookers.get(session.id)
+        if onlooker is None or onlooker.session is not session:
+            onlooker = self._onlookers[session.id] = Onlooker(session)
+        onlooker.viewers += 1
+        return onlooker
+
+    def let_go(self, onlooker: Onlooker) -> None:
+        """One viewer less."""
+        onlooker.viewers -= 1
+        if onlooker.viewers:
+            return
+        onlooker.close()
+        if self._onlookers.get(onlooker.session.id) is onlooker:
+            del self._onlookers[onlooker.session.id]
+            self._details.pop(onlooker.session.id, None)
+
+
+class Viewer:
+    """One page that is open somewhere.
+
+    Attributes:
+        caller: whose sessions it sees.
+        sent: messages sent to it.
+    """
+
+    def __init__(self, live: Live, socket: WebsocketImplProtocol, caller: Caller, is_still_in: Callable[[], bool]):
+        self.caller = caller
+        self.sent = 0
+        self._live = live
+        self._socket = socket
+        self._is_still_in = is_still_in
+        self._seen = 0
+        self._has_seen = asyncio.Event()
+        self._wanted: str | None = None
+        self._wants_pictures = False
+        self._onlooker: Onlooker | None = None
+        self._ticks = 0
+        self._plan = 0
+        self._detail_at = 0.0
+        self._shown: dict[str, float] = {}
+        self._lines: list[dict[str, Any]] | None = None
+
+    # What it says.
+
+    async def read(self) -> None:
+        """Hear the page until its socket ends.
+
+        Raises:
+            BadMessage: it says what makes no sense, or too much.
+        """
+        budget, at = float(self._live.settings.words_per_second), time.monotonic()
+        while True:
+            raw = await self._socket.recv()
+            if raw is None:
+                continue
+            now = time.monotonic()
+            budget = min(
+                budget + (now - at) * self._live.settings.words_per_second, self._live.settings.words_per_second
+            )
+            at = now
+            word = parse(raw)
+            if isinstance(word, Stop):
+                # However much it says, and however slow it is.
+                await self._stop(word)
+            elif budget < 1:
+                raise BadMessage(f"more than {self._live.settings.words_per_second} messages a second")
+            elif isinstance(word, Look):
+                self._wanted, self._wants_pictures = word.session, word.pictures
+            elif self._seen < word.number <= self.sent:
+                self._seen = word.number
+                self._has_seen.set()
+            budget -= 1
+
+    async def _stop(self, word: Stop) -> None:
+        count, stopped = await self._live.stop(word.reason, self.caller)
+        answer = {"stop": {"number": word.number, "count": count, "stopped": stopped, "at": time.time()}}
+        with contextlib.suppress(WebsocketClosed, RequestCancelled):
+            await self._socket.send(pack(answer))
+
+    # What it gets.
+
+    async def write(self) -> None:
+        """Tell the page what happens, at most once per period, and only as long as it keeps up."""
+        settings = self._live.settings
+        try:
+            while True:
+                async with asyncio.timeout(settings.patience):
+                    while self.sent - self._seen >= settings.ahead:
+                        self._has_seen.clear()
+                        await self._has_seen.wait()
+                    if not self._is_still_in():
+                        await self._socket.close(1008, "the key was taken back")
+                        return
+                    await self._socket.send(self._message(time.monotonic()))
+                await asyncio.sleep(settings.period)
+        except TimeoutError:
+            self._live._cut_off(self, f"it has seen nothing for {settings.patience:g} s")
+        except (WebsocketClosed, RequestCancelled, ConnectionError):
+            self.abort()
+        except Exception:
+            logger.exception("a page cannot be told what happens")
+            self.abort()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._socket.io_proto is not None and self._socket.io_proto.transport is not None:
+            self._socket.io_proto.transport.abort()
+
+    def look(self, session: Listed | None) -> None:
+        """Look at another session, or at none."""
+        if self._onlooker is not None:
+            self._live.let_go(self._onlooker)
+        self._onlooker = None if session is None else self._live.onlooker(session, self.caller)
+        self._ticks = self._plan = 0
+        self._detail_at = 0.0
+        self._shown = {}
+
+    def _message(self, now: float) -> bytes:
+        self.sent += 1
+        head: dict[str, Any] = {
+            "number": self.sent,
+            "now": now,
+            "clock": time.time(),
+            "viewers": len(self._live.viewers),
+        }
+        if self.sent == 1:
+            head["caller"] = {"name": self.caller.name, "role": str(self.caller.role)}
+        lines = self._live.lines_for(self.caller, now)
+        if lines != self._lines:
+            head["sessions"] = self._lines = lines
+        self._look_where_wanted()
+        if self._onlooker is None:
+            return pack(head)
+        head["session"] = self._onlooker.session.id
+        return pack(head, self._parts(self._onlooker, head, now))
+
+    def _look_where_wanted(self) -> None:
+        sessions = self._live.seen_by(self.caller)
+        session = next((one for one in sessions if one.id == self._wanted and one.stage is not Stage.DELETED), None)
+        if session is not (None if self._onlooker is None else self._onlooker.session):
+            self.look(session)
+
+    def _parts(self, onlooker: Onlooker, head: dict[str, Any], now: float) -> list[Part]:
+        at, detail = self._live.detail(onlooker.session, now)
+        if at != self._detail_at:
+            self._detail_at = at
+            head["detail"] = detail
+        drive = onlooker.session.drive
+        parts = []
+        if drive is not None:
+            rows = onlooker.since(self._ticks, now, len(drive.table))
+            self._ticks = onlooker.ticked_in_all
+            if len(rows):
+                parts.append(Part({"kind": "ticks", "shape": rows.shape}, rows.tobytes()))
+            plan = onlooker.plan
+            if plan is not None and plan.number != self._plan:
+                self._plan = plan.number
+                times = {"begins": plan.begins - now, "ends": plan.ends - now}
+                parts.append(Part({"kind": "plan", "shape": plan.points.shape, **times}, plan.points.tobytes()))
+        if self._wants_pictures:
+            parts += self._pictures(onlooker, head, now)
+        return parts
+
+    def _pictures(self, onlooker: Onlooker, head: dict[str, Any], now: float) -> list[Part]:
+        head["frame_ages"] = {camera: round(now - frame.seen_at, 3) for camera, frame in onlooker.frames.items()}
+        parts = []
+        for camera, picture in self._live.pictures.newest(onlooker).items():
+            if picture.seen_at > self._shown.get(camera, 0.0):
+                self._shown[camera] = picture.seen_at
+                about = {"kind": "picture", "camera": camera, "age": round(now - picture.seen_at, 3)}
+                parts.append(Part(about, picture.jpeg))
+        self._live.pictures.want(onlooker, now)
+        return parts

@@ -1,0 +1,243 @@
+// The session that is looked at: why it stands where it stands, what it sees, does and plans, and what may be asked of it.
+
+import { call, inSession } from "./api.js";
+import { make, number, say, set, twice } from "./dom.js";
+import { Motion, drawHistogram, drawJoint, inks } from "./plots.js";
+import { PolicyCard } from "./policy.js";
+import { isMoving, progressOf, reasonOf, toneOf, wordOf } from "./words.js";
+
+const STALE = 1.0; // seconds after which a picture is no live one
+
+export class Detail {
+  constructor(root, said) {
+    Object.assign(this, { root, said, id: null, motion: new Motion(), isLive: false, mayOperate: true });
+    this.ink = inks();
+    const frame = () => { requestAnimationFrame(frame); this.draw(); };
+    requestAnimationFrame(frame);
+  }
+
+  recolour() { this.ink = inks(); }
+
+  show(line) {
+    if (line === null) {
+      if (this.id !== null) { this.id = null; this.forget(); this.root.replaceChildren(); }
+      return;
+    }
+    if (line.id !== this.id) { this.id = line.id; this.forget(); this.build(line); }
+    this.line = line;
+    this.update(line);
+  }
+
+  forget() {
+    this.motion.clear();
+    for (const camera of Object.values(this.cameras || {})) if (camera.url) URL.revokeObjectURL(camera.url);
+    Object.assign(this, { cameras: {}, plots: [], joints: "", detail: null });
+  }
+
+  build(line) {
+    const act = (move, done) => async () => {
+      say(this.told, `${move} ...`);
+      this.told.className = "told dim";
+      this.busy(true);
+      try {
+        const told = await done();
+        this.told.className = "told";
+        say(this.told, (told && told.message) || "done");
+      } catch (error) {
+        this.told.className = "told bad";
+        say(this.told, `${move} was refused: ${error.message}`);
+      }
+      this.busy(false);
+    };
+    const id = line.id;
+    const button = (text, attributes = {}) => make("button", { type: "button", ...attributes }, text);
+    this.start = button("Start", { class: "main", id: "start" });
+    this.halt = button("Stop", { id: "halt" });
+    this.restart = button("Restart", { id: "restart" });
+    this.reset = button("Reset latch", { id: "reset" });
+    this.remove = button("Delete", { class: "danger", id: "delete" });
+    this.start.onclick = act("Start", () => call("POST", inSession(id, "start")));
+    this.halt.onclick = act("Stop", () => call("POST", inSession(id, "stop")));
+    twice(this.restart, "Restart: really?", act("Restart", () => call("POST", inSession(id, "restart"))));
+    twice(this.reset, "Robot is safe: reset", act("Reset", () => call("POST", `debug/${inSession(id, "reset")}`)));
+    twice(this.remove, "Really delete?", act("Delete", () => call("DELETE", inSession(id))));
+    this.pill = make("span", { class: "pill", id: "stage" });
+    this.facts = make("div", { class: "facts" });
+    this.reason = make("p", { class: "reason", id: "reason", hidden: true });
+    this.progress = make("progress", { "aria-label": "Loading", hidden: true });
+    this.told = make("p", { class: "told", id: "told", role: "status" });
+    this.dry = make("span", { class: "pill", "data-tone": "warn", hidden: true }, "dry run: nothing is sent");
+    const head = make("div", { class: "card" },
+      make("div", { class: "title" }, make("h2", {}, id), this.pill, this.dry), this.facts, this.reason, this.progress,
+      make("div", { class: "row actions" }, this.start, this.halt, this.restart, this.reset, make("span", { class: "grow" }), this.remove), this.told);
+    this.score = make("div", { class: "card", id: "score", hidden: true });
+    this.cameraBox = make("div", { class: "cameras" });
+    this.cameraCard = make("div", { class: "card" }, make("h3", {}, "Cameras"), this.cameraBox);
+    this.plotBox = make("div", { class: "plots", id: "plots" }, make("p", { class: "dim" }, "Joints are drawn from the first tick on."));
+    const plotCard = make("div", { class: "card" }, make("div", { class: "row" }, make("h3", {}, "Joints"), make("span", { class: "grow" }),
+      make("p", { class: "legend" }, make("span", { class: "measured" }, "measured"), make("span", { class: "sent" }, "sent"), make("span", { class: "planned" }, "planned"), make("span", { class: "held" }, "held"))), this.plotBox);
+    this.histograms = {};
+    const histogram = (name, title) => {
+      const canvas = make("canvas", { role: "img", "aria-label": title });
+      this.histograms[name] = { canvas, text: make("span", { class: "dim" }), counts: [], limit: null };
+      return make("div", { class: "histogram" }, make("div", { class: "row" }, make("h3", {}, title), make("span", { class: "grow" }), this.histograms[name].text), canvas);
+    };
+    this.numbers = make("dl", { class: "numbers", id: "numbers" });
+    this.cells = {};
+    const times = make("div", { class: "card stack" }, histogram("inference", "Inference, ms"), histogram("lateness", "Lateness of ticks, ms"), this.numbers);
+    this.policy = new PolicyCard(id, act);
+    this.everything = make("tbody", {});
+    const all = make("details", { class: "card" }, make("summary", {}, make("h2", {}, "Every figure")), make("div", { class: "wide" }, make("table", {}, this.everything)));
+    this.root.replaceChildren(head, make("div", { class: "columns" }, make("div", { class: "stack" }, this.score, this.cameraCard, times), make("div", { class: "stack" }, plotCard, this.policy.node)), all);
+  }
+
+  busy(isBusy) { this.isBusy = isBusy; if (this.line) this.update(this.line); }
+
+  update(line) {
+    set(this.pill, "data-tone", toneOf(line));
+    say(this.pill, wordOf(line));
+    this.dry.hidden = !line.dry_run;
+    const reason = reasonOf(line);
+    this.reason.hidden = !reason;
+    if (reason) {
+      set(this.reason, "data-tone", reason.tone);
+      const text = `${reason.of}\n${reason.text}`;
+      if (this.reason.dataset.text !== text) { this.reason.dataset.text = text; this.reason.replaceChildren(make("b", {}, reason.of), reason.text); }
+    }
+    const progress = progressOf(line);
+    this.progress.hidden = !progress;
+    if (progress) {
+      progress.part === null ? this.progress.removeAttribute("value") : (this.progress.value = progress.part);
+      this.reason.hidden = false;
+      set(this.reason, "data-tone", "");
+      const text = `Loading\n${progress.text}`;
+      if (this.reason.dataset.text !== text) { this.reason.dataset.text = text; this.reason.replaceChildren(make("b", {}, "Loading"), progress.text); }
+    }
+    const enable = (button, may) => { button.disabled = this.isBusy || !this.mayOperate || !may; };
+    enable(this.start, !line.latched && ["ready", "stopped"].includes(line.stage));
+    enable(this.halt, isMoving(line) || ["ready", "timeout"].includes(line.stage));
+    enable(this.restart, !line.latched && line.stage !== "initializing");
+    enable(this.reset, line.latched);
+    enable(this.remove, true);
+    this.reset.hidden = !line.latched;
+    this.policy.enable(this.mayOperate && !this.isBusy);
+  }
+
+  take(message) {
+    if (message.session !== this.id) return;
+    if (message.detail) this.takeDetail(message.detail);
+    this.motion.take(message, this.plots.length);
+    for (const part of message.parts) if (part.kind === "picture") this.takePicture(part);
+    for (const [name, camera] of Object.entries(this.cameras)) {
+      const age = message.frame_ages ? message.frame_ages[name] : undefined;
+      camera.age = age === undefined ? null : age;
+    }
+    this.markPictures();
+  }
+
+  takeDetail(detail) {
+    this.detail = detail;
+    const { status, joints, spread, edges_ms: edges } = detail;
+    const stats = status.stats, inference = status.inference_stats;
+    const facts = [status.policy_path, status.policy_type, inference && inference.device, stats.rate && `${number(stats.rate, 0)} Hz`,
+      `workspace ${status.workspace_id || "–"}`, this.line && this.line.owner && `of ${this.line.owner}`].filter(Boolean);
+    if (this.facts.dataset.text !== facts.join("\n")) { this.facts.dataset.text = facts.join("\n"); this.facts.replaceChildren(...facts.map((fact) => make("span", {}, fact))); }
+    const known = JSON.stringify(joints);
+    if (known !== this.joints) { this.joints = known; this.buildPlots(joints); }
+    for (const camera of status.camera_names) if (!this.cameras[camera]) this.buildCamera(camera);
+    this.cameraCard.hidden = status.camera_names.length === 0;
+    for (const [camera, shown] of Object.entries(this.cameras)) shown.fps = (stats.camera_fps || {})[camera];
+    this.takeTimes(stats, inference, spread, edges);
+    this.takeScore(stats.score);
+    this.policy.take(stats);
+    const rows = Object.entries({ ...stats, ...(inference || {}) }).sort(([one], [other]) => (one < other ? -1 : 1));
+    if (this.everything.closest("details").open || !this.everything.childElementCount) {
+      this.everything.replaceChildren(...rows.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, typeof value === "object" && value !== null ? JSON.stringify(value) : String(value ?? "–")))));
+    }
+  }
+
+  takeTimes(stats, inference, spread, edges) {
+    const stages = (inference && inference.stages_ms && inference.stages_ms.total) || {}, late = stats.tick_lateness_ms || {};
+    const show = (name, counts, limit, text) => { const one = this.histograms[name]; Object.assign(one, { counts: counts || [], limit, edges }); say(one.text, text); set(one.canvas, "aria-label", text); };
+    show("inference", spread.inference, null, `median ${number(stages.p50)}, p99 ${number(stages.p99)}`);
+    show("lateness", spread.lateness, stats.rate ? 1000 / stats.rate : null, `median ${number(late.p50, 2)}, p99 ${number(late.p99, 2)}`);
+    const bad = (value) => (value ? "warn" : "");
+    const refused = stats.chunks_rejected || 0;
+    const cells = {
+      "commands sent": [stats.commands_sent], "ticks": [stats.ticks], "missed ticks": [stats.missed_ticks, bad(stats.missed_ticks)],
+      "inferences": [stats.inference_count], "starved": [stats.starvations, bad(stats.starvations)], "late actions": [stats.late_actions_dropped],
+      "chunks refused": [refused, bad(refused)], "sends refused": [stats.commands_refused, bad(stats.commands_refused)], "errors": [stats.errors, stats.errors ? "bad" : ""],
+    };
+    for (const [name, [value, tone]] of Object.entries(cells)) {
+      if (!this.cells[name]) { this.cells[name] = make("dd", {}); this.numbers.append(make("div", {}, make("dt", {}, name), this.cells[name])); }
+      say(this.cells[name], value ?? "–");
+      set(this.cells[name], "data-tone", tone);
+    }
+  }
+
+  takeScore(score) {
+    this.score.hidden = !score;
+    if (!score) return;
+    const text = JSON.stringify([score.succeeded, score.tried, score.note]);
+    if (this.score.dataset.text === text) return;
+    this.score.dataset.text = text;
+    const filled = make("i", {});
+    filled.style.width = score.tried ? `${(100 * score.succeeded) / score.tried}%` : "0";
+    this.score.replaceChildren(make("h3", {}, "Success"), make("p", { class: "score" }, make("b", {}, `${score.succeeded} of ${score.tried}`),
+      make("span", { class: "dim" }, score.tried ? `${Math.round((100 * score.succeeded) / score.tried)} %` : "", score.note ? ` · ${score.note}` : "")), make("div", { class: "tally" }, filled));
+  }
+
+  buildPlots(joints) {
+    this.motion.clear();
+    this.plots = joints.map((joint) => {
+      const text = make("span", { class: "dim" }), canvas = make("canvas", { role: "img", "aria-label": `${joint.name} over the last seconds` });
+      return { joint, text, canvas, scale: null, node: make("div", { class: "plot" }, make("div", { class: "over-plot" }, make("b", {}, joint.name), text), canvas) };
+    });
+    this.plotBox.replaceChildren(...(joints.length ? this.plots.map((plot) => plot.node) : [make("p", { class: "dim" }, "Joints are drawn from the first tick on.")]));
+  }
+
+  buildCamera(name) {
+    const image = make("img", { alt: `Camera ${name}`, hidden: true }), blank = make("div", { class: "blank" }), over = make("div", { class: "over" }, "no picture yet"), text = make("span", {});
+    const node = make("figure", {}, image, blank, over, make("figcaption", {}, make("span", {}, name), text));
+    this.cameras[name] = { image, blank, over, text, node, url: null, age: null, fps: null, has: false };
+    this.cameraBox.append(node);
+  }
+
+  takePicture(part) {
+    const camera = this.cameras[part.camera];
+    if (!camera) return;
+    const url = URL.createObjectURL(new Blob([part.content], { type: "image/jpeg" }));
+    if (camera.url) URL.revokeObjectURL(camera.url);
+    camera.url = camera.image.src = url;
+    camera.has = true;
+  }
+
+  markPictures() {
+    for (const camera of Object.values(this.cameras)) {
+      const isOld = camera.age === null || camera.age > STALE;
+      camera.image.hidden = !camera.has;
+      camera.blank.hidden = camera.has;
+      const over = !camera.has ? "no picture yet" : !this.isLive ? "connection lost: not live" : isOld ? `not live: ${number(camera.age, 1)} s old` : "";
+      camera.over.hidden = !over;
+      say(camera.over, over);
+      say(camera.text, this.isLive && typeof camera.fps === "number" ? `${number(camera.fps, 1)} per second` : "");
+    }
+  }
+
+  setLive(isLive) {
+    this.isLive = isLive;
+    this.markPictures();
+  }
+
+  draw() {
+    if (document.hidden || this.id === null) return;
+    const now = this.motion.present(this.isLive);
+    this.plots.forEach((plot, index) => {
+      if (!this.motion.ticks.length && !this.motion.plan) return;
+      plot.scale = drawJoint(plot.canvas, this.motion, index, plot.joint, now, this.ink, plot.scale);
+      const { pose, command } = this.motion.newest(index);
+      say(plot.text, `${number(pose)} measured, ${number(command)} sent`);
+    });
+    for (const one of Object.values(this.histograms || {})) drawHistogram(one.canvas, one.edges || [], one.counts, one.limit, this.ink);
+  }
+}
