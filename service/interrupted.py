@@ -1,7 +1,7 @@
 """A session of a process that ended: what is known of it, until somebody restarts or forgets it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -28,6 +28,7 @@ class Interrupted:
     Attributes:
         record: as it was last written down.
         is_over, drive: as of a session that has let go of everything.
+        figures: each gives a part of the stats.
     """
 
     is_over = True
@@ -42,6 +43,7 @@ class Interrupted:
         self.progress = Progress(record.new.policy_path, engine.durations)
         self.progress.tell("interrupted")
         self.created_at = time.monotonic()
+        self.figures: list[Callable[[], Mapping[str, object]]] = []
         self._life = Lifecycle(record.new.session_id, latch)
         self._life.stage = Stage.INTERRUPTED
         self._life.reason = f"{why(record)}; {failure}" if failure else why(record)
@@ -90,6 +92,13 @@ class Interrupted:
         return queue_of(self._about(), None, time.monotonic())
 
     def _about(self) -> About:
+        figures: dict[str, object] = {
+            "interrupted": self._life.reason,
+            "created_at": _in_words(self.record.created_at),
+            "interrupted_at": _in_words(self.record.changed_at),
+        }
+        for told in self.figures:
+            figures |= told()
         return About(
             new=self.new,
             stage=self.stage,
@@ -100,11 +109,7 @@ class Interrupted:
             age=time.monotonic() - self.created_at,
             rooms=self.rooms,
             policies=self.policies,
-            figures={
-                "interrupted": self._life.reason,
-                "created_at": _in_words(self.record.created_at),
-                "interrupted_at": _in_words(self.record.changed_at),
-            },
+            figures=figures,
         )
 
     def check_restart(self) -> None:
@@ -145,12 +150,13 @@ class Interrupted:
 
     def attach(self, tap: Tap) -> Callable[[], None]:
         """Raises MoveRefused: there is nothing to look at."""
-        raise self._refusal()
+        raise self.refusal()
 
     def _undriven(self) -> Drive:
-        raise self._refusal()
+        raise self.refusal()
 
-    def _refusal(self) -> MoveRefused:
+    def refusal(self) -> MoveRefused:
+        """For whoever wants something of a policy or a robot that are not there."""
         return MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; restart it first")
 
 

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from service.drive import Drive
 from service.served_model import ServedModel
-from service.sessions import Session
+from service.sessions import Listed
 from service.stage import Stage
 from service.stats import BOUNDS, Recent
 
@@ -50,7 +50,7 @@ _MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
 class Metrics:
     """The registry of one app."""
 
-    def __init__(self, sessions: Callable[[], Sequence[Session]], models: Callable[[], Sequence[ServedModel]]):
+    def __init__(self, sessions: Callable[[], Sequence[Listed]], models: Callable[[], Sequence[ServedModel]]):
         self._registry = CollectorRegistry()
         self._registry.register(_Sessions(sessions))
         self._registry.register(_Models(models))
@@ -83,7 +83,7 @@ class Metrics:
 
 
 class _Sessions(Collector):
-    def __init__(self, sessions: Callable[[], Sequence[Session]]):
+    def __init__(self, sessions: Callable[[], Sequence[Listed]]):
         self._sessions = sessions
 
     def describe(self) -> Iterable[Metric]:

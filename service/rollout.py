@@ -88,13 +88,13 @@ class Rollout:
                 mode=session.new.auto_update,
             )
             for session in self._sessions.list()
-            if session.policies.running is not None and session.drive is not None
+            if isinstance(session, Session) and session.policies.running is not None and session.drive is not None
         ]
 
     async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]) -> Verdict:
         """Load, compile and judge a policy beside the running one; with no reason against it, it is staged."""
         try:
-            session = self._sessions.get(session_id)
+            session = self._sessions.live(session_id)
             if _repo_of(session) != repo:
                 return Verdict("gone", f"session {session_id!r} was made anew, with another policy")
             tell("loading")
@@ -151,7 +151,7 @@ class Rollout:
         """Let the staged policy take over at the next chunk boundary; figures tell what that cost."""
         began = time.monotonic()
         try:
-            session = self._sessions.get(session_id)
+            session = self._sessions.live(session_id)
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
                 return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
@@ -177,7 +177,7 @@ class Rollout:
         """Watch a policy that took over. With a reason in the verdict, the policy before has taken over again."""
         probation = self._probations.pop(session_id, None)
         try:
-            session = self._sessions.get(session_id)
+            session = self._sessions.live(session_id)
         except ServiceError as error:
             return Verdict(None, f"the session ended: {error}")
         if probation is None or session.drive is not probation.drive:
@@ -201,7 +201,7 @@ class Rollout:
     async def discard(self, session_id: str, sha: str) -> None:
         """Let go of a staged policy that is not wanted."""
         try:
-            session = self._sessions.get(session_id)
+            session = self._sessions.live(session_id)
         except ServiceError:
             return
         if session.policies.staged is not None and session.policies.staged.commit == sha:
@@ -210,7 +210,7 @@ class Rollout:
     async def rollback(self, session_id: str) -> Verdict:
         """Let the policy from before take over again; it is in memory still."""
         try:
-            session = self._sessions.get(session_id)
+            session = self._sessions.live(session_id)
             drive = _drive_of(session)
             if session.policies.before is None:
                 return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")

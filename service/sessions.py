@@ -210,6 +210,18 @@ class Sessions:
             raise UnknownSession(f"Session {session_id} not found")
         return session
 
+    def live(self, session_id: str) -> Session:
+        """The session of this id, with its policy and rooms.
+
+        Raises:
+            UnknownSession: there is none.
+            MoveRefused: it is interrupted.
+        """
+        session = self.get(session_id)
+        if isinstance(session, Interrupted):
+            raise session.refusal()
+        return session
+
     @property
     def is_closing(self) -> bool:
         """Whether the server is shutting down."""

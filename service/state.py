@@ -2,16 +2,53 @@
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system
+    fcntl = None
 
 from service.settings import Settings, SettingsError
 
 OFF = "off"
 
 
+class StateTaken(Exception):
+    """The state folder cannot be used by this server; the text says what to do."""
+
+
 def state_folder(settings: Settings) -> Path | None:
     """The folder that the settings name, or None: nothing is kept."""
     return None if settings.state in (None, OFF) else Path(settings.state).expanduser()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Be the one server of a state folder; the system lets go of it whenever this process ends.
+
+    Raises:
+        StateTaken: another one works on it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StateTaken(f"state folder {str(folder)!r}: {error.strerror}; name another one with --state") from error
+    try:
+        try:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StateTaken(
+                f"state folder {str(folder)!r}: another server works on it; end that one, or give this one a folder of "
+                "its own with --state"
+            ) from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def usual_state(port: int) -> str:

@@ -37,12 +37,12 @@ from service.routes.answers import answer
 from service.routes.context import Request
 from service.sessions import Sessions
 from service.settings import Settings, SettingsError
-from service.state import own_token, read_secrets, state_folder
+from service.state import StateTaken, own_token, read_secrets, state_folder
 
 logger = logging.getLogger(__name__)
 
 # What a start may fail with, besides settings: a database that cannot be used, say.
-StartFailed = HooksError
+StartFailed = (HooksError, StateTaken)
 # The name that huggingface_hub's own server has for it.
 SECRET_VARIABLE = "WEBHOOK_SECRET"
 ENDPOINT = "policies"

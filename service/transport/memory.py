@@ -134,6 +134,7 @@ class MemoryTransport:
         occupied: those of them that somebody else is in.
         refuse: set it to an error to make the next connections fail.
         gate: set it to an ``asyncio.Event`` to hold connecting until the test sets it.
+        leaving: the same for leaving.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -142,6 +143,7 @@ class MemoryTransport:
         self.occupied: set[str] = set()
         self.refuse: TransportError | None = None
         self.gate: Gate | None = None
+        self.leaving: Gate | None = None
         self._clock = clock
 
     @property
@@ -185,6 +187,8 @@ class MemoryTransport:
             yield link
         finally:
             link.is_closed = True
+            if self.leaving is not None:
+                await self.leaving.wait()
             self.existing -= ours
 
     async def clear(
