@@ -35,6 +35,7 @@ from service.origins import Origins
 from service.policy_places import PolicyPlaces
 from service.policy_reader import PolicyReader, ReadRequirements
 from service.progress import Durations
+from service.recording.recordings import Recordings
 from service.records import SCHEMA, SessionRecords
 from service.routes import docs
 from service.routes.answers import install_errors
@@ -162,19 +163,21 @@ def _keep_sessions(
         opened.enter_context(keeping(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
         engine = Engine(stuck_after=settings.stuck_after, durations=_durations(app.ctx))
+        app.ctx.recordings = Recordings(settings, lambda session_id: app.ctx.sessions.get(session_id))
         try:
             app.ctx.sessions = Sessions(
                 transport=transport,
                 load=load,
                 engine=engine,
                 settings=limits,
-                tell=webhooks.tell,
+                tell=app.ctx.recordings.hears(webhooks.tell),
                 admit=admit,
                 records=opened.enter_context(_records(settings)),
             )
             app.ctx.models = Models(engine, _forward_limits(settings), app.ctx.sessions.has_running_robot)
             await opened.enter_async_context(webhooks.telling())
             # Closed in the opposite order: no update begins any more while the sessions end.
+            opened.push_async_callback(app.ctx.recordings.close)
             opened.push_async_callback(app.ctx.sessions.close)
             opened.push_async_callback(app.ctx.models.close)
             app.ctx.updates = await opened.enter_async_context(webhooks.updating(app.ctx.sessions))

@@ -18,6 +18,8 @@ ServiceError                  500 internal
 ├── UnknownModel              404 unknown_model
 ├── ModelError                422 model            a model cannot be loaded
 ├── ModelFailed               500 model_failed     a loaded model raised
+├── UnknownRecording          404 unknown_recording
+├── RecordingRefused          409 recording_refused  this server, or this session, cannot be recorded now
 ├── NotKept                   503 not_kept         it cannot be written down, so it would be lost with the process
 ├── ModelBusy                 503 model_busy       as many forward passes are asked for as are allowed, or one took long
 ├── UnknownForm               415 unknown_form     a body in a form that is not read
@@ -181,6 +183,20 @@ class NotKept(ServiceError):
 
     status = 503
     code = "not_kept"
+
+
+class UnknownRecording(ServiceError):
+    """No recording has this name, or it is of somebody else's session."""
+
+    status = 404
+    code = "unknown_recording"
+
+
+class RecordingRefused(ServiceError):
+    """A recording cannot be begun or removed now; the message says why."""
+
+    status = 409
+    code = "recording_refused"
 
 
 class ModelBusy(ServiceError):

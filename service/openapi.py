@@ -21,6 +21,8 @@ from service.schemas import (
     PolicyCheckRequest,
     PolicyRequest,
     Quarantined,
+    Recording,
+    RecordRequest,
     ScoreRequest,
     SessionStatusResponse,
     ValidationError,
@@ -40,7 +42,7 @@ SPECIFIED_MODELS: tuple[type[BaseModel], ...] = (
 )
 FULL_MODELS = (
     *(*SPECIFIED_MODELS, NewSessionRequest, PolicyRequest, PolicyCheckRequest, PolicyCheck, ScoreRequest),
-    *(Deployment, DeploymentStage, Quarantined, ErrorResponse),
+    *(Deployment, DeploymentStage, Quarantined, RecordRequest, Recording, ErrorResponse),
 )
 SECURITY = {
     "BearerAuth": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT"},
@@ -56,6 +58,7 @@ FULL_TAGS = {
     **TAGS,
     "Policies": "A running session gets another policy, by a push or by hand",
     "Models": "Models that were loaded when the server started, run forward over arrays",
+    "Recordings": "What robots saw and did, kept in files",
     "Access": "Keys, tokens and tickets",
     "Documents": "The API described",
 }
@@ -70,7 +73,7 @@ _ANYWHERE = (400, 403, 408, 413, 500, 503)
 _MEANINGS = {
     400: "Not HTTP that can be read",
     403: "A web page of another origin, which the settings do not allow",
-    404: "No such session, model, deployment or commit",
+    404: "No such session, model, deployment, commit or recording",
     406: "No form of answer that is asked for is written; the text names those that are",
     408: "The request did not arrive in time",
     409: "Refused in the present state; the text names what is allowed",

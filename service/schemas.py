@@ -224,6 +224,30 @@ class ScoreRequest(BaseModel):
         return self
 
 
+class RecordRequest(BaseModel):
+    """What POST /sessions/{session_id}/record takes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    on: bool = Field(description="Whether the session is recorded from now on, or from its next start.")
+
+
+class Recording(BaseModel):
+    """A recording of a session."""
+
+    name: str
+    session_id: str | None = Field(description="null when the file cannot be read.")
+    at: float | None = Field(description="When it began; seconds since 1970.")
+    seconds: float | None = Field(description="From its first tick to its last; null when its server was killed.")
+    bytes: int
+    episodes: int | None = Field(description="How often the robot was started.")
+    state: str = Field(
+        description="on, or how it ended: off (as asked), disk_full, limit, failed, interrupted (its server was "
+        "killed; it can be read up to the last second), unreadable."
+    )
+    dataset: str = Field(description="The LeRobotDataset made of it: none, waiting, making, ready or failed.")
+
+
 class DeploymentStage(BaseModel):
     """One step of a policy update."""
 

@@ -74,15 +74,24 @@ class Recorder:
         *,
         open_file: Opener = open_new,
         disk: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage,
+        commit: Callable[[], str | None] = lambda: None,
         ended: Callable[[], None] = lambda: None,
     ):
-        """Begin; the file is opened in the thread. ``ended`` is called in the thread when the file is closed."""
+        """Begin; the file is opened in the thread.
+
+        Args:
+            open_file: a new, unbuffered file; OSError when there is none.
+            disk: bytes in all, used and free, of the disk that a folder is on.
+            commit: which policy runs now, asked on the event loop.
+            ended: called in the thread when the file is closed.
+        """
         self.name = path.stem
         self.subject = subject
         self.state, self.reason = ON, None
         self.dropped = 0
         self._path, self._limits = path, limits or RecorderLimits()
-        self._open, self._disk, self._ended = open_file, disk, ended
+        self._open, self._disk, self._commit_now, self._ended = open_file, disk, commit, ended
+        self._commit = subject.commit
         self._queue: deque[Item] = deque()
         self._put = self._taken = 0  # bytes; one is the loop's, the other the thread's
         self._newest: dict[str, tuple[np.ndarray, float]] = {}
@@ -102,6 +111,9 @@ class Recorder:
 
     def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         """A chunk was taken."""
+        if (commit := self._commit_now()) != self._commit:
+            self._commit = commit
+            self.note("policy", f"another policy: {commit}")
         self._hand_over("chunk", chunk, seen_at, at)
 
     def ticked(self, tick: Tick) -> None:
@@ -126,6 +138,16 @@ class Recorder:
     def note(self, code: str, text: str, level: int = channels.INFO) -> None:
         """Something else happened."""
         self._hand_over("event", time.monotonic(), level, code, text)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it was asked to end."""
+        return self._is_closing.is_set()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether its file is open still."""
+        return self._thread.is_alive()
 
     def close(self, text: str = "the recording was ended") -> None:
         """End it; the rest is written in the background."""

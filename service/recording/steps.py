@@ -3,7 +3,6 @@
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -35,10 +34,16 @@ class Encoded:
 
     def __init__(self, data: bytes):
         self._data = data
+        self._pixels: np.ndarray | None = None
 
-    @cached_property
+    @property
     def pixels(self) -> np.ndarray:
         """uint8 (h, w, 3), RGB."""
+        if self._pixels is None:
+            self._pixels = self._decode()
+        return self._pixels
+
+    def _decode(self) -> np.ndarray:
         try:
             with Image.open(io.BytesIO(self._data), formats=("JPEG", "PNG")) as image:
                 if image.width * image.height > MOST_PIXELS:

@@ -16,9 +16,11 @@ from service.logs import RecentLogs
 from service.metrics import Metrics
 from service.models import Models
 from service.policy_reader import PolicyReader
+from service.recording.recordings import Recordings
 from service.sessions import Sessions
 from service.settings import Settings
 from service.transport.rooms import RoomTable
+from service.ui.live import Live
 from service.updates import Updates
 
 
@@ -33,8 +35,9 @@ class Context:
         table: the embedded transport's rooms, or None when it is off.
         guard: who is let in where.
         creates: how often each caller may make a session.
-        sessions, models, updates: there from the server's start to its stop.
+        sessions, models, updates, recordings: there from the server's start to its stop.
         policy_reader: what policies need, before they are loaded.
+        live: pages that look on.
         importing: done when JAX is imported, which takes seconds; None where nothing needs it.
         started_at: monotonic.
     """
@@ -48,12 +51,14 @@ class Context:
     table: RoomTable | None
     guard: Guard
     policy_reader: PolicyReader
+    live: Live
     creates: Creates
     started_at: float = field(default_factory=time.monotonic)
     importing: asyncio.Future[Any] | None = None
     sessions: Sessions = field(init=False)
     models: Models = field(init=False)
     updates: Updates = field(init=False)
+    recordings: Recordings = field(init=False)
 
 
 App: TypeAlias = sanic.Sanic[Config, Context]

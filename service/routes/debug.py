@@ -29,6 +29,7 @@ FOLDERS = {
     "policy_cache",
     "models",
     "state",
+    "recordings",
     "webhook_secret_file",
     "registry_token_file",
     "registry_watch",

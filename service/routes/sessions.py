@@ -51,6 +51,7 @@ async def create_session(request: Request) -> HTTPResponse:
     )
     _check_id(request, caller, new.session_id)
     try:
+        request.app.ctx.recordings.check(new)
         session = await request.app.ctx.sessions.create(new)
     except ServiceError as error:
         if error.status != 422:

@@ -1,0 +1,103 @@
+"""The folder of a server's recordings: what is in it, and names that are never paths."""
+
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from service.recording import layout
+from service.recording.mcap_reader import read_outcome, read_subject
+from service.recording.steps import RecordingError
+
+SUFFIX = ".mcap"
+_NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,110}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recording.
+
+    Attributes:
+        session_id: None when the file cannot be read.
+        at: when it began, seconds since 1970.
+        state: how it ended, see ``service.recording.recorder``; ``interrupted`` when its server was killed,
+            ``unreadable``.
+        has_dataset: whether the folder of the same name is a finished dataset.
+        owner: whose key made the session.
+    """
+
+    name: str
+    bytes: int
+    session_id: str | None = None
+    at: float | None = None
+    seconds: float | None = None
+    episodes: int | None = None
+    state: str = "unreadable"
+    has_dataset: bool = False
+    owner: str | None = None
+
+
+class Library:
+    """Recordings in a folder, one file each, and a folder of the same name where a dataset was made of one."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def new_path(self, session_id: str) -> Path:
+        """A file that is not there yet."""
+        stamp = datetime.fromtimestamp(time.time(), UTC).strftime("%Y%m%dT%H%M%S.%f")[:-3]
+        return self.folder / f"{session_id}-{stamp}{SUFFIX}"
+
+    def path(self, name: str) -> Path | None:
+        """The file of this recording; None when there is none, or it is no name."""
+        if not _NAME.fullmatch(name):
+            return None
+        path = self.folder / f"{name}{SUFFIX}"
+        return path if path.is_file() and not path.is_symlink() else None
+
+    def dataset(self, name: str) -> Path:
+        """Where the dataset of this recording is, or would be."""
+        return self.folder / name
+
+    def entries(self) -> list[Entry]:
+        """All of them, newest first. Reads the head and the end of each file: not on the event loop."""
+        paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.path(path.stem) is not None]
+        found = [entry for path in paths if (entry := self.entry(path)) is not None]
+        return sorted(found, key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
+
+    def entry(self, path: Path) -> Entry | None:
+        """One of them; None when it is gone."""
+        name = path.stem
+        has_dataset = (self.dataset(name) / layout.INFO).is_file()
+        try:
+            size = path.stat().st_size
+        except OSError:
+            return None
+        try:
+            subject, outcome = read_subject(path), read_outcome(path)
+        except RecordingError:
+            return Entry(name, size, has_dataset=has_dataset)
+        return Entry(
+            name=name,
+            bytes=size,
+            session_id=subject.session_id,
+            at=subject.wall_ns / 1e9,
+            seconds=outcome.seconds,
+            episodes=outcome.episodes,
+            state=outcome.state,
+            has_dataset=has_dataset,
+            owner=subject.owner,
+        )
+
+    def remove(self, name: str) -> bool:
+        """Remove a recording and the dataset made of it; False when there is none."""
+        path = self.path(name)
+        if path is None:
+            return False
+        path.unlink()
+        for folder in (self.dataset(name), self.folder / f"{name}.partial"):
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)
+        return True

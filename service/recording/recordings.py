@@ -1,0 +1,322 @@
+"""All recordings of a server: begun with the robot, ended with the session, and made into datasets afterwards."""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from service.errors import InvalidRequest, RecordingRefused, UnknownRecording, UnknownSession
+from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits
+from service.recording.subject import Subject, bounds, feature_names
+from service.request import NewSession
+from service.session import Session
+from service.sessions import Listed
+from service.settings import Settings
+from service.stage import MOVING
+from service.state import state_folder
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'robojax[recording]'"
+Tell = Callable[[str, dict[str, object]], None]
+Sees = Callable[[str | None], bool]
+NOTHING: Mapping[str, object] = {
+    **{"state": OFF, "file": None, "seconds": 0.0, "bytes": 0, "dropped": 0},
+    "reason": None,
+}
+# Seconds that a recording gets to be closed in when the server ends.
+LAST_WORDS = 2.0
+
+
+def recordings_folder(settings: Settings) -> Path | None:
+    """Where recordings go, or None: the server keeps nothing."""
+    if settings.recordings is not None:
+        return Path(settings.recordings).expanduser()
+    state = state_folder(settings)
+    return None if state is None else state / "recordings"
+
+
+class Recordings:
+    """Recordings of one server's sessions. Nothing here waits for a disk on the event loop."""
+
+    def __init__(self, settings: Settings, session_of: Callable[[str], Listed]):
+        """It begins when it ``hears`` of sessions.
+
+        Args:
+            session_of: the session of an id; raises UnknownSession.
+        """
+        self._session_of = session_of
+        self._limits = RecorderLimits(free=settings.recording_free, bytes=settings.recording_limit)
+        self._makes_datasets = settings.recording_datasets
+        self._wanted: set[str] = set()
+        self._recorders: dict[str, Recorder] = {}
+        self._detach: dict[str, Callable[[], None]] = {}
+        self._making: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Semaphore(1)
+        self._is_closing = False
+        folder = recordings_folder(settings)
+        self._refusal: str | None = None
+        if folder is None:
+            self._refusal = (
+                "this server keeps no state, so there is no folder for recordings; start it with --recordings"
+            )
+        elif find_spec("mcap") is None or find_spec("pyarrow") is None:
+            self._refusal = f"this server cannot record: the packages for it are missing; {INSTALL}, then restart it"
+        else:
+            from service.recording.library import Library
+
+            # Now, because importing keeps Python's lock, and later a robot may be moving.
+            import_module("service.recording.mcap_writer")
+
+            self._library = Library(folder)
+
+    # What is asked.
+
+    def check(self, new: NewSession) -> None:
+        """Refuse a session that is to be recorded where that is not possible.
+
+        Raises:
+            InvalidRequest: it says why.
+        """
+        if new.record and self._refusal is not None:
+            raise InvalidRequest(f"record: {self._refusal}", ("body", "record"))
+
+    def switch(self, session: Listed, is_on: bool) -> Mapping[str, object]:
+        """Record a session from now on (from its next start when it does not move), or no more.
+
+        Raises:
+            RecordingRefused: this server records nothing, or the session is no living one.
+        """
+        if not isinstance(session, Session) or session.is_over:
+            raise RecordingRefused(
+                f"session {session.id!r} is {session.stage} and cannot be recorded; restart it first"
+            )
+        if not is_on:
+            self._wanted.discard(session.id)
+            self._close(session.id, "switched off")
+        elif self._refusal is not None:
+            raise RecordingRefused(self._refusal)
+        else:
+            self._wanted.add(session.id)
+            if session.stage in MOVING and self._running(session.id) is None:
+                self._begin(session).begin("recording was switched on")
+        return self.figures(session.id)
+
+    def figures(self, session_id: str) -> Mapping[str, object]:
+        """What the stats of a session say of its recording."""
+        recorder = self._recorders.get(session_id)
+        if recorder is not None and (recorder.state != OFF or session_id not in self._wanted):
+            return recorder.figures()
+        # It waits for the first start.
+        return {**NOTHING, "state": ON} if session_id in self._wanted else NOTHING
+
+    async def list(self, sees: Sees) -> "list[dict[str, object]]":
+        """All recordings of those who are seen, newest first; JSON-ready."""
+        if self._refusal is not None:
+            return []
+        running = {recorder.name: recorder for recorder in self._recorders.values() if recorder.state == ON}
+        found = []
+        for entry in await asyncio.to_thread(self._library.entries):
+            if not sees(entry.owner):
+                continue
+            row = asdict(entry)
+            del row["owner"], row["has_dataset"]
+            if entry.name in running:
+                now = running[entry.name].figures()
+                row |= {"state": ON, "seconds": now["seconds"]}
+            row["dataset"] = "ready" if entry.has_dataset else self._making.get(entry.name, "none")
+            found.append(row)
+        return found
+
+    async def remove(self, name: str, sees: Sees) -> None:
+        """Remove a recording and its dataset.
+
+        Raises:
+            UnknownRecording: there is none, or it is somebody else's.
+            RecordingRefused: it is being written, or made into a dataset.
+        """
+        unknown = UnknownRecording("there is no recording of this name; GET /recordings lists them")
+        path = None if self._refusal is not None else self._library.path(name)
+        if path is None:
+            raise unknown
+        entry = await asyncio.to_thread(self._library.entry, path)
+        if entry is None or not sees(entry.owner):
+            raise unknown
+        if any(one.name == name and one.is_writing for one in self._recorders.values()):
+            raise RecordingRefused(f"{name} is being recorded; switch the recording off or delete its session first")
+        if self._making.get(name) in ("waiting", "making"):
+            raise RecordingRefused(f"{name} is being made into a dataset; try again when that is done")
+        try:
+            if not await asyncio.to_thread(self._library.remove, name):
+                raise unknown
+        except OSError as error:
+            raise RecordingRefused(f"{name} cannot be removed: {error.strerror}") from error
+        self._making.pop(name, None)
+
+    # What happens to sessions.
+
+    def hears(self, tell: Tell) -> Tell:
+        """The same, for somebody else to hear of it too; whatever goes wrong here, the session goes on."""
+
+        def heard(event: str, about: dict[str, object]) -> None:
+            try:
+                self._heard(event, str(about["session_id"]), str(about.get("reason") or "by request"))
+            except Exception:
+                logger.exception("recording of session %s is out of step", about.get("session_id"))
+            tell(event, about)
+
+        return heard
+
+    def _heard(self, event: str, session_id: str, reason: str) -> None:
+        recorder = self._running(session_id)
+        if event == "session.deleted":
+            self._close(session_id, "the session was deleted")
+            self._wanted.discard(session_id)
+            return
+        session = self._living(session_id)
+        if session is None:
+            return
+        if event == "session.created":
+            self._recorders.pop(session_id, None)
+            session.figures.append(lambda: {"recording": self.figures(session_id)})
+            if session.new.record and self._refusal is None:
+                self._wanted.add(session_id)
+        elif event == "session.started":
+            if recorder is None and session_id in self._wanted:
+                recorder = self._begin(session)
+            if recorder is not None:
+                recorder.begin(reason)
+        elif event == "session.stopped" and recorder is not None:
+            recorder.end(reason)
+        elif event == "session.error":
+            # It may never be started again, and then nobody would close the file.
+            self._close(session_id, reason)
+
+    def _begin(self, session: Session) -> Recorder:
+        policies = session.policies
+
+        def commit() -> str | None:
+            return policies.running.commit if policies.running else None
+
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            with suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(self._ended, session.id, recorder)
+
+        path = self._library.new_path(session.id)
+        recorder = Recorder(path, _subject(session, commit()), self._limits, commit=commit, ended=ended)
+        self._recorders[session.id] = recorder
+        self._detach[recorder.name] = session.attach(recorder)
+        logger.info("session %s is recorded as %s", session.id, recorder.name)
+        return recorder
+
+    def _close(self, session_id: str, reason: str) -> None:
+        recorder = self._running(session_id)
+        if recorder is not None:
+            recorder.close(reason)
+
+    def _ended(self, session_id: str, recorder: Recorder) -> None:
+        detach = self._detach.pop(recorder.name, None)
+        if detach is not None:
+            detach()
+        # On a full disk a dataset has no room either.
+        if (
+            self._makes_datasets
+            and not self._is_closing
+            and recorder.state in (OFF, LIMIT)
+            and recorder.figures()["bytes"]
+        ):
+            self._making[recorder.name] = "waiting"
+            task = asyncio.create_task(self._make_dataset(recorder.name), name=f"dataset {recorder.name}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _make_dataset(self, name: str) -> None:
+        async with self._turn:
+            path, folder = self._library.folder / f"{name}.mcap", self._library.dataset(name)
+            self._making[name] = "making"
+            command = (sys.executable, "-m", "service.recording.export", str(path), str(folder))
+            pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+            try:
+                child = await asyncio.create_subprocess_exec(*command, stdin=nothing, stdout=nothing, stderr=pipe)
+                try:
+                    _, said = await child.communicate()
+                except asyncio.CancelledError:
+                    child.terminate()
+                    await child.wait()
+                    raise
+            except OSError as error:
+                self._making[name] = FAILED
+                logger.error("no dataset was made of recording %s: %s", name, error.strerror)
+                return
+        if child.returncode == 0:
+            self._making.pop(name, None)
+            logger.info("recording %s is a dataset now", name)
+        else:
+            self._making[name] = FAILED
+            why = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+            logger.error("no dataset was made of recording %s: %s", name, why[0])
+
+    def _running(self, session_id: str) -> Recorder | None:
+        recorder = self._recorders.get(session_id)
+        return recorder if recorder is not None and recorder.state == ON and not recorder.is_closing else None
+
+    def _living(self, session_id: str) -> Session | None:
+        try:
+            session = self._session_of(session_id)
+        except UnknownSession:
+            return None
+        return session if isinstance(session, Session) else None
+
+    async def close(self) -> None:
+        """End all recordings; datasets that are not ready by now are left to ``robojax recordings export``."""
+        self._is_closing = True
+        for recorder in self._recorders.values():
+            recorder.close("the server was shut down")
+        for task in self._tasks:
+            task.cancel()
+        ending = [asyncio.to_thread(recorder.join, LAST_WORDS) for recorder in self._recorders.values()]
+        for is_over, recorder in zip(await asyncio.gather(*ending), self._recorders.values(), strict=True):
+            if not is_over:
+                logger.error("recording %s could not be closed in %g s", recorder.name, LAST_WORDS)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._making:
+            logger.warning(
+                "no dataset was made of %s; `robojax recordings export` does", ", ".join(sorted(self._making))
+            )
+
+
+def _subject(session: Session, commit: str | None) -> Subject:
+    drive, new = session.drive, session.new
+    assert drive is not None, "only loaded sessions start"
+    joints, pace = drive.table.joints, drive.control.pace
+    features, robot = feature_names(joints)
+    return Subject(
+        session_id=session.id,
+        policy_path=new.policy_path,
+        policy_type=new.policy_type,
+        commit=commit,
+        rate=pace.rate,
+        action_rate=pace.action_rate,
+        joints=drive.table.names,
+        features=features,
+        low=bounds([joint.low for joint in joints]),
+        high=bounds([joint.high for joint in joints]),
+        cameras=tuple(new.camera_names),
+        task=new.language_instruction or "",
+        is_dry_run=new.dry_run,
+        version=version("robojax"),
+        wall_ns=time.time_ns(),
+        monotonic_ns=time.monotonic_ns(),
+        robot_type=robot,
+        owner=new.owner,
+    )
