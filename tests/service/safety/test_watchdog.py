@@ -1,0 +1,138 @@
+"""Watchdogs with given times: what they find, and when it ends."""
+
+import numpy as np
+import pytest
+
+from service.safety.watchdog import Looked, Patience, Watchdog
+
+PERIOD = 0.02
+
+
+def watchdog(executed: float = 0.4, covered: float = 0.4, **patience: object) -> Watchdog:
+    made = Watchdog(Patience(**patience), executed=executed, covered=covered)  # type: ignore[arg-type]
+    made.begin(0.0)
+    return made
+
+
+def walk(dog: Watchdog, until: float, at: float = 0.0, **looked: object):
+    """Look at every tick from ``at`` to ``until``; the findings of the last look."""
+    seen = {"seen_at": {}, **looked}
+    found = None
+    for index in range(round((until - at) / PERIOD) + 1):
+        found = dog.look(at + index * PERIOD, Looked(**seen))  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("looked", "code", "word"),
+    [
+        ({"seen_at": {"front": 0.0, "wrist": None}}, "camera_missing", "'wrist'"),
+        ({"seen_at": {"front": 0.0}}, "camera_stale", "'front'"),
+        ({"lost": ("s-front",), "seen_at": {"front": 0.0}}, "link_lost", "'s-front'"),
+        ({"is_felt": False}, "joints_missing", "joints"),
+    ],
+)
+def test_a_robot_that_is_not_seen_is_degraded_after_3_s_and_stopped_after_30(looked, code, word) -> None:
+    dog = watchdog()
+    assert walk(dog, 2.98, **looked).blind is None
+    found = walk(dog, 3.04, 3.0, **looked)
+    assert found.blind is not None
+    assert found.blind.startswith(f"{code}: ")
+    assert word in found.blind
+    assert found.stop is None
+    assert walk(dog, 30.0, 3.06, **looked).stop is None
+    stop = walk(dog, 30.06, 30.02, **looked).stop
+    assert stop is not None
+    assert stop.code == code
+    assert str(stop).startswith(f"{code}: ")
+    assert "limit 30 s" in stop.text
+
+
+def test_what_comes_back_is_no_blindness_any_more_and_counts_from_anew() -> None:
+    dog = watchdog()
+    assert walk(dog, 20.0, lost=("r",)).blind is not None
+    assert walk(dog, 20.02, 20.02).blind is None
+    assert walk(dog, 22.0, 20.04, lost=("r",)).blind is None
+    assert walk(dog, 50.0, 22.02, lost=("r",)).stop is None
+    dog.begin(100.0)
+    found = walk(dog, 102.9, 100.0, seen_at={"front": 1.0}, is_felt=False)
+    assert (found.blind, found.stop, found.holds) == (None, None, {})
+
+
+def test_cameras_that_may_be_slow_are_given_more_time() -> None:
+    patience = Patience().for_frames(10.0)
+    assert (patience.frame_age, patience.degraded_after, patience.stop_after) == (10.0, 20.0, 200.0)
+    assert Patience(degraded_after=1, stop_after=2).for_frames(0.3) == Patience(0.3, 1, 2)
+    with pytest.raises(ValueError, match="degraded_after 40"):
+        Patience(degraded_after=40)
+
+
+def test_a_process_that_paused_holds_for_one_tick() -> None:
+    dog = watchdog()
+    walk(dog, 1.0)
+    assert "2.00 s" in dog.look(3.0, Looked({})).holds["paused"]
+    assert dog.look(3.02, Looked({})).holds == {}
+
+
+def test_a_slow_inference_holds_from_twice_its_budget_on_but_never_while_its_chunk_is_of_use() -> None:
+    dog = watchdog(executed=0.4, covered=0.4)
+    assert walk(dog, 0.78, asked_at=0.0).holds == {}
+    assert list(walk(dog, 0.84, 0.8, asked_at=0.0).holds) == ["inference_slow"]
+    assert walk(dog, 0.86, 0.86, asked_at=None).holds == {}
+    assert watchdog(executed=0.02, covered=2.0).slow_after == 2.0
+    assert watchdog(executed=0.4, covered=0.5, slow=3.0).slow_after == pytest.approx(1.2)
+
+
+def test_actions_whose_frame_is_too_old_are_not_done_where_a_limit_is_set() -> None:
+    assert walk(watchdog(), 60.0, chunk_seen_at=0.0).holds == {}
+    dog = watchdog(action_age=0.5)
+    assert walk(dog, 0.48, chunk_seen_at=0.0).holds == {}
+    assert list(walk(dog, 0.54, 0.5, chunk_seen_at=0.0).holds) == ["action_stale"]
+
+
+def test_twenty_bad_values_in_a_second_stop_and_slower_ones_never_do() -> None:
+    dog = watchdog()
+    assert all(dog.bad_input({"not_finite": 1}, second / 10) is None for second in range(1000))
+    assert dog.bad_inputs(99.9) <= 11
+    dog.begin(200.0)
+    assert all(dog.bad_input({"not_finite": 1}, 200 + tick / 50) is None for tick in range(19))
+    stop = dog.bad_input({"unknown_joint": 1}, 200.4)
+    assert stop is not None
+    assert stop.code == "bad_input"
+    assert "20 joint values" in stop.text
+    assert "unknown_joint 1" in stop.text
+    assert dog.bad_input({"unknown_joint": 1}, 200.41) is None, "it counts from anew"
+    assert watchdog(bad_inputs=0).bad_input({"malformed": 10_000}, 0.0) is None
+
+
+def test_the_same_picture_for_two_seconds_is_frozen_until_another_one_comes() -> None:
+    dog = watchdog()
+    picture = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
+    for index in range(61):
+        dog.frame("front", picture.copy(), index / 30)
+        assert ("front" in dog.frozen) == (index >= 60)
+    assert dog.look(2.0, Looked({})).stop is None
+    other = picture.copy()
+    other[0, 0, 0] ^= 1
+    dog.frame("front", other, 2.1)
+    assert not dog.frozen
+
+
+def test_a_change_of_one_point_is_found_before_a_camera_is_called_frozen() -> None:
+    dog = watchdog()
+    picture = np.zeros((480, 640, 3), np.uint8)
+    for index in range(300):
+        image = picture.copy()
+        image[1, 1, 0] = index % 256  # none of the points that are looked at first
+        dog.frame("front", image, index / 30)
+        assert not dog.frozen
+
+
+def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
+    dog = watchdog(frozen_stops=True)
+    for second in (0.0, 1.0, 2.0):
+        dog.frame("front", np.zeros((4, 4, 3), np.uint8), second)
+    stop = dog.look(2.0, Looked({"front": 2.0})).stop
+    assert stop is not None
+    assert str(stop).startswith("camera_frozen: camera 'front'")
