@@ -67,6 +67,7 @@ async def _watch(policy: str, episodes: int, seed: int, port: int, is_plain: boo
     console.print("starting the server ...")
     async with show(policy, port=port) as running:
         console.print(f"server: {running.request.url}   making the session: loading and compiling ...")
+        console.print(f"watch it, and stop it: [bold]{running.request.page}[/bold]", soft_wrap=True, highlight=False)
         await running.create_session()
         console.print("the session, by hand:")
         for line in running.request.curl():

@@ -47,6 +47,11 @@ class Request:
     url: str
     policy: str
 
+    @property
+    def page(self) -> str:
+        """Where a person can watch and stop it."""
+        return f"{self.url}/ui"
+
     def body(self) -> dict[str, Any]:
         return {
             "session_id": SESSION,
