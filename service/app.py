@@ -21,7 +21,8 @@ from hooks.sending.targets import danger, layers
 from service.allowance import Admit, Allowance
 from service.api import PREFIXES, ROUTES, api, configuration, watch
 from service.arrays.limits import ArrayLimits
-from service.auth.access import guard_of, is_loopback
+from service.auth.access import guard_of
+from service.auth.places import is_loopback
 from service.auth.roles import Role
 from service.destinations import AddressRules, Destinations
 from service.engine import Engine, LoadPolicy, Policy

@@ -36,7 +36,7 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), r"\1 ***"),
     (re.compile(r"\bhf_[A-Za-z0-9]{8,}"), "hf_***"),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), "***"),
-    (re.compile(r"\brj[kx]_[A-Za-z0-9_-]{8,}"), "rj*_***"),
+    (re.compile(r"\brj[kotx]_[A-Za-z0-9_-]{8,}"), "rj*_***"),
     (re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/@\s]+@"), r"\1***@"),
 )
 # An absolute path keeps its last part; paths of URLs follow a host and are left alone.

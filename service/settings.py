@@ -30,6 +30,7 @@ __all__ = ["FILE", "GROUPS", "PREFIX", "Settings", "SettingsError", "load_settin
 
 FILE = "robojax.toml"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
+KEY_VARIABLE = f"{PREFIX}KEY"  # no setting of a server: what commands send to one
 
 
 class Settings(
@@ -99,7 +100,7 @@ def unknown_variables() -> list[str]:
 
     They are no errors: container platforms put variables of this form there by themselves.
     """
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | {FILE_VARIABLE}
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | {FILE_VARIABLE, KEY_VARIABLE}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import json
 import math
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -148,7 +149,7 @@ class KeyFile:
         lock = self.path.with_name(f".{self.path.name}.lock")
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            file = lock.open("a")
+            file = open(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600), "w")
         except OSError as error:
             raise FileUnusable(f"the file of keys {str(self.path)!r} cannot be written: {error.strerror}") from error
         with file:

@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "check": ("service.cli.check", "check", "What a policy needs, how fast it is here, and whether it fits a rate."),
     "sessions": ("service.cli.sessions", "sessions", "List the sessions of a running server."),
     "stop": ("service.cli.sessions", "stop", "Stop a session, or with --all every robot (emergency stop, latched)."),
+    "token": ("service.cli.token", "app", "Keys and tokens: who may call a server, and as what."),
     "deployments": ("service.cli.policies", "deployments", "What became of pushes to policies of running sessions."),
     "policy": ("service.cli.policies", "policy", "Bring a revision of its policy to a running session."),
     "rollback": ("service.cli.policies", "rollback", "Bring back the policy that a session ran before."),

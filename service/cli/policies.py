@@ -6,7 +6,7 @@ from urllib.parse import quote
 import typer
 
 from service.cli.failure import Code, fail
-from service.cli.sessions import AsJson, Url, base_url, call
+from service.cli.sessions import AsJson, Key, Url, base_url, call
 
 SESSION = Annotated[str, typer.Argument(help="The session.")]
 
@@ -15,6 +15,7 @@ def deployments(
     session_id: Annotated[str | None, typer.Argument(help="Only those of this session.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="How many.")] = 20,
     url: Url = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """List what became of pushes to the policies of running sessions, the newest first."""
@@ -22,7 +23,7 @@ def deployments(
 
     base = base_url(url)
     path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
-    found = call(base, "GET", path)
+    found = call(base, "GET", path, key=key)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -61,19 +62,20 @@ def policy(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Take a commit out of the quarantine for it.")] = False,
     url: Url = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
     body = {"revision": revision, "force": force}
     path = f"/sessions/{quote(session_id, safe='')}/policy"
-    found = call(base_url(url), "POST", path, body, patience=1800, then=_then(session_id))
+    found = call(base_url(url), "POST", path, body, key=key, patience=1800, then=_then(session_id))
     _tell(session_id, found, as_json)
 
 
-def rollback(session_id: SESSION, url: Url = None, as_json: AsJson = False) -> None:
+def rollback(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
     """Bring back the policy that a session ran before its last update."""
     path = f"/sessions/{quote(session_id, safe='')}/rollback"
-    found = call(base_url(url), "POST", path, patience=120, then=_then(session_id))
+    found = call(base_url(url), "POST", path, key=key, patience=120, then=_then(session_id))
     _tell(session_id, found, as_json)
 
 

@@ -37,14 +37,11 @@ def serve(config: Path | None, **flags: Any) -> None:
     log = configure_logging(settings.log_level, settings.log_format, _log_file(settings))
     for name in unknown_variables():
         logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
-    if settings.host not in ("127.0.0.1", "::1", "localhost"):
-        logging.getLogger(__name__).warning(
-            "listening on %s without a login: whoever reaches this port can move the robots", settings.host
-        )
     try:
         listener = listen(settings.host, settings.port)
     except CannotListen as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
+    close_to_strangers(listener.getsockname()[0], settings, "serve")
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
     try:
         app = create_app(settings)
@@ -55,7 +52,7 @@ def serve(config: Path | None, **flags: Any) -> None:
         run(
             app,
             listener,
-            lambda url: typer.echo(f"robojax serves at {url} ({rooms}; API: {url}/docs). Ctrl-C ends it."),
+            lambda url: typer.echo(f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs). Ctrl-C ends it."),
         )
     except ModelError as error:
         fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
@@ -91,6 +88,40 @@ def _log_file(settings: Settings) -> "RotatingFile | None":
     except OSError as error:
         why = f"log_file {settings.log_file!r}: {error.strerror}; wanted a file that can be written"
         fail(Code.USAGE, "the settings cannot be used", why, "`robojax serve --help` lists all")
+
+
+def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
+    """End here when other machines would be let in without a key, or say so loudly when that is asked for."""
+    import logging
+
+    from service.auth.access import guard_of
+    from service.auth.places import is_loopback, keys_path
+    from service.auth.watched import FileUnusable
+
+    try:
+        guard = guard_of(settings)
+        is_keyed = guard.admissions.check()
+    except (SettingsError, FileUnusable) as error:
+        fail(Code.USAGE, "the server cannot start", str(error), "docs/access.md says how keys are made and kept")
+    if is_loopback(bound) or is_keyed:
+        return
+    if not settings.insecure:
+        path = keys_path(settings)
+        named = "" if settings.keys_file is None and path is not None else f" --keys-file {path or 'keys.json'}"
+        port = f" --port {settings.port}" if not named and command == "serve" and settings.port != 8001 else ""
+        fail(
+            Code.USAGE,
+            f"the server does not listen on {settings.host} without a key",
+            "whoever reaches the port could load any policy and move the robots",
+            f"make one: robojax token new --role operator --name me{named}{port}\n"
+            f"then: robojax {command} --host {settings.host}{named}{port}\n"
+            "or --host 127.0.0.1 for this machine alone; --insecure lets everybody in",
+        )
+    logging.getLogger(__name__).warning(
+        "INSECURE: listening on %s without any key. Whoever reaches this port can load policies and move the robots; "
+        "`robojax token new --role operator` makes a key",
+        settings.host,
+    )
 
 
 def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:

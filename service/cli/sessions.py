@@ -7,15 +7,21 @@ import typer
 from service.cli.failure import Code, fail
 
 Url = Annotated[str | None, typer.Option(help="The server's URL; default: host and port of the settings.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        help="Key or token for a server that wants one; default: ROBOJAX_KEY, which no list of processes shows."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
 
 
-def sessions(url: Url = None, as_json: AsJson = False) -> None:
+def sessions(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
     """List the sessions of a running server."""
     import json
 
     base = base_url(url)
-    found = call(base, "GET", "/sessions")
+    found = call(base, "GET", "/sessions", key=key)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -58,6 +64,7 @@ def stop(
     ] = False,
     reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
     url: Url = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Stop one session, or with --all every robot.
@@ -76,11 +83,12 @@ def stop(
     if session_id is not None:
         place = f"/sessions/{quote(session_id, safe='')}"
         if emergency:
-            found = call(base, "POST", f"{place}/emergency_stop", {"reason": reason or "robojax stop --emergency"})
+            body = {"reason": reason or "robojax stop --emergency"}
+            found = call(base, "POST", f"{place}/emergency_stop", body, key=key)
         else:
-            found = call(base, "POST", f"{place}/stop")
+            found = call(base, "POST", f"{place}/stop", key=key)
     else:
-        found = call(base, "POST", "/debug/emergency_stop", {"reason": reason or "robojax stop --all"})
+        found = call(base, "POST", "/debug/emergency_stop", {"reason": reason or "robojax stop --all"}, key=key)
     typer.echo(json.dumps(found, indent=2) if as_json else _told(found))
 
 
@@ -111,23 +119,39 @@ def base_url(url: str | None) -> str:
 
 
 def call(
-    base: str, method: str, path: str, body: object = None, *, patience: float = 10, then: str | None = None
+    base: str,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    key: str | None = None,
+    patience: float = 10,
+    then: str | None = None,
 ) -> Any:
     """The server's JSON answer, or the end of this command.
 
     Args:
+        key: key or token of the caller's; ROBOJAX_KEY when None.
         then: what to do where there is no such thing, or it cannot be done now.
     """
     import json
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import ProxyHandler, Request, build_opener
+    from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+    class Stay(HTTPRedirectHandler):
+        """The key is for the server that was named, not for whatever that one points to."""
+
+        def redirect_request(self, *about: Any) -> None:
+            return None
 
     data = None if body is None else json.dumps(body).encode()
-    request = Request(base + path, data=data, method=method, headers={"content-type": "application/json"})
+    request = Request(
+        base + path, data=data, method=method, headers={"content-type": "application/json"} | credentials(key)
+    )
     try:
         # A robot's server is on this machine or network: a proxy from the environment has no business in between.
-        with build_opener(ProxyHandler({})).open(request, timeout=patience) as answer:
+        with build_opener(ProxyHandler({}), Stay).open(request, timeout=patience) as answer:
             return json.load(answer)
     except HTTPError as error:
         try:
@@ -135,10 +159,30 @@ def call(
         except (ValueError, KeyError, TypeError):
             why = f"status {error.code}"
         usual = then or "robojax sessions shows what there is"
-        advice = usual if error.code in (400, 404, 409, 422) else "look at the server's log"
+        advice = usual if error.code in (400, 404, 409, 422) else _ADVICE.get(error.code, "look at the server's log")
         fail(Code.TRANSPORT, f"the server at {base} refused", str(why), advice)
     except (URLError, TimeoutError, HTTPException, ValueError) as error:
         why = str(getattr(error, "reason", None) or error) or type(error).__name__
         fail(
             Code.TRANSPORT, f"no robojax server answers at {base}", why, "start it with `robojax serve`, or give --url"
         )
+
+
+def credentials(key: str | None) -> dict[str, str]:
+    """The header of a key or token, as said or as ROBOJAX_KEY says; empty without one."""
+    import os
+
+    sent = (key or os.environ.get("ROBOJAX_KEY") or "").strip()
+    if not sent:
+        return {}
+    if not sent.isascii() or not sent.isprintable() or " " in sent:
+        fail(Code.USAGE, "the key cannot be used", "it has characters that no key has", "robojax token new makes one")
+    # Bearer takes both keys and tokens.
+    return {"authorization": f"Bearer {sent}"}
+
+
+_ADVICE = {
+    401: "set ROBOJAX_KEY or give --key; `robojax token new --role operator` makes one on the server's machine",
+    403: "use a key of that role; `robojax token new` makes one on the server's machine",
+    429: "wait as long as it says, and try again",
+}
