@@ -478,19 +478,14 @@ async def test_commands_the_link_does_not_take_are_counted_and_never_repeated(ri
     assert len(link.sent) - sent <= 8
 
 
-@pytest.mark.parametrize(
-    "failure", [ValueError("secret"), np.full((1, 20, 6), np.nan, np.float32), np.zeros((1, 3, 6), np.float32)]
-)
-async def test_a_failing_policy_holds_and_three_in_a_row_end_in_error_until_restarted(
-    rig: Rig, failure: object
-) -> None:
+async def test_a_policy_that_raises_holds_and_three_times_in_a_row_is_an_error_until_restarted(rig: Rig) -> None:
     link = await rig.running()
     session = rig.sessions.get("s")
-    rig.policy.failures = [failure]  # type: ignore[list-item]
+    rig.policy.failures = [ValueError("secret")]
     await until(lambda: session.status().stats["errors"] == 1)
     await until(lambda: session.drive.control.hold is None)  # type: ignore[union-attr]
     assert session.stage is Stage.RUNNING
-    rig.policy.failures = [failure] * 3  # type: ignore[list-item]
+    rig.policy.failures = [ValueError("secret")] * 3
     await until(lambda: session.stage is Stage.ERROR)
     message = session.status().error_message
     assert message is not None
@@ -498,7 +493,6 @@ async def test_a_failing_policy_holds_and_three_in_a_row_end_in_error_until_rest
     assert "secret" not in message
     await asyncio.sleep(0.08)
     assert held(link, -4) == [POSE] * 4
-    assert all(np.isfinite(list(sent.values.values())).all() for sent in link.sent)
     with pytest.raises(MoveRefused, match="allowed now: restart"):
         await rig.sessions.start("s")
     with pytest.raises(SessionExists):
@@ -507,6 +501,31 @@ async def test_a_failing_policy_holds_and_three_in_a_row_end_in_error_until_rest
     await rig.sessions.restart("s")
     await until(lambda: len(link.sent) > sent + 5)
     assert session.status().error_message is None
+
+
+@pytest.mark.parametrize("answer", [np.full((1, 20, 6), np.nan, np.float32), np.zeros((1, 3, 6), np.float32)])
+async def test_answers_that_are_no_chunks_hold_and_three_in_a_row_are_a_stop_until_reset(
+    rig: Rig, answer: np.ndarray
+) -> None:
+    link = await rig.running()
+    session = rig.sessions.get("s")
+    rig.policy.failures = [answer]
+    await until(lambda: session.status().stats["errors"] == 1)
+    await until(lambda: session.drive.control.hold is None)  # type: ignore[union-attr]
+    assert session.stage is Stage.RUNNING
+    rig.policy.failures = [answer] * 3
+    await until(lambda: session.is_latched)
+    assert session.stage is Stage.STOPPED
+    assert (session.reason or "").startswith("policy_invalid: the policy returned")
+    await asyncio.sleep(0.08)
+    assert held(link, -4) == [POSE] * 4
+    assert all(np.isfinite(list(sent.values.values())).all() for sent in link.sent)
+    with pytest.raises(MoveRefused):
+        await rig.sessions.start("s")
+    await rig.sessions.reset("s")
+    sent = len(link.sent)
+    await rig.sessions.start("s")
+    await until(lambda: len(link.sent) > sent + 5)
 
 
 async def test_a_stuck_policy_is_an_error_of_its_session_only() -> None:
