@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "deployments": ("service.cli.policies", "deployments", "What became of pushes to policies of running sessions."),
     "policy": ("service.cli.policies", "policy", "Bring a revision of its policy to a running session."),
     "rollback": ("service.cli.policies", "rollback", "Bring back the policy that a session ran before."),
+    "recordings": ("service.cli.recordings", "app", "What a server recorded: list, info, export to a dataset."),
+    "replay": ("service.cli.replay", "replay", "A recording against a policy: how far off it would have been."),
     "webhooks": ("service.cli.webhooks", "app", "Manage webhooks of the Hub, receive them, replay what came."),
     "train": ("service.cli.train", "train", "Train a small ACT policy on demonstrations."),
     "transport": ("service.cli.transport", "transport", "Run a rooms server alone."),

@@ -1,0 +1,143 @@
+"""``robojax recordings``: what a server recorded, looked at and made into datasets."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli.failure import Code, fail
+from service.cli.sessions import AsJson, Url, base_url, call
+
+if TYPE_CHECKING:
+    from service.recording.steps import Source
+
+app = typer.Typer(
+    help="Recordings of sessions: list, info, export to a LeRobotDataset.", no_args_is_help=True, add_completion=False
+)
+File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")]
+
+
+@app.command("list")
+def list_recordings(url: Url = None, as_json: AsJson = False) -> None:
+    """List the recordings of a running server."""
+    import json
+
+    base = base_url(url)
+    found = call(base, "GET", "/recordings")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        typer.echo(f"no recordings at {base}; POST /sessions/ID/record begins one")
+        return
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+    for column in ("recording", "session", "state", "seconds", "MB", "starts", "dataset"):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        seconds = "" if one["seconds"] is None else f"{one['seconds']:.1f}"
+        starts = "" if one["episodes"] is None else str(one["episodes"])
+        size = f"{one['bytes'] / 1e6:.1f}"
+        row = (one["name"], one["session_id"] or "", one["state"], seconds, size, starts, one["dataset"])
+        table.add_row(*map(escape, row))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def info(file: File, as_json: AsJson = False) -> None:
+    """What is in a recording, or in a dataset."""
+    import json
+
+    found = _facts(source_or_end(file))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    for name, value in found.items():
+        if value not in (None, "", []) and name != "events":
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(f"[bold]{name}[/bold]", escape(shown))
+    for at, code, text in found.get("events", []):
+        table.add_row("", escape(f"{at:9.3f} s  {code}: {text}"))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="A recording (.mcap).")],
+    to: Annotated[Path | None, typer.Option(help="New folder; default: the recording's name beside it.")] = None,
+) -> None:
+    """Make a LeRobotDataset v3 folder of a recording: one episode per start."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from service.recording.steps import RecordingError
+
+    source = source_or_end(file)
+    from service.recording.dataset_writer import DatasetWriter
+
+    folder = to or file.with_suffix("")
+    try:
+        with (
+            Progress(console=Console(stderr=True), transient=True) as bar,
+            DatasetWriter(folder, source.facts) as writer,
+        ):
+            task = bar.add_task("writing", total=source.facts.length)
+            for step in source.steps():
+                writer.add(step)
+                bar.advance(task)
+    except (RecordingError, OSError) as error:
+        fail(
+            Code.USAGE, f"no dataset was made of {file}", str(error), "robojax recordings info FILE says what is in it"
+        )
+    typer.echo(f"{folder}: {writer.episodes} episodes, {writer.frames} frames")
+
+
+def source_or_end(path: Path) -> "Source":
+    """The steps behind a path of the command line, or the end of this command."""
+    try:
+        from service.recording.sources import open_source
+    except ImportError as error:
+        from service.recording.recordings import INSTALL
+
+        fail(Code.USAGE, "recordings cannot be read", f"{error.name or 'a package'} is not installed", INSTALL)
+    from service.recording.steps import RecordingError
+
+    try:
+        return open_source(path)
+    except RecordingError as error:
+        fail(
+            Code.USAGE, f"{path} cannot be used", str(error), "give an .mcap of `robojax serve`, or a dataset's folder"
+        )
+
+
+def _facts(source: "Source") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from service.recording.mcap_reader import McapSource
+
+    facts = source.facts
+    found: dict[str, Any] = {
+        "rate": facts.rate,
+        "joints": list(facts.joints),
+        "features": list(facts.features),
+        "cameras": list(facts.cameras),
+        "robot_type": facts.robot_type,
+        "task": facts.task,
+        "steps": facts.length,
+    }
+    if isinstance(source, McapSource):
+        subject, outcome = source.subject, source.outcome
+        found |= {"session": subject.session_id, "policy": subject.policy_path, "commit": subject.commit}
+        found |= {"version": subject.version, "dry_run": subject.is_dry_run, **asdict(outcome)}
+        events = source.events()
+        found["events"] = [[round((at - subject.wall_ns) / 1e9, 3), code, text] for at, code, text in events]
+    return found
