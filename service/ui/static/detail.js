@@ -11,6 +11,7 @@ const STALE = 1.0; // seconds after which a picture is no live one
 export class Detail {
   constructor(root, said) {
     Object.assign(this, { root, said, id: null, motion: new Motion(), isLive: false, mayOperate: true });
+    this.forget();
     this.ink = inks();
     const frame = () => { requestAnimationFrame(frame); this.draw(); };
     requestAnimationFrame(frame);
@@ -43,6 +44,8 @@ export class Detail {
         const told = await done();
         this.told.className = "told";
         say(this.told, (told && told.message) || "done");
+        const text = this.told.textContent;
+        setTimeout(() => { if (this.told.textContent === text) say(this.told, ""); }, 8000);
       } catch (error) {
         this.told.className = "told bad";
         say(this.told, `${move} was refused: ${error.message}`);
@@ -88,6 +91,8 @@ export class Detail {
     this.policy = new PolicyCard(id, act);
     this.everything = make("tbody", {});
     const all = make("details", { class: "card" }, make("summary", {}, make("h2", {}, "Every figure")), make("div", { class: "wide" }, make("table", {}, this.everything)));
+    this.driven = [this.cameraCard, times, plotCard];
+    for (const card of this.driven) card.hidden = true;
     this.root.replaceChildren(head, make("div", { class: "columns" }, make("div", { class: "stack" }, this.score, this.cameraCard, times), make("div", { class: "stack" }, plotCard, this.policy.node)), all);
   }
 
@@ -117,6 +122,7 @@ export class Detail {
     enable(this.start, !line.latched && ["ready", "stopped"].includes(line.stage));
     enable(this.halt, isMoving(line) || ["ready", "timeout"].includes(line.stage));
     enable(this.restart, !line.latched && line.stage !== "initializing");
+    if (!this.restart.classList.contains("sure")) say(this.restart, line.stage === "interrupted" ? "Load again" : "Restart");
     enable(this.reset, line.latched);
     enable(this.remove, true);
     this.reset.hidden = !line.latched;
@@ -145,7 +151,9 @@ export class Detail {
     const known = JSON.stringify(joints);
     if (known !== this.joints) { this.joints = known; this.buildPlots(joints); }
     for (const camera of status.camera_names) if (!this.cameras[camera]) this.buildCamera(camera);
-    this.cameraCard.hidden = status.camera_names.length === 0;
+    // Before its rooms are joined there is nothing to see, and empty boxes would look like something broken.
+    for (const card of this.driven) card.hidden = joints.length === 0;
+    if (!status.camera_names.length) this.cameraCard.hidden = true;
     for (const [camera, shown] of Object.entries(this.cameras)) shown.fps = (stats.camera_fps || {})[camera];
     this.takeTimes(stats, inference, spread, edges);
     this.takeScore(stats.score);

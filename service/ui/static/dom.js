@@ -34,11 +34,11 @@ export function clock(seconds) {
 
 // A button that must be pressed twice: for what cannot be undone, or moves something nobody expects.
 export function twice(button, question, act) {
-  const label = button.textContent;
-  let timer = 0;
-  const calm = () => { clearTimeout(timer); timer = 0; button.classList.remove("sure"); say(button, label); };
+  let label = button.textContent, timer = 0;
+  const calm = () => { if (!timer) return; clearTimeout(timer); timer = 0; button.classList.remove("sure"); say(button, label); };
   button.addEventListener("click", () => {
     if (timer) { calm(); act(); return; }
+    label = button.textContent;
     button.classList.add("sure");
     say(button, question);
     timer = setTimeout(calm, 4000);

@@ -46,7 +46,7 @@ export class Motion {
 
 export function inks() {
   const style = getComputedStyle(document.documentElement);
-  return Object.fromEntries(["measured", "sent", "planned", "hold", "line", "dim", "text", "accent", "warn", "bad"].map((name) => [name, style.getPropertyValue("--" + name).trim()]));
+  return Object.fromEntries(["measured", "sent", "planned", "hold", "line", "sunk", "dim", "text", "accent", "warn", "bad"].map((name) => [name, style.getPropertyValue("--" + name).trim()]));
 }
 
 function sized(canvas) {
@@ -118,10 +118,14 @@ export function drawJoint(canvas, motion, joint, range, now, ink, before) {
   draw.strokeStyle = ink.dim;
   draw.lineWidth = 1;
   draw.beginPath(); draw.moveTo(x(now), 0); draw.lineTo(x(now), height); draw.stroke();
-  draw.fillStyle = ink.dim;
   draw.font = "10px system-ui, sans-serif";
-  draw.fillText(scale[1].toFixed(1), 4, 11);
-  draw.fillText(scale[0].toFixed(1), 4, height - 4);
+  for (const [value, place] of [[scale[1], 11], [scale[0], height - 4]]) {
+    const text = value.toFixed(1);
+    draw.fillStyle = ink.sunk;
+    draw.fillRect(0, place - 10, draw.measureText(text).width + 7, 13);
+    draw.fillStyle = ink.dim;
+    draw.fillText(text, 4, place);
+  }
   return scale;
 }
 

@@ -77,7 +77,7 @@ export class Stop {
     if (!this.stopped || !this.stopped.length || this.report.hidden) return;
     const latched = this.stopped.filter((id) => sessions.some((one) => one.id === id && one.latched));
     const gone = this.stopped.filter((id) => !sessions.some((one) => one.id === id));
-    say(this.seen, `Now latched: ${latched.length} of ${this.stopped.length - gone.length}.`);
+    say(this.seen, `Latched as of now: ${latched.length} of ${this.stopped.length - gone.length}.`);
   }
 
   show(state, title, text) {

@@ -28,7 +28,14 @@ class Arm:
 
     def __init__(self, link: MemoryLink):
         self.link = link
-        self.pose = {"Rotation": 0.0, "Pitch": 10.0, "Elbow": 20.0, "Wrist_Pitch": 30.0, "Wrist_Roll": 40.0, "Jaw": 50.0}
+        self.pose = {
+            "Rotation": 0.0,
+            "Pitch": 10.0,
+            "Elbow": 20.0,
+            "Wrist_Pitch": 30.0,
+            "Wrist_Roll": 40.0,
+            "Jaw": 50.0,
+        }
         self.is_seeing = True
         self._ticks = 0
         self._obeyed = 0
