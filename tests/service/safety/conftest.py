@@ -62,10 +62,14 @@ class Rig:
     async def running(self, **new: object) -> Session:
         """A session that moves its robot."""
         session = await self.sessions.create(replace(NewSession("s", "policy", "memory://", rate=50), **new))  # type: ignore[arg-type]
-        self.robots.append(asyncio.create_task(self._show(self.link)))
+        self.show()
         await self.sessions.start("s")
         await self.until(lambda: self.ticks() > 5)
         return session
+
+    def show(self) -> None:
+        """A robot begins to show and tell."""
+        self.robots.append(asyncio.create_task(self._show(self.link)))
 
     def ticks(self) -> int:
         drive = self.session.drive

@@ -1,0 +1,174 @@
+"""Who may command: one controller per robot, nobody in a dry run, and a shadow never."""
+
+import asyncio
+import threading
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from jaxmodels import Requirements
+from service.errors import RobotTaken
+from service.request import NewSession
+from service.safety.lease import Leases, robot_of
+from service.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
+from service.session import Session
+from service.stage import Stage
+from service.tap import Tick
+
+
+class Onlooker:
+    """A tap that keeps all it is told, or fails."""
+
+    def __init__(self, failure: Exception | None = None):
+        self.cameras: list[str] = []
+        self.plans: list[tuple[int, ...]] = []
+        self.ticks: list[Tick] = []
+        self._failure = failure
+
+    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        self.cameras.append(camera)
+
+    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        assert seen_at <= at
+        self.plans.append(chunk.shape)
+
+    def ticked(self, tick: Tick) -> None:
+        self.ticks.append(tick)
+        if self._failure is not None:
+            raise self._failure
+
+
+def requirements(**changes: object) -> Requirements:
+    return Requirements(**{**vars(SO100_REQUIREMENTS), **changes})
+
+
+async def test_a_tap_looks_on_from_before_the_rooms_until_it_is_taken_off(rig) -> None:
+    rig.transport.gate = gate = asyncio.Event()
+    creating = asyncio.create_task(rig.sessions.create(NewSession("s", "policy", "memory://", rate=50)))
+    await rig.until(lambda: bool(rig.sessions.list()))
+    onlooker = Onlooker()
+    assert rig.session.drive is None
+    detach = rig.session.attach(onlooker)
+    gate.set()
+    await creating
+    rig.show()
+    await rig.sessions.start("s")
+    await rig.until(lambda: len(onlooker.plans) > 1)
+    assert set(onlooker.cameras) == {"front"}
+    assert onlooker.plans[0] == (20, 6)
+    sent = [tick for tick in onlooker.ticks if tick.command is not None]
+    assert all(tick.is_sent and tick.pose is not None for tick in sent)
+    detach()
+    detach()
+    count = len(onlooker.ticks)
+    sent_so_far = len(rig.link.sent)
+    await rig.until(lambda: len(rig.link.sent) > sent_so_far + 3)
+    assert len(onlooker.ticks) == count
+
+
+async def test_a_tap_that_fails_is_taken_off_and_the_robot_moves_on(rig, caplog) -> None:
+    session = await rig.running()
+    onlooker, broken = Onlooker(), Onlooker(ValueError("disk"))
+    session.attach(broken)
+    session.attach(onlooker)
+    await rig.until(lambda: len(onlooker.ticks) > 5)
+    assert len(broken.ticks) == 1
+    assert session.stage is Stage.RUNNING
+    assert "Onlooker failed and looks on no more" in caplog.text
+
+
+async def test_a_dry_run_does_everything_but_send(rig) -> None:
+    session = await rig.running(dry_run=True)
+    onlooker = Onlooker()
+    session.attach(onlooker)
+    await rig.until(lambda: len(onlooker.ticks) > 5)
+    await rig.sessions.emergency_stop("a test", "s")
+    await rig.until(lambda: session.drive.control.is_idle)
+    assert rig.link.sent == [], "holds are not sent either"
+    assert not any(tick.is_sent for tick in onlooker.ticks)
+    stats = rig.stats
+    assert stats["dry_run"] is True
+    assert (stats["commands_sent"], stats["commands_refused"], stats["last_command"]) == (0, 0, {})
+    assert stats["commands_withheld"] == session.drive.commands_withheld > 5
+    assert stats["inference_count"] > 0
+
+
+async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig) -> None:
+    rig.policies["shadow"] = ScriptedPolicy(step=0.3, commit="c0ffee")
+    session = await rig.running(shadow_policy_path="shadow")
+    await rig.until(lambda: rig.stats["shadow"]["compared"] >= 2)
+    shadow = rig.stats["shadow"]
+    assert (shadow["policy_path"], shadow["commit"], shadow["errors"]) == ("shadow", "c0ffee", 0)
+    # 0.2 per action apart, over 20 actions: 2.1 in the mean, 4 at the end.
+    assert shadow["difference"]["Jaw"] == {"mean": pytest.approx(2.1, abs=0.01), "max": pytest.approx(4.0, abs=0.01)}
+    assert shadow["inference_ms"]["p50"] >= 0
+    assert "device" not in rig.policies["shadow"].threads
+    assert rig.policies["policy"].threads == {"device"}
+    assert max(one.values["Rotation"] for one in rig.link.sent) < 1 + 20 * 0.15, "only the first policy moved it"
+    assert asdict(session.status())["policy_path"] == "policy"
+
+
+async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) -> None:
+    hang = threading.Event()
+    nonsense = [ValueError("x"), np.zeros(3), np.full((1, 20, 6), np.nan, np.float32)]
+    rig.policies["shadow"] = ScriptedPolicy(failures=[*nonsense, hang])
+    session = await rig.running(shadow_policy_path="shadow")
+    try:
+        await rig.until(lambda: rig.stats["shadow"]["skipped"] >= 2, within=10)
+        shadow = rig.stats["shadow"]
+        assert (shadow["errors"], shadow["compared"], shadow["difference"]) == (3, 0, {})
+        assert "not finite" in shadow["last_error"]
+        assert (session.stage, rig.stats["hold"]) == (Stage.RUNNING, None)
+        await rig.sessions.delete("s")
+    finally:
+        hang.set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"action": 5, "state": 5}, "actions have 5"), ({"cameras": {"wrist": (4, 4)}}, "'wrist'"), ({"rate": 7}, "7")],
+)
+async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
+    rig.policies["shadow"] = ScriptedPolicy(requirements(**changes))
+    await rig.running(shadow_policy_path="shadow")
+    await rig.until(lambda: rig.stats["inference_count"] > 1)
+    shadow = rig.stats["shadow"]
+    assert (shadow["compared"], shadow["errors"], rig.policies["shadow"].acted) == (0, 0, 0)
+    assert word in shadow["last_error"]
+
+
+def _session(rig, leases: Leases, name: str) -> Session:
+    return Session(
+        NewSession(name, "policy", "memory://", workspace_id="w"),
+        transport=rig.transport,
+        engine=rig.sessions.engine,
+        load=rig.load,
+        settings=rig.sessions.settings,
+        leases=leases,
+    )
+
+
+async def test_a_robot_is_commanded_by_one_session_and_given_back_however_that_ends(rig) -> None:
+    leases = Leases()
+    robot = robot_of("memory://", "w", "one-joint-output")
+    blocker = _session(rig, leases, "two")
+    await blocker.ready()
+    leases.take(robot, blocker)
+    refused = _session(rig, leases, "one")
+    with pytest.raises(RobotTaken, match="session 'two' commands"):
+        await refused.ready()
+    leases.release(robot, blocker)
+    ended = _session(rig, leases, "one")
+    await ended.ready()
+    assert leases.holder(robot) is ended
+    for session in (ended, blocker):
+        session.begin_end()
+        assert await session.end()
+    assert leases.holder(robot) is None
+    rig.policies.clear()
+    failed = _session(rig, leases, "one")
+    with pytest.raises(Exception, match="nothing at policy"):
+        await failed.ready()
+    assert failed.is_over
+    assert leases.holder(robot) is None
