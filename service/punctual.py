@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import re
 import time
 from typing import Any, cast
 
-from sanic.exceptions import RequestTimeout
+from sanic.exceptions import BadRequest, RequestTimeout
 from sanic.http import Http, Stage
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 
@@ -14,6 +15,7 @@ from service.limits import Connections
 log = logging.getLogger(__name__)
 
 HEAD_LIMIT = 8192  # bytes of a request's first line and headers
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
 _LEAST_READ = 32_768
@@ -32,6 +34,20 @@ class _Http(Http):
     def init_for_request(self) -> None:
         super().init_for_request()
         cast(PunctualProtocol, self.protocol).next_request(bool(self.recv_buffer))
+
+    async def http1_request_header(self) -> None:
+        await super().http1_request_header()
+        # "Content-Length : 5" is no such header to Sanic, but it is to others: they would see another request's end.
+        if not all(_NAME.fullmatch(name) for name in self.request.headers):
+            raise BadRequest("Bad Request")
+
+    def create_empty_request(self) -> None:
+        try:
+            super().create_empty_request()
+        except BadRequest:
+            # It stands in for a request whose URL could not be parsed, and would not be parsed either: no answer at all.
+            self.url = None
+            super().create_empty_request()
 
 
 class PunctualProtocol(WebSocketProtocol):
