@@ -11,24 +11,31 @@ from service.routes.context import Request
 from service.routes.ownership import session_of
 from service.routes.reason import REASON, reason_of
 from service.routes.route import Route
-from service.sessions import Listed
+from service.sessions import Listed, Sessions
 
 log = logging.getLogger(__name__)
 
 
 async def start_inference(request: Request, session_id: str) -> HTTPResponse:
     """Let the policy move the robot, as soon as every camera and every joint is fresh."""
-    return _moved("Inference started", await request.app.ctx.sessions.start(session_of(request, session_id).id))
+    sessions = request.app.ctx.sessions
+    return _moved(sessions, "Inference started", await sessions.start(session_of(request, session_id).id))
 
 
 async def stop_inference(request: Request, session_id: str) -> HTTPResponse:
     """Hold the robot where it is."""
-    return _moved("Inference stopped", await request.app.ctx.sessions.stop(session_of(request, session_id).id))
+    sessions = request.app.ctx.sessions
+    return _moved(sessions, "Inference stopped", await sessions.stop(session_of(request, session_id).id))
 
 
 async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
-    """Stop and start in one: plans and failures of before are forgotten."""
-    return _moved("Inference restarted", await request.app.ctx.sessions.restart(session_of(request, session_id).id))
+    """Stop and start in one: plans and failures of before are forgotten.
+
+    One that is interrupted, because its server ended, loads its policy and joins its rooms anew; it is `ready` then and
+    waits for its start.
+    """
+    sessions = request.app.ctx.sessions
+    return _moved(sessions, "Inference restarted", await sessions.restart(session_of(request, session_id).id))
 
 
 async def emergency_stop_session(request: Request, session_id: str) -> HTTPResponse:
@@ -37,15 +44,15 @@ async def emergency_stop_session(request: Request, session_id: str) -> HTTPRespo
     The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, whatever the key's role, and whosever
     the session is, the stop happens.
     """
-    await request.app.ctx.sessions.emergency_stop(reason_of(request.body), session_id)
+    sessions = request.app.ctx.sessions
+    await sessions.emergency_stop(reason_of(request.body), session_id)
     log.warning("emergency stop of session %s by %s", session_id, caller_of(request).name)
-    return answer({"message": f"Emergency stop of session {session_id}", "stopped": [session_id]})
+    return answer({"message": f"Emergency stop of session {session_id}", "stopped": [session_id], **sessions.caveat()})
 
 
-def _moved(what: str, session: Listed) -> HTTPResponse:
-    return answer(
-        {"message": f"{what} for session {session.id}", "session_id": session.id, "status": str(session.stage)}
-    )
+def _moved(sessions: Sessions, what: str, session: Listed) -> HTTPResponse:
+    message = f"{what} for session {session.id}"
+    return answer({"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()})
 
 
 ROUTES = (
@@ -59,7 +66,17 @@ ROUTES = (
             errors=(404, 409),
             role=Role.OPERATOR,
         )
-        for move, handler in (("start", start_inference), ("stop", stop_inference), ("restart", restart_inference))
+        for move, handler in (("start", start_inference), ("stop", stop_inference))
+    ),
+    Route(
+        "POST",
+        "/sessions/{session_id}/restart",
+        restart_inference,
+        "Control",
+        is_specified=True,
+        errors=(404, 409, 429, 500, 502),
+        is_patient=True,
+        role=Role.OPERATOR,
     ),
     Route(
         "POST",

@@ -44,18 +44,20 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, and whatever the key's role, the stop
     happens, for the sessions of others too; `stopped` names those that the caller may see.
     """
-    stopped = await request.app.ctx.sessions.emergency_stop(reason_of(request.body))
+    sessions = request.app.ctx.sessions
+    stopped = await sessions.emergency_stop(reason_of(request.body))
     own = {session.id for session in sessions_of(request)}
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
-    return answer(
-        {"message": f"Emergency stop of {len(stopped)} sessions", "stopped": [one for one in stopped if one in own]}
-    )
+    message = f"Emergency stop of {len(stopped)} sessions"
+    return answer({"message": message, "stopped": [one for one in stopped if one in own], **sessions.caveat()})
 
 
 async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
     """Take the latch of an emergency stop off; nothing moves by it."""
-    session = await request.app.ctx.sessions.reset(session_of(request, session_id).id)
-    return answer({"message": f"Session {session.id} reset", "session_id": session.id, "status": str(session.stage)})
+    sessions = request.app.ctx.sessions
+    session = await sessions.reset(session_of(request, session_id).id)
+    message = f"Session {session.id} reset"
+    return answer({"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()})
 
 
 async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:

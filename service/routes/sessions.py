@@ -77,8 +77,9 @@ async def get_session_status(request: Request, session_id: str) -> HTTPResponse:
 
 async def delete_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop the robot, leave the rooms, remove those that the session made."""
-    await request.app.ctx.sessions.delete(session_of(request, session_id).id)
-    return answer({"message": f"Session {session_id} deleted"})
+    sessions = request.app.ctx.sessions
+    await sessions.delete(session_of(request, session_id).id)
+    return answer({"message": f"Session {session_id} deleted", **sessions.caveat()})
 
 
 def _check_id(request: Request, caller: Caller, session_id: str) -> None:
@@ -107,7 +108,7 @@ ROUTES = (
         is_specified=True,
         body=NewSessionRequest,
         specified_body=CreateSessionRequest,
-        errors=(409, 429, 500, 502),
+        errors=(409, 429, 500, 502, 503),
         is_patient=True,
         role=Role.OPERATOR,
     ),
