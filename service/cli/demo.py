@@ -32,6 +32,9 @@ def demo(
     require: Annotated[
         int | None, typer.Option(min=0, help="Cubes that must be lifted, else exit 1; default: 80 % of the episodes.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Folder to record into: an MCAP file, and a LeRobotDataset made of it.")
+    ] = None,
 ) -> None:
     """Start the server, its rooms and a simulated SO-100 arm, and watch it pick up cubes.
 
@@ -44,7 +47,8 @@ def demo(
 
     wanted = math.ceil(PASS_SHARE * episodes) if require is None else require
     try:
-        lifted = asyncio.run(_watch(str(policy.resolve()), episodes, seed, port, headless or not sys.stdout.isatty()))
+        is_plain = headless or not sys.stdout.isatty()
+        lifted = asyncio.run(_watch(str(policy.resolve()), episodes, seed, port, is_plain, record))
     except KeyboardInterrupt:
         typer.echo("ended; server and arm are stopped")
         return
@@ -56,7 +60,7 @@ def demo(
         raise typer.Exit(1)
 
 
-async def _watch(policy: str, episodes: int, seed: int, port: int, is_plain: bool) -> int:
+async def _watch(policy: str, episodes: int, seed: int, port: int, is_plain: bool, record: Path | None) -> int:
     from rich.console import Console
     from rich.live import Live
 
@@ -65,7 +69,7 @@ async def _watch(policy: str, episodes: int, seed: int, port: int, is_plain: boo
 
     console = Console()
     console.print("starting the server ...")
-    async with show(policy, port=port) as running:
+    async with show(policy, port=port, recordings=record) as running:
         console.print(f"server: {running.request.url}   making the session: loading and compiling ...")
         console.print(f"watch it, and stop it: [bold]{running.request.page}[/bold]", soft_wrap=True, highlight=False)
         await running.create_session()
@@ -87,6 +91,14 @@ async def _watch(policy: str, episodes: int, seed: int, port: int, is_plain: boo
             for name, value in facts(view):
                 console.print(f"{name}: {value}", highlight=False)
         console.print(f"[bold]{view.score}[/bold]", highlight=False)
+        if record is not None:
+            console.print("finishing the recording ...")
+            made = await running.recorded()
+            file = record / f"{made['name']}.mcap"
+            dataset = (
+                f"; dataset: {file.with_suffix('')}" if made["dataset"] == "ready" else "; no dataset could be made"
+            )
+            console.print(f"recording: {file}{dataset}", soft_wrap=True, highlight=False, markup=False)
         return view.score.lifted
 
 

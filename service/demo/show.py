@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -46,6 +47,7 @@ class Request:
 
     url: str
     policy: str
+    is_recorded: bool = False
 
     @property
     def page(self) -> str:
@@ -58,7 +60,7 @@ class Request:
             "policy_path": self.policy,
             "transport_server_url": self.url,
             "camera_names": [CAMERA],
-        }
+        } | ({"record": True} if self.is_recorded else {})
 
     def curl(self) -> list[str]:
         """Lines a person can type to do what the demo did."""
@@ -136,6 +138,25 @@ class Show:
             finally:
                 listening.cancel()
 
+    async def recorded(self) -> Mapping[str, Any]:
+        """Ends the session; returns its recording when a dataset was made of it, or could not be.
+
+        Raises:
+            ShowFailed: it took too long, or there is none.
+        """
+        url = self.request.url
+        try:
+            async with asyncio.timeout(LOADING), self._http.delete(f"{url}/sessions/{SESSION}") as answer:
+                answer.raise_for_status()
+                while True:
+                    async with self._http.get(f"{url}/recordings") as listed:
+                        newest = (await listed.json() or [{}])[0]
+                    if newest.get("state") != "on" and newest.get("dataset") in ("ready", "failed"):
+                        return newest
+                    await asyncio.sleep(0.2)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ShowFailed(f"the recording was not finished: {error or 'it took too long'}") from error
+
     async def _status(self) -> Mapping[str, Any]:
         try:
             async with self._http.get(f"{self.request.url}/sessions/{SESSION}") as answer:
@@ -147,8 +168,11 @@ class Show:
 
 
 @asynccontextmanager
-async def show(policy: str, *, port: int = 0) -> AsyncIterator[Show]:
+async def show(policy: str, *, port: int = 0, recordings: Path | None = None) -> AsyncIterator[Show]:
     """Starts the server and waits until it answers.
+
+    Args:
+        recordings: a folder to record the session into.
 
     Raises:
         ShowFailed: it did not in time.
@@ -157,17 +181,18 @@ async def show(policy: str, *, port: int = 0) -> AsyncIterator[Show]:
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     timeout = aiohttp.ClientTimeout(total=10)
+    arguments = ("serve", "--host", "127.0.0.1", "--port", str(port), "--state", "off")
+    if recordings is not None:
+        arguments += ("--recordings", str(recordings))
     async with (
         aiohttp.ClientSession(timeout=timeout, trust_env=False) as http,
-        child(
-            "the server", "service.cli", "serve", "--host", "127.0.0.1", "--port", str(port), "--state", "off"
-        ) as server,
+        child("the server", "service.cli", *arguments) as server,
     ):
         # Nobody reads its standard output; a full pipe would stop it.
         draining = asyncio.create_task(_drain(server))
         try:
             await wait_until_up(http, url, server)
-            yield Show(Request(url, policy), http, server)
+            yield Show(Request(url, policy, recordings is not None), http, server)
         finally:
             draining.cancel()
 
