@@ -286,13 +286,18 @@ class Engine:
         self._asked += 1
         self._idle.clear()
         job = self._worker.submit(act)
+        paused = 0.0
         try:
             while not job.outcome.done():
+                looked_at = time.monotonic()
                 begun = job.submitted if job.started is None else job.started
-                left = begun + self.stuck_after - time.monotonic()
                 # A job that waits behind a stuck one is not stuck itself: look again after a while.
-                await asyncio.wait([job.outcome], timeout=max(left, self.stuck_after / 10))
-                over = job.started is not None and time.monotonic() - job.started >= self.stuck_after
+                patience = max(begun + paused + self.stuck_after - looked_at, self.stuck_after / 10)
+                await asyncio.wait([job.outcome], timeout=patience)
+                late = time.monotonic() - looked_at - patience
+                if late > self.stuck_after / 10:
+                    paused += late  # this whole process stood still, and the job with it
+                over = job.started is not None and time.monotonic() - job.started - paused >= self.stuck_after
                 if over and not job.outcome.done() and self._worker.abandon(job):
                     logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
                     raise InferenceStuck(f"inference did not return in {self.stuck_after:g} s")

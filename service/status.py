@@ -97,6 +97,7 @@ def _stops(session: About, drive: Drive | None, now: float) -> dict[str, object]
         "commands_withheld": drive.commands_withheld if drive else 0,
         "shadow": drive.shadow.figures() if drive and drive.shadow else None,
         "watch": drive.watch(now) if drive else None,
+        "warnings": drive.watchdog.warnings(now) if drive else {},
     }
 
 
@@ -160,6 +161,7 @@ def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
         "joints_clamped": buffer.clamped,
         "inputs_dropped": buffer.dropped.by_reason(),
         "measured_joints": buffer.measured(),
+        "safety": control.guard.stats(),
         # What went out.
         "rate": control.pace.rate,
         "action_rate": control.pace.action_rate,

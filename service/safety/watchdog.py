@@ -114,7 +114,7 @@ class Watchdog:
         # An answer that comes while its chunk still covers the present is of use, however slow it was.
         self.slow_after = max(patience.slow * executed, covered)
         self.frozen: set[str] = set()
-        self._begun_at = 0.0
+        self._begun_at = self._resumed_at = 0.0
         self._looked_at: float | None = None
         self._since: dict[str, float] = {}
         self._pictures: dict[str, _Still] = {}
@@ -122,7 +122,7 @@ class Watchdog:
 
     def begin(self, now: float) -> None:
         """The robot begins to move, or begins anew: nothing of before counts."""
-        self._begun_at = now
+        self._begun_at = self._resumed_at = now
         self._looked_at = None
         self._since.clear()
         self._bad.clear()
@@ -135,6 +135,15 @@ class Watchdog:
             self.frozen.discard(camera)
         elif now - still.since >= self.patience.frozen_after:
             self.frozen.add(camera)
+
+    def warnings(self, now: float) -> dict[str, str]:
+        """Code to text of what is odd and holds nothing."""
+        if not self.frozen:
+            return {}
+        names = ", ".join(
+            f"{camera!r} for {now - self._pictures[camera].since:.1f} s" for camera in sorted(self.frozen)
+        )
+        return {"camera_frozen": f"camera {names}: the same picture"}
 
     def bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
         """Joint values came that cannot be used; a reason to stop when they are too many."""
@@ -174,19 +183,31 @@ class Watchdog:
     def _holds(self, now: float, looked: Looked) -> dict[str, str]:
         patience = self.patience
         holds = {}
-        if self._looked_at is not None and now - self._looked_at > patience.frame_age:
-            # Whatever was planned before is not for a robot that went on without us.
-            holds["paused"] = f"this process did nothing for {now - self._looked_at:.2f} s"
-        if looked.asked_at is not None and now - looked.asked_at > self.slow_after:
-            holds["inference_slow"] = (
-                f"an inference runs for {now - looked.asked_at:.2f} s, limit {self.slow_after:.2f} s"
-            )
+        pause = 0.0 if self._looked_at is None else now - self._looked_at
+        if pause > patience.frame_age:
+            self._resumed_at = now
+            if not self._dark(now, looked):
+                # Whatever was planned before is not for a robot that went on without us. (A camera that is stale holds
+                # by itself, and one pause is one hold.)
+                holds["paused"] = f"this process did nothing for {pause:.2f} s"
+        if looked.asked_at is not None:
+            ran = now - max(looked.asked_at, self._resumed_at)
+            if ran > self.slow_after:
+                holds["inference_slow"] = f"an inference runs for {ran:.2f} s, limit {self.slow_after:.2f} s"
         seen_at = looked.chunk_seen_at
         if patience.action_age is not None and seen_at is not None and now - seen_at > patience.action_age:
             holds["action_stale"] = (
                 f"the actions belong to what was seen {now - seen_at:.2f} s ago, limit {patience.action_age:g} s"
             )
         return holds
+
+    def _dark(self, now: float, looked: Looked) -> dict[str, float]:
+        """Cameras whose newest frame is too old, and since when they have shown nothing."""
+        return {
+            camera: max(self._begun_at, seen_at or self._begun_at)
+            for camera, seen_at in looked.seen_at.items()
+            if seen_at is None or now - seen_at > self.patience.frame_age
+        }
 
     def _blindness(self, now: float, looked: Looked) -> tuple[str | None, str, float]:
         """The oldest reason not to see, feel or reach the robot: code, text, and since when."""
@@ -196,11 +217,7 @@ class Watchdog:
             reasons["link_lost"] = (text, self._since.setdefault("link_lost", now))
         else:
             self._since.pop("link_lost", None)
-        dark = {
-            camera: max(self._begun_at, seen_at or self._begun_at)
-            for camera, seen_at in looked.seen_at.items()
-            if seen_at is None or now - seen_at > self.patience.frame_age
-        }
+        dark = self._dark(now, looked)
         if dark:
             names = ", ".join(map(repr, sorted(dark)))
             code = "camera_stale" if all(looked.seen_at[camera] is not None for camera in dark) else "camera_missing"

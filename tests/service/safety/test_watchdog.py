@@ -136,3 +136,22 @@ def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
     stop = dog.look(2.0, Looked({"front": 2.0})).stop
     assert stop is not None
     assert str(stop).startswith("camera_frozen: camera 'front'")
+
+
+def test_a_pause_is_one_hold_whatever_waited_meanwhile() -> None:
+    dog = watchdog()
+    walk(dog, 1.0, seen_at={"front": 1.0}, asked_at=0.9)
+    stale = dog.look(3.0, Looked({"front": 1.0}, asked_at=0.9))
+    assert stale.holds == {}, "the stale camera holds already"
+    walk(dog, 3.1, 3.02, seen_at={"front": 3.0}, asked_at=0.9)
+    assert dog.look(5.0, Looked({"front": 4.99}, asked_at=0.9)).holds.keys() == {"paused"}
+    assert dog.look(5.02, Looked({"front": 5.0}, asked_at=0.9)).holds == {}
+
+
+def test_a_frozen_camera_is_a_warning_with_its_code() -> None:
+    dog = watchdog()
+    for second in (0.0, 1.0, 2.0):
+        dog.frame("front", np.zeros((4, 4, 3), np.uint8), second)
+    assert dog.warnings(2.5) == {"camera_frozen": "camera 'front' for 2.5 s: the same picture"}
+    dog.frame("front", np.ones((4, 4, 3), np.uint8), 2.6)
+    assert dog.warnings(2.7) == {}
