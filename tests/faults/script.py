@@ -108,3 +108,8 @@ def load(
     if not (Path(path) / FILE).is_file():
         raise CheckpointError(f"no {FILE} in {Path(path).name!r}")
     return FollowedPolicy(Path(path))
+
+
+def read(path: str, revision: str | None) -> Requirements:
+    """What such a policy needs."""
+    return REQUIREMENTS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import service.app
 from service.cli.commands import main
-from tests.faults.script import load
+from tests.faults.script import load, read
 
 
 def set_wrong(file: Path) -> None:
@@ -27,5 +27,5 @@ def set_wrong(file: Path) -> None:
 if __name__ == "__main__":
     if os.environ.get("FAULTS_CLOCK"):
         set_wrong(Path(os.environ["FAULTS_CLOCK"]))
-    service.app.create_app = partial(service.app.create_app, load=load)
+    service.app.create_app = partial(service.app.create_app, load=load, read_requirements=read)
     main()

@@ -1,0 +1,351 @@
+"""Does the arm of the demo hold, go on and lift its cube when something breaks in the middle of every episode?
+
+    python benchmarks/demo_with_faults.py                     # 20 cubes; exit 1 when fewer than 15 are lifted
+
+Real processes: the server, a rooms server, and a gateway, which is what of the robot is in the rooms; the simulated
+arm itself lives here and keeps its last target when its gateway dies, as a real one does. In the middle of each
+episode, in turn:
+
+- F3: the camera stalls for 2 s;
+- F1: the rooms server is killed and is back 3 s later, at the same port;
+- F5: the gateway is killed, and another one comes.
+
+It is checked that the arm stands during each fault and moves on after it. Ticks in which it stands do not count as
+part of the episode, which else is the demo's: ``robojax demo``.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from service.demo.arm import HOME, HORIZON, RATE
+from service.demo.collect import CAMERA, FRAME
+from service.demo.robot import PERIOD, SETTLE, Body, Clock, Sessions
+from service.demo.units import JOINTS, to_wire
+from service.transport.base import Rooms
+from service.transport.pace import Pace
+from service.transport.robot import connect_robot
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "demo_with_faults.json"
+POLICY = ROOT / "service" / "demo" / "policy"
+SESSION = "demo-arm"
+FAULTS = ("F3", "F1", "F5")
+WANTED = 0.75  # of the cubes
+PATIENCE = 40.0  # seconds of standing that end an episode
+DRIVEN = 0.25  # seconds without a command after which the arm is not being driven
+HEADER = struct.Struct("<I6d")
+
+
+# The gateway: a process with pipes to the arm.
+
+
+async def gateway(url: str, rooms: Rooms) -> None:
+    """Pictures and joints from standard input to the rooms, commands to standard output as lines of JSON."""
+
+    def obey(values: Mapping[str, float], seen_at: float) -> None:
+        sys.stdout.write(json.dumps({"at": seen_at, "values": dict(values)}) + "\n")
+        sys.stdout.flush()
+
+    reader = asyncio.StreamReader(limit=1 << 22)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    pace = Pace(retry_first=0.1, retry_longest=0.5, greet=0.1)
+    async with connect_robot(url, rooms, on_command=obey, rate=RATE, pace=pace) as robot:
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                size, *joints = HEADER.unpack(await reader.readexactly(HEADER.size))
+                if size:
+                    picture = np.frombuffer(await reader.readexactly(size), np.uint8)
+                    robot.show(CAMERA, picture.reshape(*FRAME, 3))
+                robot.send_joints(dict(zip(JOINTS, joints, strict=True)))
+
+
+class Gateway:
+    """The arm's side of it."""
+
+    def __init__(self, url: str, rooms: Rooms):
+        self._url, self._rooms = url, rooms
+        self._process: asyncio.subprocess.Process | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self.target: dict[str, float] = {}
+        self.commanded_at = self.moved_at = 0.0
+        self.commands = 0
+
+    async def start(self) -> None:
+        places = json.dumps(asdict(self._rooms) | {"cameras": dict(self._rooms.cameras)})
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            __file__,
+            "--gateway",
+            self._url,
+            places,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self._listening = asyncio.create_task(self._listen(self._process))
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            told = json.loads(line)
+            before = dict(self.target)
+            self.target.update(told["values"])
+            self.commanded_at = time.monotonic()
+            self.commands += 1
+            if any(abs(self.target[joint] - before.get(joint, 1e9)) > 1e-6 for joint in self.target):
+                self.moved_at = self.commanded_at
+
+    def send(self, pose: np.ndarray, picture: np.ndarray | None) -> None:
+        process = self._process
+        if process is None or process.returncode is not None or process.stdin is None or process.stdin.is_closing():
+            return
+        data = b"" if picture is None else np.ascontiguousarray(picture).tobytes()
+        process.stdin.write(HEADER.pack(len(data), *pose.tolist()) + data)
+
+    async def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+        if self._listening is not None:
+            self._listening.cancel()
+
+
+# Faults.
+
+
+class RoomsServer:
+    """``robojax transport`` on one port, killed and started again."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        port = self.url.rsplit(":", 1)[1] if self.url else "0"
+        arguments = ("-m", "service.cli", "transport", "--port", port)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=_environment(), cwd=ROOT
+        )
+        self.url = await _url_of(self._process)
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+@dataclass
+class Fault:
+    """What was done when, and what came of it; seconds.
+
+    Attributes:
+        tick: of the episode, when it happened.
+        moved_on: until the last new target came.
+        stood: from the fault to the first new target after it.
+        hold, status: as the session told them meanwhile.
+        is_still: whether no new target came between a second after the fault and the end of its cause.
+    """
+
+    kind: str
+    tick: int
+    moved_on: float = 0.0
+    stood: float = 0.0
+    hold: str | None = None
+    status: str = ""
+    is_still: bool = True
+
+
+class Show:
+    """Plays episodes in which something breaks."""
+
+    def __init__(self, body: Body, sessions: Sessions, gateway: Gateway, rooms: RoomsServer):
+        self._body, self._sessions, self._gateway, self._rooms = body, sessions, gateway, rooms
+        self._is_blind = False
+
+    async def play(self, seed: int, kind: str, moment: random.Random) -> dict[str, Any]:
+        await self._body.reset(seed)
+        home, clock = to_wire(HOME), Clock()
+        self._gateway.target.clear()
+        for _ in range(SETTLE):
+            await self._tick(home)
+            await clock.next()
+        starting = asyncio.create_task(self._sessions.post("start"))
+        while not starting.done():
+            await self._tick(home)
+            await clock.next()
+        starting.result()
+        began, ticks, stood = self._gateway.commands, 0, 0.0
+        at = moment.randrange(HORIZON * 3 // 10, HORIZON * 7 // 10)
+        fault: Fault | None = None
+        breaking: asyncio.Task[None] | None = None
+        while ticks < HORIZON and stood < PATIENCE:
+            target = home
+            if self._gateway.commands > began and len(self._gateway.target) == len(JOINTS):
+                target = np.array([self._gateway.target[joint] for joint in JOINTS])
+            await self._tick(target)
+            await clock.next()
+            is_driven = time.monotonic() - self._gateway.commanded_at < DRIVEN and self._gateway.commands > began
+            ticks += is_driven
+            stood = 0.0 if is_driven else stood + PERIOD
+            if ticks == at and fault is None:
+                fault = Fault(kind, ticks)
+                breaking = asyncio.create_task(self._break(fault))
+        assert fault is not None, "the arm was never driven to the middle of its episode"
+        assert breaking is not None
+        await breaking
+        lifted = await self._body.is_lifted()
+        await self._sessions.post("stop")
+        return {"seed": seed, "lifted": lifted, "ticks": ticks, **asdict(fault)}
+
+    async def _tick(self, target: np.ndarray) -> None:
+        pose, picture = await self._body.tick(target)
+        self._gateway.send(pose, None if self._is_blind else picture)
+
+    async def _break(self, fault: Fault) -> None:
+        began = time.monotonic()
+        if fault.kind == "F3":
+            self._is_blind = True
+        elif fault.kind == "F1":
+            await self._rooms.kill()
+        else:
+            await self._gateway.kill()
+        looked: dict[str, Any] = {}
+        until = began + (3.0 if fault.kind == "F1" else 2.0)
+        last = self._gateway.moved_at
+        while time.monotonic() < until:
+            await asyncio.sleep(0.05)
+            if time.monotonic() < began + 1:
+                last = self._gateway.moved_at
+            if time.monotonic() < until - 0.2:
+                looked = await self._sessions.status()
+        fault.is_still = self._gateway.moved_at == last
+        fault.moved_on = round(max(last - began, 0.0), 3)
+        fault.hold, fault.status = looked["stats"]["hold_code"], looked["status"]
+        ended = time.monotonic()
+        if fault.kind == "F3":
+            self._is_blind = False
+        elif fault.kind == "F1":
+            await self._rooms.start()
+        else:
+            await self._gateway.start()
+        while self._gateway.moved_at < ended and time.monotonic() < ended + PATIENCE:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        fault.stood = round(time.monotonic() - began, 2)
+
+
+# The processes.
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[str]:
+    arguments = ("-m", "service.cli", "serve", "--port", "0", "--state", "off")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=_environment(), cwd=ROOT
+    )
+    try:
+        yield await _url_of(process)
+    finally:
+        process.terminate()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 6)
+        if process.returncode is None:
+            process.kill()
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONUNBUFFERED": "1"}
+
+
+async def _url_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        while line := (await process.stdout.readline()).decode():
+            for word in line.split():
+                if word.startswith("http://"):
+                    return word.rstrip(".")
+    raise RuntimeError("a process ended before it told where it is")
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        timeout = aiohttp.ClientTimeout(total=300)
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, trust_env=False))
+        url = await stack.enter_async_context(server())
+        rooms = RoomsServer()
+        await rooms.start()
+        stack.push_async_callback(rooms.kill)
+        body = {
+            "session_id": SESSION,
+            "policy_path": str(options.policy),
+            "transport_server_url": rooms.url,
+            "camera_names": [CAMERA],
+        }
+        async with http.post(f"{url}/sessions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+        sessions = Sessions(http, url, SESSION)
+        gateway = Gateway(rooms.url, await sessions.rooms())
+        await gateway.start()
+        stack.push_async_callback(gateway.kill)
+        arm = Body()
+        stack.push_async_callback(arm.close)
+        show, moment, episodes = Show(arm, sessions, gateway, rooms), random.Random(options.seed), []
+        for number in range(options.episodes):
+            kind = FAULTS[number % len(FAULTS)]
+            episode = await show.play(options.seed + number, kind, moment)
+            episodes.append(episode)
+            print(
+                f"cube {number + 1:>2} (seed {episode['seed']}): {kind} at tick {episode['tick']}: held as "
+                f"{episode['hold']} ({episode['status']}), moved on {episode['moved_on']:.2f} s, stood "
+                f"{episode['stood']:.1f} s{'' if episode['is_still'] else ', NOT STILL'}: "
+                f"{'lifted' if episode['lifted'] else 'missed'}",
+                flush=True,
+            )
+    lifted = sum(episode["lifted"] for episode in episodes)
+    wanted = int(WANTED * options.episodes)
+    return {
+        "question": "does the arm hold, go on and lift its cube when something breaks in the middle of the episode?",
+        "command": "python benchmarks/demo_with_faults.py",
+        "lifted": lifted,
+        "of": options.episodes,
+        "wanted": wanted,
+        "is_met": lifted >= wanted and all(episode["is_still"] and episode["hold"] for episode in episodes),
+        "episodes": episodes,
+    }
+
+
+def main() -> int:
+    if len(sys.argv) > 1 and sys.argv[1] == "--gateway":
+        asyncio.run(gateway(sys.argv[2], Rooms(**json.loads(sys.argv[3]))))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=5000, help="of the first cube, and of the moments")
+    parser.add_argument("--policy", type=Path, default=POLICY)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = asyncio.run(run(options))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{result['lifted']} of {result['of']} lifted, wanted {result['wanted']}")
+    return 0 if result["is_met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
