@@ -205,13 +205,15 @@ async def assail(host: str, port: int, requests: Iterable[bytes], at_once: int =
     return result
 
 
-async def server_errors(host: str, port: int) -> int:
-    """How many answers of 500 and above the server has counted itself, for clients that did not wait for theirs."""
+async def server_errors(host: str, port: int) -> dict[str, int]:
+    """Answers of 500 and above that the server has counted itself, for clients that did not wait for theirs."""
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    writer.write(b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
     text = (await reader.read()).decode()
     writer.close()
-    return sum(int(float(count)) for count in re.findall(r'status="5\d\d"[^}]*} ([\d.e+]+)', text))
+    assert "robojax_requests_total" in text
+    found = re.findall(r'robojax_requests_total{(.*status="5\d\d")} (.+)', text)
+    return {labels: int(float(count)) for labels, count in found}
 
 
 async def _ask(host: str, port: int, request: bytes) -> str:

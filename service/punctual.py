@@ -45,7 +45,7 @@ class _Http(Http):
         try:
             super().create_empty_request()
         except BadRequest:
-            # It stands in for a request whose URL could not be parsed, and would not be parsed either: no answer at all.
+            # It stands in for a request whose URL could not be parsed, and would not be parsed either.
             self.url = None
             super().create_empty_request()
 

@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from sanic import HTTPResponse
 from sanic.constants import HTTP_METHODS
-from sanic.exceptions import MethodNotAllowed, NotFound, SanicException
+from sanic.exceptions import MethodNotAllowed, NotFound, RequestCancelled, SanicException
 
 from service.errors import ServiceError
 from service.routes.body import InvalidBody
@@ -39,6 +39,7 @@ def install_errors(app: App) -> None:
     app.exception(InvalidBody)(_invalid_body)
     app.exception(ServiceError)(_service_error)
     app.exception(SanicException)(_http_error)
+    app.exception(RequestCancelled)(_left)  # pyright: ignore[reportArgumentType] - a CancelledError, which it takes
     app.exception(Exception)(_unexpected)
 
 
@@ -54,6 +55,11 @@ async def _service_error(request: Request, error: ServiceError) -> HTTPResponse:
         entry = {"loc": list(getattr(error, "loc", ("body",))), "msg": str(error), "type": error.code}
         return answer({"detail": [entry]}, 422)
     return answer({"detail": str(error), "code": error.code}, error.status, error.headers)
+
+
+async def _left(request: Request, error: RequestCancelled) -> HTTPResponse:
+    # Nobody is there to read it, and nothing of ours failed: it only counts, under nginx's number for this.
+    return HTTPResponse(status=499)
 
 
 async def _http_error(request: Request, error: SanicException) -> HTTPResponse:

@@ -103,7 +103,7 @@ async def test_one_connection_too_many_is_told_so_and_the_next_is_let_in_when_on
                 break
             await asyncio.sleep(0.01)
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
         writer.close()
 
@@ -112,7 +112,7 @@ async def test_one_connection_too_many_is_told_so_and_the_next_is_let_in_when_on
 async def test_who_does_not_read_its_answer_is_dropped(requests):
     async with server(big=8 << 20, request_deadline=0.3) as (app, _, address):
         _reader, writer = await asyncio.open_connection(*address, limit=1024)
-        writer.write(b"GET /big HTTP/1.1\r\nhost: a\r\n\r\n" * requests)
+        writer.write(b"GET /big HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * requests)
         for _ in range(500):
             if len(app.config.CONNECTIONS) == 1:
                 break
@@ -127,7 +127,7 @@ async def test_who_does_not_read_its_answer_is_dropped(requests):
 async def test_who_reads_slowly_but_does_read_gets_all_of_it():
     async with server(big=4 << 20, request_deadline=0.2) as (_, _, address):
         reader, writer = await asyncio.open_connection(*address, limit=1024)
-        writer.write(b"GET /big HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET /big HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         count = 0
         while piece := await reader.read(1 << 16):
             count += len(piece)
