@@ -149,12 +149,14 @@ class KeyFile:
         lock = self.path.with_name(f".{self.path.name}.lock")
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            file = open(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600), "w")
+            descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600)
         except OSError as error:
             raise FileUnusable(f"the file of keys {str(self.path)!r} cannot be written: {error.strerror}") from error
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(descriptor)
 
 
 def _entry(key: Key) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def call(
     class Stay(HTTPRedirectHandler):
         """The key is for the server that was named, not for whatever that one points to."""
 
-        def redirect_request(self, *about: Any) -> None:
+        def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
             return None
 
     data = None if body is None else json.dumps(body).encode()

@@ -10,6 +10,7 @@ from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Kind
 from service.transport.base import Inbox, JointValue, Made, Rooms
 from service.transport.connection import Listener, RoomConnection
+from service.transport.credentials import Credentials, NoCredentials
 from service.transport.joint_rooms import JointInput, JointOutput
 from service.transport.membership import JoinRefused
 from service.transport.messages import JointUpdate, Role
@@ -29,6 +30,7 @@ class RoomsTransport:
         ice_servers: STUN and TURN URLs. Empty by default: on a local network they are not needed, and without a
             way to the internet each peer connection would wait five seconds for them.
         destinations: where links may go; None where whoever gives the URLs is trusted.
+        credentials: which key is sent where; none when None.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class RoomsTransport:
         pace: Pace | None = None,
         ice_servers: Sequence[str] = (),
         destinations: Destinations | None = None,
+        credentials: Credentials | None = None,
     ):
         self._pace = pace or Pace()
         self._ice_servers = tuple(ice_servers)
         self._destinations = destinations
+        self._credentials = credentials or NoCredentials()
 
     @asynccontextmanager
     async def connect(
@@ -64,9 +68,9 @@ class RoomsTransport:
             TransportError: the server could not be reached, refused, or does not speak this wire.
         """
         rooms = rooms_of(session_id, cameras, workspace_id)
-        address = Address.parse(url)
+        address, headers = self._credentials.of(Address.parse(url), session_id)
         connector = None if self._destinations is None else await self._destinations.connector(url)
-        async with http_session(connector) as session:
+        async with http_session(connector, headers) as session:
             api = RoomsApi(session, address, self._pace.request)
             link = RoomsLink(rooms, session_id, api, inbox, self._pace, self._ice_servers, made)
             try:
@@ -86,9 +90,10 @@ class RoomsTransport:
             TransportError: the server could not be reached or refused.
         """
         left = []
+        address, headers = self._credentials.of(Address.parse(url), None)
         connector = None if self._destinations is None else await self._destinations.connector(url)
-        async with http_session(connector) as session:
-            api = RoomsApi(session, Address.parse(url), self._pace.request)
+        async with http_session(connector, headers) as session:
+            api = RoomsApi(session, address, self._pace.request)
             for room in rooms:
                 kind = Kind.VIDEO if room in cameras else Kind.ROBOTICS
                 presence = await api.look(kind, workspace_id, room)

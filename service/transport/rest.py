@@ -40,12 +40,30 @@ async def refuse_redirects(
 
 
 @asynccontextmanager
-async def http_session(connector: aiohttp.BaseConnector | None = None) -> AsyncIterator[aiohttp.ClientSession]:
-    """One aiohttp session for one link: no proxies from the environment, no cookies, no redirects."""
+async def http_session(
+    connector: aiohttp.BaseConnector | None = None, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """One aiohttp session for one link: no proxies from the environment, no cookies, no redirects.
+
+    Args:
+        headers: sent with everything, so it is for one server.
+    """
     async with aiohttp.ClientSession(
-        connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), middlewares=(refuse_redirects,)
+        connector=connector,
+        headers=headers,
+        trust_env=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        middlewares=(refuse_redirects,),
     ) as session:
         yield session
+
+
+_REFUSALS = {
+    401: "it wants a key: a robot gives its own, a server has transport_key_file for other servers",
+    403: "the key is of too low a role, or this page may not call; the rooms' own server says which in its log",
+    409: "the room is somebody else's; use another session_id or workspace_id",
+    429: "it has as many rooms as it may, or is asked too often; try again later",
+}
 
 
 def explain(error: Exception, what: str, base: str) -> TransportError:
@@ -61,6 +79,8 @@ def explain(error: Exception, what: str, base: str) -> TransportError:
             f"{what}: cannot connect ({error.strerror or error}); is a transport server running at {base}? "
             "Start one with 'robojax transport', or correct transport_server_url"
         )
+    if isinstance(error, aiohttp.WSServerHandshakeError) and error.status in _REFUSALS:
+        return TransportError(f"{what}: answered {error.status}; {_REFUSALS[error.status]}")
     if isinstance(error, aiohttp.WSServerHandshakeError):
         return TransportError(
             f"{what}: answered {error.status} instead of a WebSocket; "
@@ -137,7 +157,7 @@ class RoomsApi:
             hint = (
                 f"no RobotHub API under {self.address.base}; is its base path right (often /api)?"
                 if response.status in (404, 405)
-                else f"see the log of the server at {self.address.base}"
+                else _REFUSALS.get(response.status, f"see the log of the server at {self.address.base}")
             )
             raise TransportError(f"{what}: answered {response.status}; {hint}")
         try:

@@ -11,6 +11,7 @@ from service.transport.base import EmergencyStop, Rooms
 from service.transport.camera import Camera
 from service.transport.client import running
 from service.transport.connection import RoomConnection
+from service.transport.credentials import headers_of
 from service.transport.messages import EmergencyStop as StopMessage
 from service.transport.messages import JointUpdate, Message, Role
 from service.transport.pace import Pace
@@ -33,6 +34,7 @@ async def connect_robot(
     rate: float = 30.0,
     pace: Pace | None = None,
     ice_servers: Sequence[str] = (),
+    key: str | None = None,
 ) -> AsyncIterator["Robot"]:
     """Join a session's rooms as its robot: producer of the cameras and of joint-input, consumer of joint-output.
 
@@ -47,14 +49,15 @@ async def connect_robot(
         on_emergency_stop: told of every emergency stop of somebody else in any of the rooms.
         name: what the robot's participant ids begin with.
         rate: the most pictures a second that each camera sends.
+        key: an operator's key or token, of the session's owner, where the server wants one. It goes to ``url`` alone.
 
     Raises:
-        InvalidRequest: the URL cannot be used.
+        InvalidRequest: the URL or the key cannot be used.
         TransportError: the server cannot be reached, or a room is unknown or has another robot in it.
     """
     pace = pace or Pace()
     address = Address.parse(url)
-    async with http_session() as session:
+    async with http_session(headers=headers_of(key)) as session:
         robot = Robot(RoomsApi(session, address, pace.request), rooms, name, rate, pace, ice_servers, on_command)
         robot.on_emergency_stop = on_emergency_stop
         try:
