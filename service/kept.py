@@ -25,10 +25,9 @@ class Kept:
 
     async def add(self, room: str) -> None:
         """This room is about to be made: whoever comes after a kill has to know whose it is."""
-        if room in self.record.made or self._is_dropped:
-            return
-        self.record = replace(self.record, made=(*self.record.made, room))
-        self._records.put(self.record)
+        if room not in self.record.made and not self._is_dropped:
+            self.record = replace(self.record, made=(*self.record.made, room))
+            self._records.put(self.record)
         # Rooms that are made again when a link comes back must not wait for a disk to be repaired.
         with suppress(NotKept):
             await self._records.written()

@@ -220,7 +220,7 @@ class SessionRecords:
         try:
             await asyncio.wait_for(written, patience)
         except TimeoutError:
-            self.trouble = self.trouble or f"the disk of the state folder has not answered for {patience:g} s"
+            self.trouble = self.trouble or f"the disk of the server's state folder has not answered for {patience:g} s"
             raise NotKept(f"{self.trouble}; try again when it does") from None
 
     async def close(self) -> None:
@@ -261,8 +261,12 @@ class SessionRecords:
                 self._noted = {**batch, **self._noted}
                 if self.trouble is None:
                     logger.error("what happens to sessions is not written down: %s", error)
-                self.trouble = str(error)
-                self._answer(number, NotKept(f"{error}; free the disk, or name another folder with --state"))
+                # Where the file is is this machine's own business.
+                why = str(error.__cause__) if isinstance(error.__cause__, sqlite3.Error) else "its log says why"
+                self.trouble = f"the server cannot write its state folder ({why})"
+                self._answer(
+                    number, NotKept(f"{self.trouble}; free its disk, or restart it with another folder for --state")
+                )
                 asyncio.get_running_loop().call_later(RETRY, self._more.set)
             else:
                 if self.trouble is not None:

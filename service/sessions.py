@@ -155,12 +155,13 @@ class Sessions:
             made=kept,
             latch=self._latch(record.new),
         )
-        await self._see_through(self._settle(session, kept, before))
+        # Asked now: it may be ready before the task begins.
+        await self._see_through(self._settle(session, kept, before, is_promised=record.is_ready))
         return session
 
-    async def _settle(self, session: Session, kept: Kept, before: Interrupted | None) -> None:
+    async def _settle(self, session: Session, kept: Kept, before: Interrupted | None, *, is_promised: bool) -> None:
         try:
-            if not kept.record.is_ready:
+            if not is_promised:
                 await self._records.written()
             await session.ready()
         except ServiceError as error:
@@ -170,6 +171,7 @@ class Sessions:
             # Unless somebody deleted it, or made another one, meanwhile.
             if self._kept.get(session.id) is kept:
                 self._could_not(error, session, kept, before)
+            await self._written()
             raise
         if before is not None:
             self._leave(before.record, but=session.new)

@@ -22,9 +22,11 @@ async def health_check(request: Request) -> HTTPResponse:
     context = request.app.ctx
     # Where keys are wanted, whoever has none is told no more than that it runs.
     if caller_of(request) is STRANGER:
-        active = len(context.sessions.list())
+        active = sum(session.stage is not Stage.INTERRUPTED for session in context.sessions.list())
         return answer({"status": "healthy", "server_running": True, "active_sessions": active, "session_ids": []})
-    ids = [session.id for session in sessions_of(request)]
+    sessions = sessions_of(request)
+    # Of a server that ended: they run no policy and have no rooms until somebody restarts them.
+    interrupted = sum(session.stage is Stage.INTERRUPTED for session in sessions)
     facts = context.sessions.engine.facts()
     models = context.models.list()
     device = facts["device"] or next((served.model.description["device"] for served in models), None)
@@ -32,8 +34,9 @@ async def health_check(request: Request) -> HTTPResponse:
         {
             "status": "healthy",
             "server_running": True,  # what clients of the transport server's own health look for
-            "active_sessions": len(ids),
-            "session_ids": ids,
+            "active_sessions": len(sessions) - interrupted,
+            "interrupted_sessions": interrupted,
+            "session_ids": [session.id for session in sessions],
             "device": device or ("loading" if facts["policies_loading"] else None),
             "models": [served.name for served in models],
             "versions": dict(context.versions),
