@@ -1,0 +1,128 @@
+"""Whatever a joint room says: nothing that is not finite gets in, and nothing is ever filled in for what is missing."""
+
+import ast
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.buffer import Buffer
+from service.joints import SO100, JointTable
+from service.transport.base import BadInput, LinkEvent, Rooms
+from service.transport.joint_rooms import JointInput
+from service.transport.wire import WireError, parse
+
+NAMES = [name for joint in SO100 for name in (joint.name, joint.alias)]
+POSE = {joint.name: 7.0 + position for position, joint in enumerate(SO100)}
+# What a number may look like on the wire, JSON or not.
+NUMBERS = st.one_of(
+    st.floats(-1e3, 1e3).map(repr),
+    st.floats().map(repr),
+    st.integers(-(10**400), 10**400).map(str),
+    st.sampled_from(["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e39", "null", "true", '"3"', '"NaN"', "[]"]),
+)
+JOINTS = st.builds(
+    lambda name, value: "{" + ", ".join(part for part in (name, value) if part) + "}",
+    st.one_of(
+        st.none(),
+        st.one_of(st.sampled_from(NAMES), st.text(max_size=5)).map(lambda name: f'"name": {json.dumps(name)}'),
+    ),
+    st.one_of(st.none(), NUMBERS.map(lambda value: f'"value": {value}')),
+)
+FRAMES = st.one_of(
+    st.lists(JOINTS, max_size=4).map(lambda joints: f'{{"type": "joint_update", "data": [{", ".join(joints)}]}}'),
+    st.text(max_size=40),
+)
+
+
+class Robot:
+    """The inbox of a session, without its drive."""
+
+    def __init__(self) -> None:
+        self.buffer = Buffer((), JointTable(SO100))
+        self.buffer.put_joints(POSE, 0.0)
+        self.room = JointInput(Rooms("w"), None, self)  # type: ignore[arg-type]
+
+    def hear(self, frame: str) -> None:
+        """As the socket's reader does."""
+        try:
+            message = parse(frame)
+        except WireError:
+            self.room.refused()
+            return
+        self.room.received(message, 1.0)
+
+    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
+
+    def joints(self, values: Mapping[str, float], seen_at: float) -> None:
+        self.buffer.put_joints(values, seen_at)
+
+    def event(self, event: LinkEvent) -> None:
+        if isinstance(event, BadInput):
+            self.buffer.refuse_joints(event.reasons)
+
+
+@settings(max_examples=2000)
+@given(FRAMES)
+def test_nothing_but_finite_values_in_range_of_known_joints_gets_in(frame: str) -> None:
+    robot = Robot()
+    robot.hear(frame)
+    after = robot.buffer.measured()
+    for joint in SO100:
+        value = after[joint.name]
+        assert value is not None
+        assert math.isfinite(value)
+        assert joint.low <= value <= joint.high
+        if f'"{joint.name}"' not in frame and f'"{joint.alias}"' not in frame:
+            assert value == POSE[joint.name], "what is not in a message is not touched"
+    if robot.buffer.joint_updates.count == 1:
+        assert after == POSE, "a message of which nothing can be used changes nothing"
+        assert robot.buffer.dropped.total or '"data": []' in frame or "joint_update" not in frame
+
+
+@pytest.mark.parametrize(
+    ("data", "dropped", "elbow"),
+    [
+        ('{"name": "Elbow", "value": NaN}', {"malformed": 1}, 9.0),
+        ('{"name": "Elbow", "value": 1e999}', {"malformed": 1}, 9.0),
+        ('{"name": "Elbow"}', {"malformed": 1}, 9.0),
+        ('{"name": "Elbow", "value": 1e300}', {"not_finite": 1}, 9.0),
+        ('{"name": "Elbow", "value": 1}, {"name": "Elbow", "value": 2}', {"contradicting": 1}, 9.0),
+        ('{"name": "Elbow", "value": 1}, {"name": "elbow_flex", "value": 2}', {"contradicting": 1}, 9.0),
+        ('{"name": "Elbow", "value": 1}, {"name": "Elbow", "value": 1.0}', {}, 1.0),
+        ('{"name": "Elbow", "value": 1}, {"name": "Tail", "value": 1}', {"unknown_joint": 1}, 1.0),
+    ],
+)
+def test_each_kind_of_bad_value_has_its_name(data: str, dropped: dict[str, int], elbow: float) -> None:
+    robot = Robot()
+    robot.hear(f'{{"type": "joint_update", "data": [{data}]}}')
+    assert robot.buffer.dropped.by_reason() == dropped
+    assert robot.buffer.measured() == POSE | {"Elbow": elbow}
+
+
+# What decides about motion, and what it is told by.
+DECIDING = (
+    *("actions", "buffer", "control", "control_loop", "drive", "engine", "probation", "session", "worker"),
+    *("safety", "transport"),
+)
+
+
+def test_no_decision_is_taken_by_a_clock_that_can_jump() -> None:
+    service = Path(__file__).parents[3] / "service"
+    files = [path for name in DECIDING for path in [*service.glob(f"{name}.py"), *service.glob(f"{name}/*.py")]]
+    assert len(files) > 30
+    jumping = [
+        f"{path.relative_to(service)}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in ("time.time", "datetime.now", "datetime.utcnow")
+        # The wire's timestamps are for people: nobody reads them back.
+        and path.name != "sockets.py"
+    ]
+    assert jumping == []
