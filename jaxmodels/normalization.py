@@ -85,6 +85,16 @@ class Normalizer:
         """Numbers for `Affine.unnormalize`; with MEAN_STD the epsilon is only in the forward direction."""
         return self._affine(feature, inverse=True)
 
+    def range_of(self, feature: Feature) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Smallest and largest value of each number of a feature in the data, whichever mode applies."""
+        stats = self.stats.get(feature.name, {})
+        if not {"min", "max"} <= set(stats):
+            return None
+        low, high = (np.broadcast_to(stats[name].reshape(-1), feature.shape[:1]) for name in ("min", "max"))
+        if not (np.isfinite(low) & np.isfinite(high) & (low <= high)).all():
+            return None
+        return tuple(map(float, low)), tuple(map(float, high))
+
     def _affine(self, feature: Feature, *, inverse: bool) -> Affine:
         width = feature.shape[0]
         mode = self.mode(feature)

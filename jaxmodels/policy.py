@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -104,7 +105,8 @@ class Policy:
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
         renames = checkpoint.normalization.renames
-        self._requirements = requirements_of(lerobot.Description(config, checkpoint.sidecar, renames))
+        needs = requirements_of(lerobot.Description(config, checkpoint.sidecar, renames))
+        self._requirements = replace(needs, action_range=checkpoint.normalization.outputs.range_of(config.action))
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}
 

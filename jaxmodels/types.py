@@ -37,6 +37,8 @@ class Requirements:
         joint_names: names of the action's (and state's) joints in order, when the checkpoint says.
         rate: actions per second the policy was trained at, when the checkpoint says.
         temporal_ensemble_coeff: LeRobot's exponential weight of older predictions; None is off.
+        action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
+            checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
     """
 
     policy_type: str
@@ -49,3 +51,4 @@ class Requirements:
     joint_names: tuple[str, ...] | None = None
     rate: float | None = None
     temporal_ensemble_coeff: float | None = None
+    action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)

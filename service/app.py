@@ -42,6 +42,8 @@ from service.routes import docs
 from service.routes.answers import install_errors
 from service.routes.context import App, Context
 from service.routes.ui import live_blueprint
+from service.safety.limits import Asked
+from service.safety.sources import read_limits
 from service.safety.watchdog import Patience
 from service.served_model import LoadModel, Model
 from service.sessions import Sessions, SessionSettings
@@ -156,6 +158,12 @@ def _keep_sessions(
         input_timeout=settings.input_timeout,
         joint_ranges=settings.joint_ranges,
         patience=_patience(settings),
+        motion=Asked(
+            mode=settings.safety,
+            setting=settings.max_relative_target,
+            file=None if settings.limits is None else read_limits(settings.limits),
+        ),
+        on_hold=settings.on_hold,
     )
     opened = AsyncExitStack()
 

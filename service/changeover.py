@@ -200,6 +200,6 @@ def differences(running: Served, other: Served) -> list[str]:
     mine, theirs = running.requirements, other.requirements
     return [
         f"{name}: the session has {getattr(mine, name)!r}, the new policy needs {getattr(theirs, name)!r}"
-        for name in mine.__dataclass_fields__
-        if getattr(mine, name) != getattr(theirs, name)
+        for name, field in mine.__dataclass_fields__.items()
+        if field.compare and getattr(mine, name) != getattr(theirs, name)
     ]

@@ -1,10 +1,13 @@
 """Whether a policy fits what a session asks for; everything that does not is said at once."""
 
+from dataclasses import replace
+
 from jaxmodels import Requirements
 from service.errors import PolicyError
 from service.joints import JointTable, table_for
 from service.pace import Pace
 from service.request import NewSession, SessionSettings
+from service.safety.limits import MotionLimits, motion_limits
 
 
 def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) -> tuple[JointTable, Pace]:
@@ -35,11 +38,24 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         width=requirements.action,
         ensemble=requirements.temporal_ensemble_coeff,
         hold_repeats=settings.hold_repeats,
+        on_hold=settings.on_hold,
         starved_after=settings.starved_after,
         failures_allowed=settings.failures_allowed,
         samples=settings.samples,
     )
     return table, pace
+
+
+def limits_of(
+    table: JointTable, requirements: Requirements, new: NewSession, settings: SessionSettings
+) -> MotionLimits:
+    """How far and how fast the joints of a session may be commanded.
+
+    Raises:
+        InvalidRequest: the request names a joint that is not there, or the limits contradict each other.
+    """
+    asked = replace(settings.motion, requested=new.max_relative_target)
+    return motion_limits(table, asked, requirements.action_range)
 
 
 def misfits(requirements: Requirements, new: NewSession) -> list[str]:

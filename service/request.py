@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from service.errors import InvalidRequest
+from service.safety.limits import Asked
 from service.safety.watchdog import Patience
 from service.transport.names import rooms_of
 
@@ -64,6 +65,8 @@ class SessionSettings:
         close_within: what the rooms get to be left in; a link that hangs longer is abandoned.
         joint_ranges: ranges by name of joints that are not an SO-100's.
         samples: how many of the newest samples percentiles are taken of.
+        motion: what the settings say of how robots may move; ``max_relative_target`` of a request joins it.
+        on_hold: whether a moving robot is held at once, or slowed down before.
         patience: of the watchdogs; ``frame_age_limit`` stands in for its ``frame_age``.
     """
 
@@ -81,6 +84,8 @@ class SessionSettings:
     close_within: float = 3.0
     joint_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     samples: int = 2048
+    motion: Asked = field(default_factory=Asked)
+    on_hold: Literal["hold", "ramp"] = "hold"
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from service.control import Control
 from service.drive import Drive
 from service.engine import Engine, LoadPolicy, Served
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
-from service.fit import fit
+from service.fit import fit, limits_of
 from service.joints import JointTable
 from service.progress import Progress
 from service.request import NewSession, SessionSettings
@@ -270,6 +270,7 @@ class Session:
             self._leases.take(robot, self)
             served = await self.policies.begin(self.progress.tell)
             table, pace = fit(served.requirements, new, self._settings)
+            limits = limits_of(table, served.requirements, new, self._settings)
             async with self._shadow(served, table) as shadow:
                 buffer = Buffer(
                     new.camera_names,
@@ -280,7 +281,7 @@ class Session:
                 drive = Drive(
                     table=table,
                     buffer=buffer,
-                    control=Control(buffer, pace),
+                    control=Control(buffer, pace, limits),
                     engine=self._engine,
                     served=served,
                     notify=self._happened,

@@ -68,6 +68,8 @@ Ranges = Annotated[
     Mapping[str, tuple[FiniteFloat, FiniteFloat]], NoDecode, BeforeValidator(_from_json), AfterValidator(_ranges)
 ]
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
+Step = Annotated[FiniteFloat, Field(gt=0)]
+Steps = Annotated[Step | Mapping[str, Step] | None, NoDecode, BeforeValidator(_from_json)]
 
 
 class Group(BaseSettings):
@@ -183,6 +185,19 @@ class SafetySettings(Group):
     safety: Literal["clamp", "refuse"] = Field(
         default="clamp",
         description="What happens to an action chunk that leaves the limits: it is brought inside, or refused whole.",
+    )
+    max_relative_target: Steps = Field(
+        default=None,
+        description="Largest step of a joint from one tick to the next, in its unit: one for all, or a table of name "
+        "and step. A request may ask for less, never for more.",
+    )
+    limits: str | None = Field(
+        default=None,
+        description="TOML file or URDF with limits of joints: low, high, step, velocity, acceleration, jerk.",
+    )
+    on_hold: Literal["hold", "ramp"] = Field(
+        default="hold",
+        description="How a moving robot is held: at its measured pose at once, or after slowing down.",
     )
     degraded_after: Seconds = Field(
         default=3.0,

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
+from service.safety.sources import LimitsError, read_limits
 from service.setting_groups import (
     GROUPS,
     PREFIX,
@@ -81,6 +82,11 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
         settings = Settings(**merged)
     except ValidationError as error:
         raise SettingsError(_explain(error, origin)) from error
+    if settings.limits is not None:
+        try:
+            read_limits(settings.limits)
+        except LimitsError as error:
+            raise SettingsError(f"limits ({origin.get('limits', 'default')}): {error}") from error
     if settings.update_quiet > settings.update_latest:
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("update_quiet", "update_latest"))
         found = f"{settings.update_quiet:g} and {settings.update_latest:g}"

@@ -169,10 +169,12 @@ def _by_joint(
     value: float | Mapping[str, float] | None, joints: Sequence[Joint], what: str, *, is_strict: bool
 ) -> list[float | None]:
     if value is None or isinstance(value, int | float):
+        _check_step(value, what)
         return [value] * len(joints)
     found: list[float | None] = [None] * len(joints)
     unknown = []
     for name, step in value.items():
+        _check_step(step, f"{what}, joint {name!r}")
         place = _place(name, joints)
         if place is None:
             unknown.append(name)
@@ -187,6 +189,11 @@ def _by_joint(
             ("body", "max_relative_target"),
         )
     return found
+
+
+def _check_step(step: float | None, what: str) -> None:
+    if step is not None and not 0 < step < math.inf:
+        raise InvalidRequest(f"{what}: found {step}; wanted a finite number above 0", ("body", "max_relative_target"))
 
 
 def _filed(file: LimitsFile | None, joints: Sequence[Joint]) -> tuple[list[tuple[Said, str] | None], list[str]]:
