@@ -48,8 +48,8 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     stopped = await sessions.emergency_stop(reason_of(request.body))
     own = {session.id for session in sessions_of(request)}
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
-    message = f"Emergency stop of {len(stopped)} sessions"
-    return answer({"message": message, "stopped": [one for one in stopped if one in own], **sessions.caveat()})
+    told = {"message": f"Emergency stop of {len(stopped)} sessions", "count": len(stopped)}
+    return answer({**told, "stopped": [one for one in stopped if one in own], **sessions.caveat()})
 
 
 async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:

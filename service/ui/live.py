@@ -90,10 +90,13 @@ class Live:
         logger.warning("a page of %s is cut off: %s", viewer.caller.name, why)
         viewer.abort()
 
-    async def stop(self, reason: str, caller: Caller) -> tuple[int, list[str]]:
+    async def stop(self, reason: str, caller: Caller) -> dict[str, Any]:
         """Stop every robot, whoever asks; how many there are, and the ids of those that the caller sees."""
-        stopped = await self._sessions().emergency_stop(reason)
-        return len(stopped), sorted(set(stopped) & {session.id for session in self.seen_by(caller)})
+        sessions = self._sessions()
+        stopped = await sessions.emergency_stop(reason)
+        logger.warning("emergency stop of %d sessions by %s, on the page", len(stopped), caller.name)
+        own = {session.id for session in self.seen_by(caller)}
+        return {"count": len(stopped), "stopped": [one for one in stopped if one in own], **sessions.caveat()}
 
     def seen_by(self, caller: Caller) -> Iterable[Listed]:
         """Sessions that are there for this caller."""
@@ -189,8 +192,7 @@ class Viewer:
             budget -= 1
 
     async def _stop(self, word: Stop) -> None:
-        count, stopped = await self._live.stop(word.reason, self.caller)
-        answer = {"stop": {"number": word.number, "count": count, "stopped": stopped, "at": time.time()}}
+        answer = {"stop": {"number": word.number, **await self._live.stop(word.reason, self.caller)}}
         with contextlib.suppress(WebsocketClosed, RequestCancelled):
             await self._socket.send(pack(answer))
 

@@ -27,9 +27,7 @@ export class Create {
       make("div", { class: "fields" },
         field("session_id", "Session", { required: true, pattern: "[A-Za-z0-9_.\\-]{1,64}", maxlength: 64, placeholder: "arm-1", title: "1 to 64 letters, digits, _ . -" }),
         field("policy_path", "Policy", { required: true, placeholder: "folder, or owner/name" }),
-        field("revision", "Revision", { placeholder: "branch, tag or commit" })),
-      this.found,
-      make("div", { class: "fields" },
+        field("revision", "Revision", { placeholder: "branch, tag or commit" }),
         field("camera_names", "Cameras", { value: "front" }, "separated by commas; filled in by the policy"),
         field("policy_type", "Policy type", { value: "act" }),
         field("transport_server_url", "Rooms", { value: new URL("..", import.meta.url).origin, required: true }),
@@ -39,7 +37,8 @@ export class Create {
         field("language_instruction", "Instruction", { placeholder: "for policies that read one" }),
         choice("auto_update", "When the revision moves", [["off", "do nothing"], ["stage", "make the new one ready"], ["swap", "swap it in when it passes"]]),
         make("div", { class: "row" }, tick("dry_run", "Dry run: send nothing"), tick("record", "Record"))),
-      make("div", { class: "row" }, this.send, this.look), this.told);
+      // Below the buttons: what appears above them would move them away from under the finger.
+      make("div", { class: "row" }, this.send, this.look), this.told, this.found);
     form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
     this.look.addEventListener("click", () => this.check());
     for (const name of ["policy_path", "revision"]) this[name].addEventListener("change", () => this.check());

@@ -21,7 +21,7 @@ export class Stop {
     }, { capture: true });
     live.addEventListener("stopped", (event) => {
       const told = event.detail;
-      if (this.pending && told.number === this.pending.number) this.done(this.pending, told.stopped, told.count, "socket");
+      if (this.pending && told.number === this.pending.number) this.done(this.pending, told.stopped, told.count, "socket", told.warning);
     });
     live.addEventListener("open", () => { if (this.pending) this.overSocket(this.pending); });
   }
@@ -49,7 +49,7 @@ export class Stop {
     pending.attempts += 1;
     try {
       const told = await call("POST", "debug/emergency_stop", { reason: REASON }, { signal: AbortSignal.timeout(PATIENCE), keepalive: true });
-      this.done(pending, told.stopped || [], (told.stopped || []).length, "HTTP");
+      this.done(pending, told.stopped, told.count, "HTTP", told.warning);
     } catch (error) {
       if (this.pending !== pending) return;
       const refused = error instanceof Refused && error.status !== 0;
@@ -59,7 +59,7 @@ export class Stop {
     }
   }
 
-  done(pending, stopped, count, how) {
+  done(pending, stopped, count, how, warning) {
     if (this.pending !== pending) return;
     this.pending = null;
     const took = Math.round(performance.now() - pending.at);
@@ -69,7 +69,7 @@ export class Stop {
     this.stopped = stopped;
     this.show("done", `Stopped: ${what}`,
       `Acknowledged by the server at ${clock(Date.now() / 1000)}, ${took} ms after you asked (${how}, attempt ${Math.max(pending.attempts, 1)}). ` +
-      (count ? "Nothing moves until each session is reset and then started." : ""));
+      (count ? "Nothing moves until each session is reset and then started." : "") + (warning ? ` Warning: ${warning}.` : ""));
   }
 
   // What the server says now of those that were stopped, beside what it acknowledged.

@@ -1,6 +1,7 @@
 """The real server on a loopback port with scripted policies, rooms in memory, and an arm that obeys."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ import pytest
 from jaxmodels import Requirements
 from jaxmodels.errors import CheckpointError
 from service.app import create_app
+from service.auth.keys import KeyFile
+from service.auth.roles import Role
 from service.routes.context import App
 from service.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
 from service.serving import listen, serving
@@ -92,7 +95,7 @@ class Server:
     async def until(self, claim: Callable[[], Any], seconds: float = 5.0) -> None:
         """Wait until this is so."""
         async with asyncio.timeout(seconds):
-            while not claim():
+            while not claim():  # noqa: ASYNC110 - of threads and sockets there is no event
                 await asyncio.sleep(0.01)
 
     async def close(self) -> None:
@@ -136,4 +139,9 @@ async def server(serve: Serve) -> AsyncIterator[Server]:
         yield server
 
 
-CHROMIUM = Path("/usr/bin/chromium")
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyFile:
+    """A file of keys with one in it, so that a server which is given it wants one."""
+    file = KeyFile(tmp_path / "keys.json")
+    file.new("first", Role.ADMIN, None, time.time())
+    return file
