@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from sanic import Sanic
@@ -24,10 +25,13 @@ from service.arrays.limits import ArrayLimits
 from service.auth.access import guard_of
 from service.auth.places import is_loopback
 from service.auth.roles import Role
+from service.auth.room_keys import RoomKeys
+from service.auth.watched import FileUnusable
 from service.destinations import AddressRules, Destinations
 from service.engine import Engine, LoadPolicy, Policy
 from service.forwards import ForwardLimits
 from service.limits import Creates
+from service.loading import Inspection
 from service.logs import RecentLogs, keeping
 from service.metrics import Metrics
 from service.models import Models
@@ -128,7 +132,8 @@ def create_app(
     destinations = None if transport else _destinations(app)
     _keep_sessions(
         app,
-        transport or RoomsTransport(ice_servers=settings.ice_servers, destinations=destinations),
+        transport
+        or RoomsTransport(ice_servers=settings.ice_servers, destinations=destinations, credentials=_room_keys(app)),
         places.guarded(webhooks.identified(load or _loader(settings))),
         load_model or _model_loader(settings),
         webhooks,
@@ -140,6 +145,22 @@ def create_app(
     if load is None:
         _import_ahead(app)
     return app
+
+
+def _room_keys(app: App) -> RoomKeys:
+    settings = app.ctx.settings
+    named = None if settings.transport_key_file is None else Path(settings.transport_key_file).expanduser()
+    keys = RoomKeys(
+        app.ctx.guard.admissions.own,
+        lambda: app.config.get("OWN_ADDRESS") if settings.embedded_transport else None,
+        lambda session_id: app.ctx.sessions.get(session_id).new.owner,
+        named,
+    )
+    try:
+        keys.check()
+    except FileUnusable as error:
+        raise SettingsError(f"transport_key_file: {error}") from error
+    return keys
 
 
 def _keep_sessions(
@@ -252,7 +273,14 @@ def _loader(settings: Settings) -> LoadPolicy:
     def load(path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
         _name_caches(settings)
         return jaxmodels.load_policy(
-            path, revision, settings.dtype, settings.device, like=like, on_progress=on_progress
+            path,
+            revision,
+            settings.dtype,
+            settings.device,
+            like=like,
+            on_progress=on_progress,
+            inspect=Inspection(settings.load_memory),
+            largest=settings.policy_bytes,
         )
 
     return load

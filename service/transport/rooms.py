@@ -6,7 +6,7 @@ duplicate or a late close evicts whoever holds the id now, making a room again r
 deleting it tells nobody, and ``max_consumers`` is never enforced. Without it each of these is safe.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,10 @@ Connection = Hashable
 
 class UnknownRoom(LookupError):
     """There is no such room."""
+
+
+class RoomTaken(Exception):
+    """There is a room of somebody else's there."""
 
 
 class TooManyRooms(Exception):
@@ -45,17 +49,26 @@ class Limits:
 
 @dataclass(frozen=True)
 class Seat:
-    """One participant: its connection, and what it said in its join."""
+    """One participant: its connection, and what it said in its join.
+
+    Attributes:
+        by: name of the key that it came with; None where there are no keys.
+    """
 
     connection: Connection
     place: Place
     id: str
     role: Role
+    by: str | None = None
 
 
 @dataclass
 class Room:
-    """One room. Times are monotonic seconds; ``joints`` hold the last value of every name, for ever."""
+    """One room. Times are monotonic seconds; ``joints`` hold the last value of every name, for ever.
+
+    Attributes:
+        owner: whose it is; None where there are no keys.
+    """
 
     place: Place
     made_at: float
@@ -65,6 +78,7 @@ class Room:
     producer: str | None = None
     consumers: list[str] = field(default_factory=list)
     joints: dict[str, float] = field(default_factory=dict)
+    owner: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,12 @@ class RoomTable:
         return self.rooms[place]
 
     def create(
-        self, place: Place, now: float, config: VideoConfig | None = None, consumer_limit: int | None = None
+        self,
+        place: Place,
+        now: float,
+        config: VideoConfig | None = None,
+        consumer_limit: int | None = None,
+        owner: str | None = None,
     ) -> Room:
         """Make a room. One that exists is made anew when it is empty and left as it is when somebody is in it,
         so that two clients which both make sure of their room cannot throw each other out.
@@ -123,7 +142,7 @@ class RoomTable:
         if known is not None and not self.is_odd and self.is_occupied(place):
             known.touched_at = now
             return known
-        room = Room(place, now, now, config or VideoConfig(), consumer_limit)
+        room = Room(place, now, now, config or VideoConfig(), consumer_limit, owner=owner)
         self.rooms[place] = room
         return room
 
@@ -164,11 +183,24 @@ class RoomTable:
 
     # Participants.
 
-    def join(self, connection: Connection, place: Place, join: Join, now: float) -> Effects:
-        """Answer the first frame of a connection: in, or refused and closed."""
-        seat = Seat(connection, place, join.participant_id, join.role)
+    def join(
+        self,
+        connection: Connection,
+        place: Place,
+        join: Join,
+        now: float,
+        by: str | None = None,
+        may: Callable[[Room, Role], bool] = lambda room, role: True,
+    ) -> Effects:
+        """Answer the first frame of a connection: in, or refused and closed.
+
+        Args:
+            by: name of the key that it came with.
+            may: whether it may have this role in this room.
+        """
+        seat = Seat(connection, place, join.participant_id, join.role, by)
         room = self.rooms.get(place)
-        if room is None or not self._has_space(room, seat):
+        if room is None or not may(room, join.role) or not self._has_space(room, seat):
             return [
                 Send((connection,), _refusal(place.kind)),
                 *(self._vacate(seat) if self.is_odd else []),

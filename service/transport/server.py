@@ -13,8 +13,12 @@ from sanic import Blueprint, HTTPResponse, Request, Sanic
 from sanic.exceptions import SanicException
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
+from service.auth.caller import caller_of
+from service.auth.guard import Guard
+from service.auth.roles import Role as KeyRole
+from service.auth.tickets import LIFETIME
 from service.limits import Connections
-from service.origins import Origins, preflight
+from service.origins import Origins, harden, preflight
 from service.serving import listen, run, serving
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup
@@ -63,6 +67,8 @@ class TransportSettings:
 def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, prefix: str = "") -> None:
     """Mount ``{prefix}/robotics`` and ``{prefix}/video``; call it once per prefix with the same table.
 
+    The app has a ``service.auth.guard.Guard`` already, which knows who calls.
+
     It also sets the app's WebSocket limits, and starts and ends the clean-up of idle rooms with the app.
     """
     app.config.WEBSOCKET_MAX_SIZE = MAX_FRAME_BYTES
@@ -75,21 +81,38 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
         name = "-".join(["transport", kind, *prefix.strip("/").split("/")]).strip("-")
         blueprint = Blueprint(name, url_prefix=f"{prefix}/{kind}")
         methods: dict[str, list[str]] = {}
-        for method, path, handler in [*RoomEndpoints(kind, table, cleanup).routes(), *extra.routes()]:
-            blueprint.add_route(endpoint(handler), path, methods=[method], name=handler.__name__, error_format="json")
+        for method, path, handler, role in [*RoomEndpoints(kind, table, cleanup).routes(), *extra.routes()]:
+            blueprint.add_route(
+                endpoint(handler),
+                path,
+                methods=[method],
+                name=handler.__name__,
+                error_format="json",
+                ctx_role=role,
+                ctx_is_room=True,
+            )
             methods.setdefault(path, []).append(method)
         for number, (path, allowed) in enumerate(methods.items()):
             answered = _preflight(sorted(allowed))
-            blueprint.add_route(answered, path, methods=["OPTIONS"], name=f"preflight{number}", error_format="json")
-        socket_route = blueprint.websocket(f"{ROOM}/ws", name="socket", error_format="json")
+            blueprint.add_route(
+                answered, path, methods=["OPTIONS"], name=f"preflight{number}", error_format="json", ctx_role=None
+            )
+        socket_route = blueprint.websocket(
+            f"{ROOM}/ws", name="socket", error_format="json", ctx_role=KeyRole.VIEWER, ctx_is_room=True
+        )
         socket_route(_socket_route(kind, table, settings))
         _guard(blueprint, origins)
         app.blueprint(blueprint)
 
 
-def create_transport_app(settings: TransportSettings | None = None) -> Sanic:
-    """A transport server of its own: the wire at ``/`` and under ``/api``, and ``/health``."""
+def create_transport_app(settings: TransportSettings | None = None, guard: Guard | None = None) -> Sanic:
+    """A transport server of its own: the wire at ``/`` and under ``/api``, ``/health``, and ``/tickets``.
+
+    Args:
+        guard: who is let in; everybody when None.
+    """
     settings = settings or TransportSettings()
+    guard = guard or Guard(origins=Origins(settings.origins))
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     app = Sanic(f"transport-{secrets.token_hex(4)}", configure_logging=False)
     app.config.REQUEST_MAX_SIZE = MAX_FRAME_BYTES
@@ -99,10 +122,17 @@ def create_transport_app(settings: TransportSettings | None = None) -> Sanic:
     app.config.KEEP_ALIVE_TIMEOUT = 15
     app.config.CONNECTIONS = Connections()
     table = settings.table()
+    guard.watch(app)
+    app.on_response(_harden)
     for prefix in ("", "/api"):
         add_transport(app, table, settings, prefix)
-    app.add_route(_health, "/health", name="health", error_format="json")
-    app.add_route(_health, "/api/health", name="api_health", error_format="json")
+    app.add_route(_health, "/health", name="health", error_format="json", ctx_role=None)
+    app.add_route(_health, "/api/health", name="api_health", error_format="json", ctx_role=None)
+    tickets = _tickets(guard, Origins(settings.origins))
+    for number, path in enumerate(("/tickets", "/api/tickets")):
+        app.add_route(
+            tickets, path, methods=["POST"], name=f"tickets{number}", error_format="json", ctx_role=KeyRole.VIEWER
+        )
     app.exception(SanicException)(_refused)
     app.exception(Exception)(_failed)
     return app
@@ -110,10 +140,10 @@ def create_transport_app(settings: TransportSettings | None = None) -> Sanic:
 
 @asynccontextmanager
 async def serve_transport(
-    settings: TransportSettings | None = None, host: str = "127.0.0.1", port: int = 0
+    settings: TransportSettings | None = None, host: str = "127.0.0.1", port: int = 0, guard: Guard | None = None
 ) -> AsyncIterator[str]:
     """A transport server on the running event loop; yields its URL. Port 0 lets the system choose."""
-    async with serving(create_transport_app(settings), listen(host, port)) as url:
+    async with serving(create_transport_app(settings, guard), listen(host, port)) as url:
         yield url
 
 
@@ -122,6 +152,7 @@ def run_transport(
     port: int = 8000,
     settings: TransportSettings | None = None,
     started: Callable[[str], None] = lambda url: log.info("rooms at %s", url),
+    guard: Guard | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; ``started`` is told the URL. ``robojax transport`` is this.
 
@@ -129,7 +160,7 @@ def run_transport(
         CannotListen: the port is taken, or the address is not one of this machine.
     """
     listener = listen(host, port)
-    run(create_transport_app(settings), listener, started)
+    run(create_transport_app(settings, guard), listener, started)
 
 
 def _preflight(methods: Sequence[str]):
@@ -177,9 +208,25 @@ def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cl
 def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings):
     async def serve(request: Request, websocket: WebsocketImplProtocol, workspace: str, room: str) -> None:
         place = Place(kind, unquote(workspace), unquote(room))
-        await attend(websocket, place, table, settings.outbox, settings.join_timeout)
+        caller, is_still_in = caller_of(request), request.ctx.is_still_in
+        await attend(websocket, place, table, settings.outbox, settings.join_timeout, caller, is_still_in)
 
     return serve
+
+
+def _tickets(guard: Guard, origins: Origins):
+    async def make_ticket(request: Request) -> HTTPResponse:
+        refused = origins.refusal(request)
+        if refused is not None:
+            return refused
+        made = guard.admissions.ticket(request.ctx.admission)
+        return answer(200, {"ticket": made, "expires_in": int(LIFETIME)})
+
+    return make_ticket
+
+
+async def _harden(request: Request, response: HTTPResponse) -> None:
+    harden(response)
 
 
 async def _health(request: Request) -> HTTPResponse:

@@ -11,11 +11,16 @@ from sanic.exceptions import WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
 from websockets.protocol import Event
 
+from service.auth.caller import ANYBODY, Caller
+from service.auth.roles import Role as KeyRole
 from service.transport import conversation, wire
+from service.transport.messages import Role
 from service.transport.outbox import Outbox, OutboxLimits
-from service.transport.rooms import Effects, Place, RoomTable, Send
+from service.transport.rooms import Effects, Place, Room, RoomTable, Send
 
 log = logging.getLogger(__name__)
+
+LOOK = 2.0  # seconds between looks at whether a socket's key still counts
 
 
 def timestamp() -> str:
@@ -43,16 +48,24 @@ async def attend(
     table: RoomTable,
     limits: OutboxLimits,
     join_timeout: float,
+    caller: Caller,
+    is_still_in: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Serve one upgraded socket until it ends: the join, then every frame.
 
-    A first frame that is no join, or none within ``join_timeout`` seconds, ends the connection without a word.
+    A first frame that is no join, or none within ``join_timeout`` seconds, ends the connection without a word. So
+    does a key that is revoked, within ``LOOK`` seconds.
+
+    Args:
+        caller: who opened it.
+        is_still_in: whether its key still counts.
     """
     _send_at_once(socket)
     _end_on_bad_text(socket)
     outbox = Outbox(socket, limits)
     writer = asyncio.create_task(outbox.run())
+    watching = asyncio.create_task(_watch(socket, is_still_in))
     try:
         first = await socket.recv(timeout=join_timeout)
         if first is None:
@@ -62,7 +75,8 @@ async def attend(
         except wire.WireError as error:
             log.info("a socket of %s is closed: %s", place, error)
             return
-        perform(table.join(outbox, place, join, clock()))
+        by = None if caller.name == ANYBODY.name else caller.name
+        perform(table.join(outbox, place, join, clock(), by, lambda room, role: _may(caller, room, role)))
         if table.seat(outbox) is None:
             await writer
             return
@@ -76,6 +90,18 @@ async def attend(
         # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
         perform(table.leave(outbox))
         writer.cancel()
+        watching.cancel()
+
+
+def _may(caller: Caller, room: Room, role: Role) -> bool:
+    """Whoever produces in a room moves a robot, or shows it what it sees."""
+    return caller.sees(room.owner) and (role is not Role.PRODUCER or caller.role >= KeyRole.OPERATOR)
+
+
+async def _watch(socket: WebsocketImplProtocol, is_still_in: Callable[[], bool]) -> None:
+    while is_still_in():  # noqa: ASYNC110, files do not say when they change
+        await asyncio.sleep(LOOK)
+    socket.fail_connection(1008, "the key does not count any more")
 
 
 def _send_at_once(socket: WebsocketImplProtocol) -> None:

@@ -1,6 +1,6 @@
 """What the REST calls of each service answer with, as the JSON it becomes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from service.transport.address import Kind
@@ -12,9 +12,9 @@ VERSION = "2.0.0"
 Answer = dict[str, Any]
 
 
-def listing(table: RoomTable, kind: Kind, workspace: str) -> Answer:
-    """All rooms of a workspace; of one that nobody knows, none."""
-    rooms = [room for place, room in table.rooms.items() if place[:2] == (kind, workspace)]
+def listing(table: RoomTable, kind: Kind, workspace: str, is_shown: Callable[[Room], bool]) -> Answer:
+    """All rooms of a workspace that are shown; of one that nobody knows, none."""
+    rooms = [room for place, room in table.rooms.items() if place[:2] == (kind, workspace) and is_shown(room)]
     rows = [_row(room) for room in rooms]
     return {"success": True, "workspace_id": workspace, "rooms": rows, "total": len(rows)}
 
