@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -148,18 +149,12 @@ async def serve_transport(
 
 
 def run_transport(
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    listener: socket.socket,
     settings: TransportSettings | None = None,
     started: Callable[[str], None] = lambda url: log.info("rooms at %s", url),
     guard: Guard | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; ``started`` is told the URL. ``robojax transport`` is this.
-
-    Raises:
-        CannotListen: the port is taken, or the address is not one of this machine.
-    """
-    listener = listen(host, port)
+    """Serve until SIGTERM or SIGINT; ``started`` is told the URL. ``robojax transport`` is this."""
     run(create_transport_app(settings, guard), listener, started)
 
 
