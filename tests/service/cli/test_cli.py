@@ -103,7 +103,7 @@ def test_sessions_of_a_running_server_are_listed_and_stopped(serve, robojax):
         assert json.loads(robojax("sessions", "--url", url, "--json").stdout) == []
         told = robojax("stop", "--all", "--url", url, "--json", "--reason", "drill")
         assert (told.returncode, json.loads(told.stdout)["stopped"]) == (0, [])
-        told = robojax("stop", "nobody", "--url", url)
+        told = robojax("stop", "nobody", "--emergency", "--url", url)
         assert (told.returncode, "Session nobody not found" in told.stderr) == (4, True)
 
 

@@ -10,7 +10,7 @@ from aiohttp import ClientSession, web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import InvalidRequest, TransportError
+from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
 from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, LinkUp, Rooms, Transport
 from service.transport.client import RoomsTransport
@@ -74,7 +74,7 @@ async def test_a_room_that_exists_is_joined_as_it_is_and_stays(server, seen, qui
 
 async def test_a_link_that_cannot_be_made_leaves_no_room(server, seen, quick):
     async with connect(server.url, seen, quick):
-        with pytest.raises(TransportError, match=r"joining .*s-joint-output/ws as producer: refused.*another producer"):
+        with pytest.raises(RobotTaken, match=r"commanded by participant .s-joint-output-producer-.*stop that controller"):
             async with connect(server.url, seen, quick, ["front"]):
                 pass
         assert await server.rooms("video", "w") == set()

@@ -1,0 +1,103 @@
+"""Robots are stopped for good over HTTP, one at a time; and a robot has one controller, whoever asks."""
+
+import asyncio
+import http.client
+import threading
+import time
+from collections.abc import Callable
+
+import aiohttp
+import numpy as np
+import pytest
+
+from service.app import create_app
+from service.scripted_policy import ScriptedLoader
+from service.serving import listen, serving
+from service.settings import Settings
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not claim():  # noqa: ASYNC110 - each look is one round of the loop
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [(b'{"reason": "a hand"}', "a hand"), (b"{", "asked for over HTTP"), (b"", "asked for over HTTP")],
+)
+async def test_one_session_is_stopped_and_latched_and_the_others_are_not(server, body: bytes, reason: str) -> None:
+    for name in ("a", "b"):
+        await server.create(name)
+        await server.call("POST", f"/sessions/{name}/start")
+    status, told = await server.call("POST", "/sessions/a/emergency_stop", data=body)
+    assert (status, told["stopped"]) == (200, ["a"])
+    _, (found, other) = await server.call("GET", "/sessions")
+    assert (found["status"], other["status"]) == ("stopped", "running")
+    assert (found["stats"]["emergency_stop"], found["stats"]["stop_code"]) == (reason, "asked")
+    assert (await server.call("POST", "/sessions/a/start"))[0] == 409
+    assert (await server.call("POST", "/debug/sessions/a/reset"))[0] == 200
+    assert (await server.call("GET", "/sessions/a"))[1]["status"] == "stopped", "a reset moves nothing"
+    assert (await server.call("POST", "/sessions/a/start"))[0] == 200
+    assert (await server.call("POST", "/sessions/nobody/emergency_stop"))[0] == 404
+
+
+async def test_a_stop_over_http_is_heard_before_anything_is_sent_when_the_loop_was_blocked(server) -> None:
+    await server.create("arm", rate=50)
+    link = server.transport.link
+    pose = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
+
+    async def show() -> None:
+        while True:
+            link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+            link.deliver_joints(pose)
+            await asyncio.sleep(0.01)
+
+    showing = asyncio.create_task(show())
+    await server.call("POST", "/sessions/arm/start")
+    await until(lambda: len(link.sent) >= 10)
+    host, port = server.address
+
+    def stop() -> None:
+        connection = http.client.HTTPConnection(host, port, timeout=5)
+        connection.request("POST", "/api/sessions/arm/emergency_stop")
+        answers.append(connection.getresponse().status)
+        connection.close()
+
+    answers: list[int] = []
+    stopping = threading.Timer(0.02, stop)
+    sent = len(link.sent)
+    stopping.start()
+    time.sleep(0.2)  # noqa: ASYNC251 - the event loop is blocked while the stop comes
+    unblocked = time.monotonic()
+    session = server.app.ctx.sessions.get("arm")
+    await until(lambda: session.is_latched)
+    took = time.monotonic() - unblocked
+    showing.cancel()
+    await until(lambda: bool(answers))
+    assert answers == [200]
+    assert took < 0.02 + 1 / 50
+    late = [one for one in link.sent[sent:] if one.at > unblocked + took]
+    assert all(one.values == pose for one in late), "nothing but the hold after the stop"
+
+
+async def test_a_robot_that_somebody_elses_controller_commands_is_taken() -> None:
+    body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w"}
+    first, second = (create_app(Settings(), load=ScriptedLoader()) for _ in range(2))
+    async with (
+        serving(first, listen("127.0.0.1", 0)) as rooms,
+        serving(second, listen("127.0.0.1", 0)) as other,
+        aiohttp.ClientSession() as client,
+    ):
+        new = body | {"transport_server_url": rooms}
+        async with client.post(f"{rooms}/sessions", json=new) as answer:
+            assert answer.status == 200, await answer.text()
+        async with client.post(f"{other}/sessions", json=new) as answer:
+            refused = await answer.json()
+            assert answer.status == 409
+        assert "is commanded by participant 'arm-joint-output-producer-" in refused["detail"]
+        assert "stop that controller first" in refused["detail"]
+        async with client.delete(f"{rooms}/sessions/arm") as answer:
+            assert answer.status == 200
+        async with client.post(f"{other}/sessions", json=new) as answer:
+            assert answer.status == 200, await answer.text()
