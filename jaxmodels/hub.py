@@ -34,6 +34,7 @@ POLICY_FILES = (
     "policy_preprocessor_step_*.safetensors",
     "policy_postprocessor_step_*.safetensors",
 )
+UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ def fetch(
     endpoint: str | None = None,
     cache: Path | None = None,
     on_progress: Callable[[str], None] | None = None,
+    largest: int | None = None,
 ) -> Path:
     """The folder of a repo's files at one commit; what is in the cache is not fetched again.
 
@@ -100,10 +102,11 @@ def fetch(
             (`jaxmodels.checkpoints.diffusers.files` for a model).
         endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
         on_progress: told ``Downloading`` at every hundredth, in several threads.
+        largest: bytes that these files may have together.
         cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
 
     Raises:
-        HubError: not a repo id, unknown, not allowed, or neither reachable nor cached.
+        HubError: not a repo id, unknown, not allowed, too large, or neither reachable nor cached.
     """
     if not REPO_ID.fullmatch(repo_id):
         raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
@@ -115,6 +118,7 @@ def fetch(
         # One quick question first: the download itself would ask again for ten seconds before it gives up.
         found = HfApi(endpoint=endpoint).model_info(repo_id, revision=revision, timeout=10, files_metadata=True)
         sizes = [file.size or 0 for file in found.siblings or () if any(fnmatch(file.rfilename, one) for one in files)]
+        _check(what, [file.rfilename for file in found.siblings or ()], sum(sizes), largest)
         tell = on_progress or (lambda word: None)
         tell(Downloading(0, sum(sizes)))
         # The bar is of tqdm's usual kind; the declared type is its asyncio variant.
@@ -141,3 +145,10 @@ def fetch(
         logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", what, type(cause).__name__)
     logger.info("%s: commit %s", what, Path(str(folder)).name)
     return Path(str(folder))
+
+
+def _check(what: str, names: Sequence[str], size: int, largest: int | None) -> None:
+    if largest is not None and size > largest:
+        raise HubError(f"{what}: its files have {size} bytes; allowed are {largest}. Raise the limit, if it is meant")
+    if ignored := sorted(name for name in names if name.endswith(UNSAFE)):
+        logger.info("%s: %s may run code and are not fetched", what, ", ".join(ignored[:20]))

@@ -33,6 +33,8 @@ def load_policy(
     *,
     like: "Policy | None" = None,
     on_progress: Callable[[str], None] | None = None,
+    inspect: Callable[[Path], None] | None = None,
+    largest: int | None = None,
 ) -> "Policy":
     """Reads a LeRobot policy from a folder or from the Hub.
 
@@ -43,9 +45,11 @@ def load_policy(
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
         on_progress: told ``downloading``, ``reading``, ``ready``.
+        inspect: given the folder before anything in it is read; raises CheckpointError when it should not be.
+        largest: bytes that the files of a repo may have; asked before they are fetched.
 
     Raises:
-        HubError: the repo cannot be fetched.
+        HubError: the repo cannot be fetched, or is larger.
         ConfigError: the config, dtype or device makes no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
@@ -54,11 +58,13 @@ def load_policy(
     folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
     commit = None
     if not str(path_or_repo) or not folder.is_dir():
-        folder = fetch(str(path_or_repo), revision, on_progress=tell)
+        folder = fetch(str(path_or_repo), revision, on_progress=tell, largest=largest)
         commit = folder.name  # the Hub's cache names a snapshot by its commit
     elif revision is not None:
         raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
     tell("reading")
+    if inspect is not None:
+        inspect(folder)
     checkpoint = lerobot.read(folder)
     same_place = like is not None and (like.dtype, like.device) == (compute.name, device_name(where))
     if like is not None and same_place and like.fits(checkpoint):

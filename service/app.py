@@ -144,7 +144,16 @@ def create_app(
         app.blueprint(blueprint)
     if load is None:
         _import_ahead(app)
+    _hold_first(app)
     return app
+
+
+def _hold_first(app: App) -> None:
+    """Robots are held before anything else of the end is begun; listed last, as Sanic ends in the opposite order."""
+
+    @app.before_server_stop
+    async def hold(app: App) -> None:
+        app.ctx.sessions.begin_close()
 
 
 def _room_keys(app: App) -> RoomKeys:

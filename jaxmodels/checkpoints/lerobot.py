@@ -21,6 +21,7 @@ from jaxmodels.checkpoints.contents import Checkpoint, PolicyConfig, Sidecar
 from jaxmodels.checkpoints.json_file import read_json, write_json
 from jaxmodels.checkpoints.layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.checkpoints.processors import POST, PRE, read_processors, write_processors
+from jaxmodels.checkpoints.proof import NEVER_USED
 from jaxmodels.checkpoints.safetensors_file import read_floats, write_safetensors
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import Feature
@@ -32,7 +33,6 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 SIDECAR = "robojax.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
 
 logger = logging.getLogger(__name__)
 

@@ -202,3 +202,17 @@ def test_a_pipeline_fetched_without_its_subfolder_says_what_it_is(fetch, stub: S
 def test_a_subfolder_is_no_pattern_and_no_way_out(subfolder: str) -> None:
     with pytest.raises(CheckpointError, match="is no folder of a repo"):
         diffusers.files(subfolder=subfolder)
+
+
+def test_a_repo_larger_than_allowed_is_not_fetched_and_one_that_fits_is(fetch, stub: StubHub, tmp_path: Path) -> None:
+    with pytest.raises(HubError, match=r"its files have \d+ bytes; allowed are 1000"):
+        fetch(largest=1000)
+    assert not list(tmp_path.rglob("model.safetensors"))
+    assert (fetch(largest=1 << 30) / "model.safetensors").is_file()
+
+
+def test_files_that_may_run_code_are_named_and_left_where_they_are(fetch, caplog) -> None:
+    with caplog.at_level("INFO"):
+        folder = fetch()
+    assert "pytorch_model.bin may run code" in caplog.text
+    assert not (folder / "pytorch_model.bin").exists()
