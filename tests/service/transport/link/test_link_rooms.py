@@ -74,7 +74,7 @@ async def test_a_room_that_exists_is_joined_as_it_is_and_stays(server, seen, qui
 
 async def test_a_link_that_cannot_be_made_leaves_no_room(server, seen, quick):
     async with connect(server.url, seen, quick):
-        with pytest.raises(RobotTaken, match=r"commanded by participant .s-joint-output-producer-.*stop that controller"):
+        with pytest.raises(RobotTaken, match=r"commanded by participant .s-joint-output-producer-.*stop that"):
             async with connect(server.url, seen, quick, ["front"]):
                 pass
         assert await server.rooms("video", "w") == set()
