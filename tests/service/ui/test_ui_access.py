@@ -1,0 +1,97 @@
+"""Who may look, where a key is wanted; and what the page itself is."""
+
+import asyncio
+import time
+
+import aiohttp
+import pytest
+
+from service.auth.roles import Role
+from service.ui.files import read_files
+
+
+async def ticket(server, key: str) -> str:
+    status, told = await server.call("POST", "/tickets", headers={"x-api-key": key})
+    assert status == 200
+    return told["ticket"]
+
+
+async def sessions_seen(server, key: str) -> list[str]:
+    async with server.http.ws_connect(f"/ui/live?ticket={await ticket(server, key)}") as socket:
+        raw = await socket.receive_bytes(timeout=5)
+    return [part.split(b'"')[0].decode() for part in raw.split(b'{"id":"')[1:]]
+
+
+async def test_the_socket_wants_a_ticket_that_counts_once_and_shows_the_callers_sessions(serve, keys):
+    async with serve(keys_file=str(keys.path), policy_owners=("policies",)) as server:
+        now = time.time()
+        mine, theirs = (keys.new(f"{name}-key", Role.OPERATOR, name, now) for name in ("me", "them"))
+        viewer, admin = keys.new("viewer", Role.VIEWER, "me", now), keys.new("admin", Role.ADMIN, None, now)
+        for name, key in (("a", mine), ("b", theirs)):
+            server.http.headers["x-api-key"] = key
+            await server.create(name)
+        del server.http.headers["x-api-key"]
+
+        for query in ("", "?ticket=guessed"):
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await server.http.ws_connect(f"/ui/live{query}")
+            assert refused.value.status == 401
+        used = await ticket(server, mine)
+        async with server.http.ws_connect(f"/ui/live?ticket={used}"):
+            with pytest.raises(aiohttp.WSServerHandshakeError):
+                await server.http.ws_connect(f"/ui/live?ticket={used}")
+
+        seen = [await sessions_seen(server, key) for key in (mine, theirs, viewer, admin)]
+        assert seen == [["a"], ["b"], ["a"], ["a", "b"]]
+
+
+async def test_a_page_cannot_look_at_what_is_not_its_callers_and_its_socket_ends_with_its_key(serve, keys):
+    async with serve(keys_file=str(keys.path), policy_owners=("policies",)) as server:
+        mine, theirs = (keys.new(name, Role.OPERATOR, name, time.time()) for name in ("me", "them"))
+        server.http.headers["x-api-key"] = theirs
+        await server.create("theirs")
+        del server.http.headers["x-api-key"]
+        async with server.http.ws_connect(f"/ui/live?ticket={await ticket(server, mine)}") as socket:
+            await socket.send_json({"type": "look", "session": "theirs", "pictures": True})
+            for number in range(1, 5):
+                raw = await socket.receive_bytes(timeout=5)
+                assert b'"session"' not in raw
+                await socket.send_json({"type": "seen", "number": number})
+            keys.revoke("me")
+            async with asyncio.timeout(5):
+                while (message := await socket.receive()).type is aiohttp.WSMsgType.BINARY:
+                    await socket.send_json({"type": "seen", "number": (number := number + 1)})
+        assert (message.type, message.data) == (aiohttp.WSMsgType.CLOSE, 1008)
+
+
+async def test_the_page_is_there_without_a_key_and_its_policy_lets_nothing_foreign_in(serve, keys):
+    async with serve(keys_file=str(keys.path)) as server:
+        for prefix in ("", "/api"):
+            async with server.http.get(f"{prefix}/ui/", allow_redirects=False) as answer:
+                assert (answer.status, answer.headers["location"]) == (302, "../ui")
+            for name in ("", *(f"/{name}" for name in read_files() if name != "page.html")):
+                async with server.http.get(f"{prefix}/ui{name}") as answer:
+                    text, policy = await answer.text(), answer.headers["content-security-policy"]
+                assert answer.status == 200
+                assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
+                assert "unsafe" not in policy
+                assert answer.headers["x-content-type-options"] == "nosniff"
+                assert "https://" not in text
+                assert "http://" not in text or name.endswith(".svg"), "a name space is no address"
+        for name in ("page.html", "nothing.js", "..%2flive.py", "%2e%2e%2f__init__.py"):
+            assert (await server.call("GET", f"/ui/{name}"))[0] == 404
+
+
+def test_no_file_of_the_page_makes_html_of_text():
+    for name, file in read_files().items():
+        text = file.content.decode()
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+            " style=",
+        ):
+            assert word not in text, f"{name}: {word}"
