@@ -68,6 +68,7 @@ class Sessions:
         self._kept: dict[str, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
+        self._leaving: list[Session] = []
         self._orphans = Orphans(transport, self._records)
         self._orphans.clean(self._records.orphans)
         self._list_interrupted()
@@ -348,18 +349,24 @@ class Sessions:
         if orphan is not None and not has_left:
             self._orphans.clean([orphan])
 
+    def begin_close(self) -> None:
+        """Stop every robot before this returns, and begin to leave; ``close`` waits for it."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._leaving = [session for session in self._living() if session.stage is not Stage.DELETED]
+        for session in self._leaving:
+            session.begin_end()
+
     async def close(self) -> None:
         """Stop every robot at once, then leave all rooms and end the engine; takes less than 5 s.
 
         Sessions that nobody deleted are interrupted ones of the next start.
         """
-        self._is_closing = True
-        living = [session for session in self._living() if session.stage is not Stage.DELETED]
-        for session in living:
-            session.begin_end()
+        self.begin_close()
         for kept in self._kept.values():
             kept.shut_down()
-        await asyncio.gather(*(self._end(session) for session in living))
+        await asyncio.gather(*(self._end(session) for session in self._leaving))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._orphans.close()
         await self.engine.close()

@@ -125,7 +125,9 @@ class History:
                 low, high = LIMITS.get(joint, USUAL)
                 if not math.isfinite(value) or not low <= value <= high:
                     found.append(f"2: {joint} = {value} is outside {low}..{high}")
-            if before is not None and self.step is not None and not self._is_broken(before[0], at):
+            # A hold is where the robot is, however far that may be from where it was sent.
+            is_hold = (reading := self.pose.read(target)) is not None and reading.is_hold
+            if before is not None and self.step is not None and not is_hold and not self._is_broken(before[0], at):
                 steps = {joint: abs(target[joint] - before[1].get(joint, target[joint])) for joint in target}
                 worst = max(steps, key=lambda joint: steps[joint])
                 ticks = max(round((at - before[0]) / PERIOD), 1)
@@ -137,7 +139,7 @@ class History:
     def _late(self) -> list[str]:
         found = []
         # What the policy saw was reported up to a frame before the frame that an action's time is counted from.
-        limit = PERIOD + 1 / FRAMES + HOP + self.late
+        limit = PERIOD + 1 / FRAMES + HOP + 2 * self.late
         for at, target in self.motions():
             reading = self.pose.read(target)
             if reading is not None and at - reading.due_at > limit:
