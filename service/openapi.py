@@ -65,6 +65,8 @@ FULL_TAGS = {
 DESCRIPTION = """Frames and joints come in from rooms, a policy turns them into actions, one is sent per tick.
 
 Everything answers under `/api` too. Every answer carries `X-Request-Id`, which the server's log has as well.
+Where the server has keys, each route names the role that it wants: a viewer looks, an operator makes and moves
+sessions of its own, an admin does all; sessions of others are 404. Emergency stops are allowed to every key.
 When the embedded transport is on, this server also has the rooms themselves (`/robotics/...` and `/video/...`,
 REST, WebSocket and signalling of the RobotHub wire)."""
 
@@ -72,14 +74,15 @@ REST, WebSocket and signalling of the RobotHub wire)."""
 _ANYWHERE = (400, 403, 408, 413, 500, 503)
 _MEANINGS = {
     400: "Not HTTP that can be read",
-    403: "A web page of another origin, which the settings do not allow",
+    401: "A key is wanted, and none was sent that counts",
+    403: "The key's role allows less than this; or a web page of another origin calls, which the settings do not allow",
     404: "No such session, model, deployment, commit or recording",
     406: "No form of answer that is asked for is written; the text names those that are",
     408: "The request did not arrive in time",
     409: "Refused in the present state; the text names what is allowed",
     413: "Head, body, answer or work too large",
     415: "The body's form is not read; the text names those that are",
-    429: "As many sessions as the settings allow",
+    429: "As many sessions or attempts as are allowed; see Retry-After",
     500: "An error of the server's; its log says more under the request id",
     502: "The transport server or the Hub refused, vanished or broke the wire",
     503: "The answer took too long, or as much is asked for already as is allowed",
@@ -161,7 +164,14 @@ def _full(route: Route) -> Json:
     responses: Json = operation["responses"]
     if route.query or route.body or route.forms:
         responses["422"] = {"description": "Validation Error", "content": _content(_reference(HTTPValidationError))}
-    for status in sorted({*_ANYWHERE, *route.errors}):
+    if route.role is None:
+        operation["security"] = []
+    else:
+        # Where the server has no keys, nothing is wanted.
+        operation["security"] = [{"ApiKeyAuth": []}, {"BearerAuth": []}]
+        operation["description"] = f"{operation['description']}\n\nRole: {route.role}."
+    keys = {401, 429} if route.role is not None else set()
+    for status in sorted({*_ANYWHERE, *keys, *route.errors}):
         responses[str(status)] = {"$ref": f"#/components/responses/{_response_name(status)}"}
     return operation
 

@@ -52,7 +52,9 @@ def serve(config: Path | None, **flags: Any) -> None:
         run(
             app,
             listener,
-            lambda url: typer.echo(f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs). Ctrl-C ends it."),
+            lambda url: typer.echo(
+                f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs). Ctrl-C ends it."
+            ),
         )
     except ModelError as error:
         fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")

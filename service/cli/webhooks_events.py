@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from service.cli.failure import Code, fail
+from service.cli.sessions import Key
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -30,6 +31,7 @@ def list_(
     database: File = None,
     url: Url = None,
     secret_file: SecretFile = None,
+    key: Key = None,
     status: Annotated[str | None, typer.Option(help=f"Only these: {STATUSES}.")] = None,
     path: Annotated[str | None, typer.Option(help="Only of this endpoint, as /webhooks/NAME.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="How many.")] = 50,
@@ -49,7 +51,7 @@ def list_(
 
         given = {"status": status, "path": path, "limit": limit, "before": before}
         query = urlencode({name: value for name, value in given.items() if value is not None})
-        found = _call(url, "GET", f"?{query}", secret_file)
+        found = _call(url, "GET", f"?{query}", secret_file, key)
     if as_json:
         _print_json(found)
     else:
@@ -58,7 +60,12 @@ def list_(
 
 @app.command()
 def show(
-    event_id: Id, database: File = None, url: Url = None, secret_file: SecretFile = None, as_json: AsJson = False
+    event_id: Id,
+    database: File = None,
+    url: Url = None,
+    secret_file: SecretFile = None,
+    key: Key = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show all of one event: headers, body, and why it failed."""
     if url is None:
@@ -67,7 +74,7 @@ def show(
         with _open(database) as inbox:
             found = whole(inbox.get(event_id))
     else:
-        found = _call(url, "GET", _quoted(event_id), secret_file)
+        found = _call(url, "GET", _quoted(event_id), secret_file, key)
     if as_json:
         _print_json(found)
         return
@@ -82,7 +89,12 @@ def show(
 
 @app.command()
 def replay(
-    event_id: Id, database: File = None, url: Url = None, secret_file: SecretFile = None, as_json: AsJson = False
+    event_id: Id,
+    database: File = None,
+    url: Url = None,
+    secret_file: SecretFile = None,
+    key: Key = None,
+    as_json: AsJson = False,
 ) -> None:
     """Have an event handled again, whatever became of it; a running server begins within a second."""
     if url is None:
@@ -91,7 +103,7 @@ def replay(
         with _open(database) as inbox:
             found = brief(inbox.replay(event_id))
     else:
-        found = _call(url, "POST", f"{_quoted(event_id)}/replay", secret_file)
+        found = _call(url, "POST", f"{_quoted(event_id)}/replay", secret_file, key)
     if as_json:
         _print_json(found)
     else:
@@ -135,7 +147,7 @@ def _known() -> str:
     return f"; scripts keep theirs in {', '.join(map(str, found[:5]))}" if found else ""
 
 
-def _call(url: str, method: str, path: str, secret_file: Path | None) -> Any:
+def _call(url: str, method: str, path: str, secret_file: Path | None, key: str | None) -> Any:
     import json
     import os
     from http.client import HTTPException
@@ -144,7 +156,7 @@ def _call(url: str, method: str, path: str, secret_file: Path | None) -> Any:
 
     from hooks.errors import InvalidWebhook
     from hooks.management.secret import find_secret
-    from service.cli.sessions import base_url
+    from service.cli.sessions import base_url, credentials
 
     base = base_url(url)
     try:
@@ -152,16 +164,18 @@ def _call(url: str, method: str, path: str, secret_file: Path | None) -> Any:
     except InvalidWebhook as error:
         fail(Code.USAGE, "the secret cannot be read", str(error), "look at --secret-file")
     where = f"{base}/webhooks/_events" + (path if path.startswith("?") else f"/{path}")
-    request = Request(where, method=method, headers={"x-webhook-secret": secret} if secret else {})
+    headers = credentials(key) | ({"x-webhook-secret": secret} if secret else {})
+    request = Request(where, method=method, headers=headers)
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=10) as answer:
             return json.load(answer)
     except HTTPError as error:
         try:
-            why = str(json.load(error)["error"])
-        except (ValueError, KeyError, TypeError):
+            told = json.load(error)
+            why = str(told.get("error") or told["detail"])
+        except (ValueError, KeyError, TypeError, AttributeError):
             why = f"status {error.code}"
-        then = {401: "give --secret-file", 403: "give the server's own secret", 404: "look at events list"}
+        then = {401: "give --secret-file, or --key", 403: "give the server's own secret", 404: "look at events list"}
         fail(Code.TRANSPORT, f"the server at {base} refused", why, then.get(error.code, "look at the server's log"))
     except (URLError, TimeoutError, HTTPException, ValueError) as error:
         why = str(getattr(error, "reason", None) or error) or type(error).__name__

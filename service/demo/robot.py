@@ -8,6 +8,7 @@ whether the cube is up. One line of JSON on standard output for everything that 
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from service.demo.episodes import Outcome, Score
 from service.demo.units import JOINTS, to_wire
 from service.errors import ServiceError
 from service.transport.base import EmergencyStop, Rooms
+from service.transport.credentials import headers_of
 from service.transport.robot import Robot, connect_robot
 
 PERIOD = 1 / RATE
@@ -194,12 +196,14 @@ async def run(server: str, transport: str, session_id: str, first_seed: int, epi
     body = Body()
     await body.reset(first_seed)
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30), trust_env=False) as http:
+        key = os.environ.get("ROBOJAX_KEY")
+        patience = aiohttp.ClientTimeout(total=30)
+        async with aiohttp.ClientSession(timeout=patience, trust_env=False, headers=headers_of(key)) as http:
             sessions = Sessions(http, server, session_id)
             player = Player(body, sessions)
             rooms = await sessions.rooms()
             async with connect_robot(
-                transport, rooms, on_command=player.obey, on_emergency_stop=player.stop, rate=RATE
+                transport, rooms, on_command=player.obey, on_emergency_stop=player.stop, rate=RATE, key=key
             ) as robot:
                 tell("joined")
                 number, score = 0, Score()

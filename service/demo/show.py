@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shlex
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -15,6 +16,7 @@ import aiohttp
 from service.demo.children import Child, ChildDied, child
 from service.demo.collect import CAMERA
 from service.demo.episodes import Outcome, Score
+from service.transport.credentials import headers_of
 
 SESSION = "demo-arm"
 STARTING = 60.0  # seconds for the server to answer
@@ -185,7 +187,10 @@ async def show(policy: str, *, port: int = 0, recordings: Path | None = None) ->
     if recordings is not None:
         arguments += ("--recordings", str(recordings))
     async with (
-        aiohttp.ClientSession(timeout=timeout, trust_env=False) as http,
+        # Where the settings name a file of keys, the demo's own server wants one too.
+        aiohttp.ClientSession(
+            timeout=timeout, trust_env=False, headers=headers_of(os.environ.get("ROBOJAX_KEY"))
+        ) as http,
         child("the server", "service.cli", *arguments) as server,
     ):
         # Nobody reads its standard output; a full pipe would stop it.
