@@ -45,6 +45,8 @@ class Sink:
                 raise OSError(errno.ENOSPC, "nothing more can be written")
             self.position += count
             rest = rest[count:]
+        # The library hands over whole records.
+        self.good = self.position
         return len(data)
 
     def tell(self) -> int:
@@ -52,8 +54,7 @@ class Sink:
         return self.position
 
     def flush(self) -> None:
-        """What was written until now is whole."""
-        self.good = self.position
+        """Nothing is kept back here."""
 
     def cut(self) -> None:
         """Take off what is not whole and end the file as a reader wants it, as far as the disk lets us.
@@ -68,7 +69,6 @@ class Sink:
         DataEnd(0).write(records)
         Footer(summary_start=0, summary_offset_start=0, summary_crc=0).write(records)
         self.write(records.end() + MCAP0_MAGIC)
-        self.flush()
 
 
 class McapWriter:
@@ -99,7 +99,6 @@ class McapWriter:
         # First, so that it can be read whatever happens to the rest.
         self._writer.add_metadata(HEAD, subject.to_metadata())
         self._channels = self._register()
-        self.sink.flush()
 
     def _register(self) -> Mapping[str, int]:
         schemas = {
@@ -162,7 +161,6 @@ class McapWriter:
         end = {"state": state, "dropped": dropped, "seconds": round(self.seconds, 3), "episodes": self.episodes}
         self._writer.add_metadata(END, {name: json.dumps(value) for name, value in end.items()})
         self._writer.finish()
-        self.sink.flush()
 
     def cut(self) -> None:
         """End a file that cannot be written to any more as well as can be."""

@@ -75,7 +75,7 @@ class Recorder:
         open_file: Opener = open_new,
         disk: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage,
         commit: Callable[[], str | None] = lambda: None,
-        ended: Callable[[], None] = lambda: None,
+        ended: "Callable[[Recorder], None]" = lambda recorder: None,
     ):
         """Begin; the file is opened in the thread.
 
@@ -83,7 +83,7 @@ class Recorder:
             open_file: a new, unbuffered file; OSError when there is none.
             disk: bytes in all, used and free, of the disk that a folder is on.
             commit: which policy runs now, asked on the event loop.
-            ended: called in the thread when the file is closed.
+            ended: told in the thread when the file is closed.
         """
         self.name = path.stem
         self.subject = subject
@@ -198,7 +198,7 @@ class Recorder:
             self._newest.clear()
             if self.reason is not None:
                 logger.error("recording %s ended (%s): %s; the robot goes on", self.name, self.state, self.reason)
-            self._ended()
+            self._ended(self)
 
     def _record(self) -> None:
         from service.recording.mcap_writer import McapWriter

@@ -132,7 +132,7 @@ class Recordings:
             if entry.name in running:
                 now = running[entry.name].figures()
                 row |= {"state": ON, "seconds": now["seconds"]}
-            row["dataset"] = "ready" if entry.has_dataset else self._making.get(entry.name, "none")
+            row["dataset"] = self._making.get(entry.name) or ("ready" if entry.has_dataset else "none")
             found.append(row)
         return found
 
@@ -208,9 +208,9 @@ class Recordings:
 
         loop = asyncio.get_running_loop()
 
-        def ended() -> None:
+        def ended(recorder: Recorder) -> None:
             with suppress(RuntimeError):  # the loop has ended before
-                loop.call_soon_threadsafe(self._ended, session.id, recorder)
+                loop.call_soon_threadsafe(self._ended, recorder)
 
         path = self._library.new_path(session.id)
         recorder = Recorder(path, _subject(session, commit()), self._limits, commit=commit, ended=ended)
@@ -224,7 +224,7 @@ class Recordings:
         if recorder is not None:
             recorder.close(reason)
 
-    def _ended(self, session_id: str, recorder: Recorder) -> None:
+    def _ended(self, recorder: Recorder) -> None:
         detach = self._detach.pop(recorder.name, None)
         if detach is not None:
             detach()

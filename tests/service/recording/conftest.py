@@ -1,0 +1,29 @@
+"""Recordings of a robot that is not there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.recording.recorder import Recorder
+from service.recording.subject import Subject
+from tests.service.recording.robot import play, subject
+
+Record = Callable[..., Path]
+
+
+@pytest.fixture
+def record(tmp_path) -> Record:
+    """Makes a recording and closes it."""
+
+    def make(name: str = "arm-1", about: Subject | None = None, **how: Any) -> Path:
+        path = tmp_path / f"{name}.mcap"
+        recorder = Recorder(path, about or subject())
+        play(recorder, **how)
+        recorder.close()
+        assert recorder.join(10)
+        assert recorder.state == "off", recorder.reason
+        return path
+
+    return make

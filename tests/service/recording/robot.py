@@ -1,0 +1,73 @@
+"""A robot that is not there: a subject, frames that say their number, and what is handed to a recorder."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from service.joints import SO100
+from service.recording.recorder import Recorder
+from service.recording.subject import Subject, bounds, feature_names
+from service.tap import Tick
+
+RATE = 20.0
+
+
+def subject(**more: Any) -> Subject:
+    features, robot = feature_names(SO100)
+    made = Subject(
+        session_id="arm",
+        policy_path="policies/act",
+        policy_type="act",
+        commit="abc",
+        rate=RATE,
+        action_rate=RATE,
+        joints=tuple(joint.name for joint in SO100),
+        features=features,
+        low=bounds([joint.low for joint in SO100]),
+        high=bounds([joint.high for joint in SO100]),
+        cameras=("front", "top"),
+        task="pick up the cube",
+        is_dry_run=False,
+        version="0",
+        wall_ns=time.time_ns(),
+        monotonic_ns=time.monotonic_ns(),
+        robot_type=robot,
+    )
+    return replace(made, **more)
+
+
+def level(number: int) -> int:
+    return 20 + 5 * number
+
+
+def frame(number: int, size: tuple[int, int] = (48, 64)) -> np.ndarray:
+    return np.full((*size, 3), level(number), np.uint8)
+
+
+def noise(size: tuple[int, int] = (120, 160)) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 255, (*size, 3), dtype=np.uint8)
+
+
+def tick(number: int, at: float, **more: Any) -> Tick:
+    values = {"command": np.full(6, number + 0.5, np.float32), "is_sent": True, "hold": None}
+    return Tick(at=at, pose=np.full(6, number, np.float32), **values | more)
+
+
+def play(recorder: Recorder, *, episodes: int = 2, ticks: int = 12, skipped: tuple[int, ...] = (), size=(48, 64)):
+    """Episodes of this many ticks, on a clock of their own; the ticks named are skipped."""
+    start = time.monotonic()
+    for episode in range(episodes):
+        for camera in ("front", "top"):
+            recorder.saw(camera, frame(0, size), start)
+        recorder.begin("by request")
+        for number in range(ticks):
+            at = start + (episode * ticks + number) / RATE
+            if number in skipped:
+                continue
+            if number:
+                for camera in ("front", "top"):
+                    recorder.saw(camera, frame(number, size), at - 0.001)
+            recorder.ticked(tick(number, at))
+        recorder.end("by request")

@@ -1,0 +1,35 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from service.recording.mcap_reader import McapSource
+from tests.service.recording.disk_full import LARGEST, RATE, SECONDS
+
+
+def test_a_full_disk_ends_the_recording_and_no_tick_is_missed_for_it(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.service.recording.disk_full", str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    full, bare = found["full"], found["bare"]
+    assert full["recording"]["state"] == "disk_full"
+    assert full["recording"]["reason"] == os.strerror(27)
+    assert full["recording"]["bytes"] <= LARGEST
+    assert bare["recording"]["state"] == "off"
+    # The control goes on as if nothing had happened, and as well as the session beside it on the same loop.
+    assert (full["status"], full["hold"]) == ("running", None)
+    assert full["commands_sent"] - found["sent_at_end"] >= 0.8 * RATE * SECONDS
+    assert full["missed_ticks"] <= bare["missed_ticks"] + 1
+    # What was written until then is there, and whole as far as it goes.
+    (listed,) = found["listed"]
+    assert (listed["session_id"], listed["dataset"]) == ("full", "none")
+    assert len(list(McapSource(tmp_path / f"{listed['name']}.mcap").steps())) > 10
