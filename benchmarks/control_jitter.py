@@ -140,8 +140,8 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
     for session in sessions.list():
         assert session.drive is not None
         session.drive.control.lateness = Recent(SAMPLES)
-        for stage in session.drive.inference:
-            session.drive.inference[stage] = Recent(SAMPLES)
+        for stage in session.drive.thinking.seconds:
+            session.drive.thinking.seconds[stage] = Recent(SAMPLES)
     for session, phase in zip(sessions.list(), phases, strict=True):
         await asyncio.sleep(phase)
         await sessions.start(session.id)
@@ -150,7 +150,7 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
         await sessions.stop(session.id)
     drives = [session.drive for session in sessions.list() if session.drive is not None]
     lateness = np.concatenate([drive.control.lateness.samples for drive in drives])
-    compute = np.concatenate([drive.inference["total"].samples for drive in drives])
+    compute = np.concatenate([drive.thinking.seconds["total"].samples for drive in drives])
     after = [counts(session) for session in sessions.list()]
     changes = {
         name: sum(late[name] - early[name] for early, late in zip(before, after, strict=True)) for name in after[0]
@@ -158,7 +158,7 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
     facts: dict[str, object] = {
         **changes,
         "inferences_per_second": round(len(compute) / seconds, 1),
-        "device_thread_busy": round(sum(d.inference["compute"].total for d in drives) / seconds, 3),
+        "device_thread_busy": round(sum(d.thinking.seconds["compute"].total for d in drives) / seconds, 3),
         "inference_ms": summary(compute),
     }
     await asyncio.sleep(0.2)
@@ -200,7 +200,7 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
         )
         session = await sessions.create(new)
         assert session.drive is not None
-        requirements = session.drive.served.requirements
+        requirements = session.drive.thinking.served.requirements
         names = session.drive.buffer.joints.names
         phase = number * 0.04 / options.sessions
         tasks.append(asyncio.create_task(robot(transport.links[-1], names, dict(requirements.cameras), phase)))

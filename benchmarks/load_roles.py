@@ -117,8 +117,8 @@ class Measurement:
             if session.drive is None:
                 continue
             session.drive.control.lateness = Recent(SAMPLES)
-            for stage in session.drive.inference:
-                session.drive.inference[stage] = Recent(SAMPLES)
+            for stage in session.drive.thinking.seconds:
+                session.drive.thinking.seconds[stage] = Recent(SAMPLES)
             if session.new.camera_names:
                 if session.id not in self._ages:
                     self._ages[session.id] = Ages()
@@ -138,7 +138,7 @@ class Measurement:
             for key, value in counts.items():
                 changes[key] = changes.get(key, 0) + value - self._before[name].get(key, 0)
         periods = [one.drive.control.period for one in measured]
-        inference = [one.drive.inference["total"].samples for one in measured]
+        inference = [one.drive.thinking.seconds["total"].samples for one in measured]
         ages = [self._ages[one.id] for one in measured if one.id in self._ages]
         return {
             "seconds": round(seconds, 2),

@@ -93,7 +93,7 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.sessions):
         session = await sessions.create(NewSession(f"s{number}", str(options.policy), "loopback", rate=options.rate))
         assert session.drive is not None
-        sizes = dict(session.drive.served.requirements.cameras)
+        sizes = dict(session.drive.thinking.served.requirements.cameras)
         names = session.drive.buffer.joints.names
         tasks.append(asyncio.create_task(robot(transport.links[-1], names, sizes, number * 0.04 / options.sessions)))
         await sessions.start(session.id)

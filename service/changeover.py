@@ -119,11 +119,11 @@ class Changeover:
         drive, held = self._driven(), self.before
         if held is None:
             raise MoveRefused(f"session {self._new.session_id!r} has no policy from before")
-        drive.stay()
+        drive.thinking.stay()
         if self.staged is not None:
             self._let_go(self.staged)
             self.staged = None
-        drive.take_over(held.served, fade, self._before_took_over, at_once=True)
+        drive.thinking.take_over(held.served, fade, self._before_took_over, at_once=True)
 
     async def close(self) -> None:
         """Let go of all."""
@@ -133,7 +133,7 @@ class Changeover:
         self.staged = self.before = self.running = None
 
     async def _take_over(self, drive: Drive, held: Held, fade: int, patience: float) -> None:
-        taken = drive.take_over(held.served, fade, self._staged_took_over)
+        taken = drive.thinking.take_over(held.served, fade, self._staged_took_over)
         name = f"session {self._new.session_id!r}"
         try:
             async with asyncio.timeout(patience):

@@ -132,9 +132,9 @@ class _Sessions(Collector):
 
 
 def _stages(drive: Drive) -> Mapping[str, Recent]:
-    inference = {stage: figures for stage, figures in drive.inference.items() if stage != "total"}
-    whole = {"inference": drive.inference["total"], "answer": drive.control.latency}
-    return {"frame_age": drive.frame_age, **inference, **whole}
+    inference = {stage: figures for stage, figures in drive.thinking.seconds.items() if stage != "total"}
+    whole = {"inference": drive.thinking.seconds["total"], "answer": drive.control.latency}
+    return {"frame_age": drive.thinking.frame_age, **inference, **whole}
 
 
 class _Models(Collector):

@@ -105,7 +105,7 @@ class Probation:
                 self._trouble.set_result((code, text))
                 self.back = asyncio.create_task(go_back())
 
-        drive.guard = happened
+        drive.thinking.guard = happened
 
     async def wait(self) -> tuple[str, str] | None:
         """Code and text of why it must not stay, or None when its time is over. Only time in which it runs counts."""
@@ -130,7 +130,7 @@ class Probation:
                     return None
             return None
         finally:
-            drive.guard = None
+            drive.thinking.guard = None
 
     def _of_session(self) -> tuple[str, str] | None:
         session = self._session

@@ -121,7 +121,9 @@ class Rollout:
         pace = drive.control.pace
         # Frames of a size that comes no more would be compiled for, and nothing is as slow as that.
         seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
-            (observation, chunk) for observation, chunk in drive.recent if served.is_compiled(_sizes_of(observation))
+            (observation, chunk)
+            for observation, chunk in drive.thinking.recent
+            if served.is_compiled(_sizes_of(observation))
         ]
         if not seen:
             seen = [(_grey(drive, served), None)]
@@ -143,7 +145,7 @@ class Rollout:
             seconds=seconds,
             executed=executed,
             budget=pace.action_steps / pace.action_rate,
-            usual=drive.inference["total"].percentile(90),
+            usual=drive.thinking.seconds["total"].percentile(90),
         )
         return judge(trial, drive.table, self.settings.limits)
 
@@ -222,8 +224,8 @@ class Rollout:
 
     def _allowed_steps(self, drive: Drive) -> np.ndarray:
         widths = np.array([joint.high - joint.low for joint in drive.table.joints])
-        if drive.recent:
-            widths = ranges(drive.table, [chunk[0] for _, chunk in drive.recent])
+        if drive.thinking.recent:
+            widths = ranges(drive.table, [chunk[0] for _, chunk in drive.thinking.recent])
         return self.settings.probation.step * widths
 
     def _fade(self, drive: Drive) -> int:

@@ -95,7 +95,7 @@ def _stops(session: About, drive: Drive | None, now: float) -> dict[str, object]
         "stop_code": None if latch is None else found[1] if found else "asked",
         "dry_run": session.new.dry_run,
         "commands_withheld": drive.commands_withheld if drive else 0,
-        "shadow": drive.shadow.figures() if drive and drive.shadow else None,
+        "shadow": drive.thinking.shadow.figures() if drive and drive.thinking.shadow else None,
         "watch": drive.watch(now) if drive else None,
         "warnings": drive.watchdog.warnings(now) if drive else {},
     }
@@ -143,11 +143,11 @@ def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
     hold = control.hold
     return {
         # The reference's names first.
-        "inference_count": drive.inference["total"].count,
+        "inference_count": drive.thinking.seconds["total"].count,
         "images_received": {camera: rate.count for camera, rate in buffer.frames.items()},
         "joints_received": buffer.joint_updates.count,
         "commands_sent": drive.commands_sent,
-        "errors": drive.inference_errors + control.rejected,
+        "errors": drive.thinking.errors + control.rejected,
         "actions_in_queue": len(control.actions),
         "policy_type": session.new.policy_type,
         # Why it does not move.
@@ -179,7 +179,7 @@ def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
 
 
 def _inference_stats(drive: Drive, session: About) -> dict[str, object]:
-    total = drive.inference["total"]
+    total = drive.thinking.seconds["total"]
     spent = total.total
     return {
         "inference_count": total.count,
@@ -187,8 +187,8 @@ def _inference_stats(drive: Drive, session: About) -> dict[str, object]:
         "average_inference_time": round(spent / total.count, 6) if total.count else None,
         "average_fps": round(total.count / spent, 3) if spent else None,
         "is_loaded": not session.is_over,
-        "device": drive.served.policy.device,
-        "stages_ms": {stage: recent.percentiles_ms(50, 99) for stage, recent in drive.inference.items()},
+        "device": drive.thinking.served.policy.device,
+        "stages_ms": {stage: recent.percentiles_ms(50, 99) for stage, recent in drive.thinking.seconds.items()},
         "answer_ms": drive.control.latency.percentiles_ms(50, 99),
     }
 

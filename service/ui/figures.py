@@ -46,7 +46,7 @@ def detail_of(session: Listed) -> dict[str, Any]:
             {"name": joint.name, "low": _finite(joint.low), "high": _finite(joint.high)} for joint in drive.table.joints
         ]
         spread: Mapping[str, np.ndarray] = {
-            "inference": drive.inference["total"].samples,
+            "inference": drive.thinking.seconds["total"].samples,
             "lateness": drive.control.lateness.samples,
         }
         detail["spread"] = {name: np.histogram(samples * 1e3, _SPLIT)[0].tolist() for name, samples in spread.items()}

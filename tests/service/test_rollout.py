@@ -540,7 +540,7 @@ async def test_no_policy_is_slow_because_of_frames_that_do_not_come_any_more(rig
     rig.size = (30, 40)
     session = await rig.running()
     assert session.drive is not None
-    await until(lambda: session.drive is not None and len(session.drive.recent) >= 2)
+    await until(lambda: session.drive is not None and len(session.drive.thinking.recent) >= 2)
     rig.size = (24, 32)
     await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (24, 32)})
     assert (await rig.prepare(CompilesInTheMiddle())).reason is None

@@ -230,7 +230,7 @@ class Walk(RuleBasedStateMachine):
         running = [id for id, stage in self.stages.items() if stage == "running"]
         drive = self.sessions.get(running[0]).drive
         assert drive is not None
-        policy = drive.served.policy
+        policy = drive.thinking.served.policy
         assert isinstance(policy, ScriptedPolicy)
         policy.failures = [ValueError("x")] * 1000
         self.runner.run(until(lambda: all(str(self.sessions.get(id).stage) == "error" for id in running)))
