@@ -58,7 +58,7 @@ class Inspection:
         """
         began = time.monotonic()
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        found = self._run([str(folder)], self._patience + size / BYTES_PER_SECOND, folder.name)
+        found = self._run([str(folder.absolute())], self._patience + size / BYTES_PER_SECOND, folder.name)
         if found.get("out_of_memory"):
             raise self._out_of_memory(folder.name)
         if "error" in found:

@@ -54,6 +54,11 @@ def test_a_policy_is_read_to_its_end_and_only_files_of_known_names(folder, caplo
     assert "2 tensors, 34 bytes" in caplog.text
 
 
+def test_a_folder_may_be_named_from_where_the_server_was_started(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    Inspection()(Path("arm"))
+
+
 def test_the_policy_of_the_demo_passes(caplog):
     with caplog.at_level("INFO"):
         Inspection()(DEMO)
