@@ -144,6 +144,10 @@ class Sessions:
 
     async def _begin(self, record: SessionRecord, before: Interrupted | None) -> Session:
         session_id = record.new.session_id
+        # In one transaction with the record that takes the place of the one that knew of these rooms.
+        orphan = None if before is None else _left_by(before.record, record)
+        if orphan is not None:
+            self._records.leave(orphan)
         kept = self._kept[session_id] = Kept(self._records, record)
         session = self._sessions[session_id] = Session(
             record.new,
@@ -157,10 +161,12 @@ class Sessions:
             latch=self._latch(record.new),
         )
         # Asked now: it may be ready before the task begins.
-        await self._see_through(self._settle(session, kept, before, is_promised=record.is_ready))
+        await self._see_through(self._settle(session, kept, before, orphan, is_promised=record.is_ready))
         return session
 
-    async def _settle(self, session: Session, kept: Kept, before: Interrupted | None, *, is_promised: bool) -> None:
+    async def _settle(
+        self, session: Session, kept: Kept, before: Interrupted | None, orphan: Orphan | None, *, is_promised: bool
+    ) -> None:
         try:
             if not is_promised:
                 await self._records.written()
@@ -172,11 +178,13 @@ class Sessions:
             # Unless somebody deleted it, or made another one, meanwhile.
             if self._kept.get(session.id) is kept:
                 self._could_not(error, session, kept, before)
+                if orphan is not None:
+                    self._records.swept(orphan)
             await self._written()
             raise
-        if before is not None:
-            self._leave(before.record, but=session.new)
         await self._written()
+        if orphan is not None:
+            self._orphans.clean([orphan])
 
     def _could_not(self, error: ServiceError, session: Session, kept: Kept, before: Interrupted | None) -> None:
         if before is not None:
@@ -187,13 +195,6 @@ class Sessions:
         elif isinstance(error, NotKept):
             kept.drop()
             del self._kept[session.id], self._sessions[session.id]
-
-    def _leave(self, record: SessionRecord, but: NewSession) -> None:
-        """Rooms of a session that was replaced go, but those that are used further."""
-        left = tuple(room for room in record.made if not _has_made(record, SessionRecord(but), room))
-        if orphan := orphan_of(replace(record, made=left)):
-            self._records.leave(orphan)
-            self._orphans.clean([orphan])
 
     def _forget_old_failures(self) -> None:
         failed = [session.id for session in self._living() if _has_failed(session)]
@@ -380,6 +381,11 @@ def _has_failed(session: Session) -> bool:
 def _all_rooms(record: SessionRecord) -> tuple[str, ...]:
     rooms = record.rooms()
     return (*rooms.cameras.values(), rooms.joint_input, rooms.joint_output)
+
+
+def _left_by(before: SessionRecord, now: SessionRecord) -> Orphan | None:
+    """The rooms of a session that is replaced which the new one does not use."""
+    return orphan_of(replace(before, made=tuple(room for room in before.made if not _has_made(before, now, room))))
 
 
 def _has_made(before: SessionRecord, now: SessionRecord, room: str) -> bool:
