@@ -5,6 +5,7 @@ import gc
 import logging
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -240,9 +241,8 @@ class Engine:
             except Exception as error:
                 # Its text may hold anything, so only its kind goes to the client.
                 logger.exception("loading policy %r failed", path)
-                raise PolicyError(
-                    f"policy {path!r} cannot be loaded ({type(error).__name__}); the server's log says more"
-                ) from error
+                _let_go(error)
+                raise PolicyError(f"policy {path!r} cannot be loaded {_in_short(error)}") from error
         if not self._is_frozen:
             # The modules that a first policy brings are for life; the collector need not visit them in every round.
             gc.freeze()
@@ -265,10 +265,8 @@ class Engine:
                 raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)}: {error}") from error
             except Exception as error:
                 logger.exception("compiling for %s failed", in_words(sizes))
-                raise PolicyFailed(
-                    f"policy cannot be compiled for {in_words(sizes)} ({type(error).__name__}); "
-                    "the server's log says more"
-                ) from error
+                _let_go(error)
+                raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)} {_in_short(error)}") from error
 
     async def submit(self, served: Served, observation: Mapping[str, np.ndarray]) -> Inference:
         """Run the policy on one observation (batch of 1), after those asked for before.
@@ -311,7 +309,8 @@ class Engine:
             raise
         except Exception as error:
             logger.exception("a policy raised")
-            raise PolicyFailed(f"the policy raised {type(error).__name__}; the server's log says more") from error
+            _let_go(error)
+            raise PolicyFailed(f"the policy raised {type(error).__name__} {_in_short(error)}") from error
         finally:
             self._asked -= 1
             if not self._asked:
@@ -376,6 +375,19 @@ class Engine:
 
 def _is_loaded(entry: _Entry) -> bool:
     return entry.loading.done() and not entry.loading.cancelled() and entry.loading.exception() is None
+
+
+def _in_short(error: BaseException) -> str:
+    """What may be said of an error whose text may hold anything."""
+    # XLA's name for it is in the text; the class is the one of all its errors.
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return "(out of memory); fewer or smaller policies fit"
+    return f"({type(error).__name__}); the server's log says more"
+
+
+def _let_go(error: BaseException) -> None:
+    """Forget what the functions that failed had in hand: the error is kept as long as its session, weights are not."""
+    traceback.clear_frames(error.__traceback__)
 
 
 def in_words(sizes: Sizes) -> str:

@@ -4,9 +4,11 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
-from sanic.exceptions import BadRequest, RequestTimeout
+from sanic import Request
+from sanic.exceptions import BadRequest, RequestTimeout, SanicException
 from sanic.http import Http, Stage
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 
@@ -16,6 +18,7 @@ log = logging.getLogger(__name__)
 
 HEAD_LIMIT = 8192  # bytes of a request's first line and headers
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
 _LEAST_READ = 32_768
@@ -38,7 +41,10 @@ class _Http(Http):
     async def http1_request_header(self) -> None:
         await super().http1_request_header()
         # "Content-Length : 5" is no such header to Sanic, but it is to others: they would see another request's end.
-        if not all(_NAME.fullmatch(name) for name in self.request.headers):
+        # Nor is a bare carriage return the end of a line to all that may stand before this server.
+        if not all(
+            _NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in self.request.headers.items()
+        ):
             raise BadRequest("Bad Request")
 
     def create_empty_request(self) -> None:
@@ -95,6 +101,15 @@ class PunctualProtocol(WebSocketProtocol):
         if self._deadline is None and self.websocket is None:
             self._arm()
         super().data_received(data)
+
+    async def websocket_handshake(self, request: Request[Any, Any], subprotocols: Sequence[str] | None = None) -> Any:
+        """An upgrade; one that cannot be understood is the client's error, which Sanic answers with 500."""
+        try:
+            return await super().websocket_handshake(request, subprotocols)
+        except SanicException as error:
+            if error.status_code < 500:
+                raise
+            raise BadRequest("Bad Request") from error
 
     def pause_writing(self) -> None:
         """More of an answer waits than the peer reads now; one that hardly reads keeps memory and a handler."""

@@ -3,6 +3,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ async def test_a_load_that_everybody_gave_up_on_is_dropped_when_it_is_done(engin
     [
         (ConfigError("chunk_size is missing"), "policy 'p' cannot be loaded: chunk_size is missing"),
         (OSError("/root/secret"), r"policy 'p' cannot be loaded \(OSError\); the server's log says more"),
-        (MemoryError(), r"\(MemoryError\)"),
+        (MemoryError(), r"\(out of memory\)"),
     ],
 )
 async def test_a_load_that_fails_says_why_without_leaking_and_can_be_tried_again(
@@ -131,7 +132,7 @@ async def test_a_load_that_fails_says_why_without_leaking_and_can_be_tried_again
 
 async def test_a_policy_that_cannot_be_compiled_is_a_load_that_failed(engine: Engine) -> None:
     loader = ScriptedLoader(lambda: ScriptedPolicy(compile_failure=RuntimeError("RESOURCE_EXHAUSTED")))
-    with pytest.raises(PolicyError, match="RuntimeError"):
+    with pytest.raises(PolicyError, match="out of memory"):
         async with engine.policy(loader, "p", None, ignore):
             pass
 
@@ -169,6 +170,54 @@ async def test_an_exception_of_the_policy_is_told_by_its_kind_only(engine: Engin
         assert not isinstance(caught.value, InferenceStuck)
         assert "secret" not in str(caught.value)
         assert (await engine.submit(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+
+
+OUT_OF_MEMORY = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70368744177664 bytes.")  # XLA's words
+
+
+@pytest.mark.parametrize("failure", [OUT_OF_MEMORY, MemoryError()])
+async def test_memory_that_runs_out_is_told_as_that_and_others_go_on(engine: Engine, failure: Exception) -> None:
+    policy = ScriptedPolicy(failures=[failure], compile_failure=failure)
+    async with (
+        engine.policy(ScriptedLoader(), "other", None, ignore) as other,
+        engine.policy(ScriptedLoader(lambda: ScriptedPolicy(failures=[failure])), "p", None, ignore) as served,
+    ):
+        with pytest.raises(PolicyFailed, match="out of memory"):
+            await engine.submit(served, OBSERVATION)
+        assert (await engine.submit(other, OBSERVATION)).chunk.shape == (1, 20, 6)
+        assert (await engine.submit(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+        with pytest.raises(PolicyError, match="out of memory"):
+            async with engine.policy(ScriptedLoader(lambda: policy), "third", None, ignore):
+                pass
+
+
+async def test_memory_that_really_runs_out_in_jax_is_the_same(engine: Engine) -> None:
+    import jax.numpy as jnp
+
+    class Greedy(ScriptedPolicy):
+        def act(self, observation):
+            return np.asarray(jnp.zeros((1 << 44,)))
+
+    async with engine.policy(ScriptedLoader(Greedy), "p", None, ignore) as served:
+        with pytest.raises(PolicyFailed, match="out of memory"):
+            await engine.submit(served, OBSERVATION)
+
+
+async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, caplog) -> None:
+    made: list[weakref.ref[ScriptedPolicy]] = []
+
+    def make() -> ScriptedPolicy:
+        policy = ScriptedPolicy(compile_failure=OUT_OF_MEMORY)
+        made.append(weakref.ref(policy))
+        return policy
+
+    with pytest.raises(PolicyError) as kept:
+        async with engine.policy(ScriptedLoader(make), "p", None, ignore):
+            pass
+    caplog.clear()
+    gc.collect()
+    assert made[0]() is None
+    assert kept.value.__cause__ is OUT_OF_MEMORY
 
 
 async def test_a_refused_observation_is_told_with_its_text(engine: Engine) -> None:

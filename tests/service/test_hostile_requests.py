@@ -97,6 +97,13 @@ ATTACKS = {
     "a bare NUL in the path": (b"GET /\0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
     "a way out of the root": (b"GET /../../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 404, False),
     "a way out of the page's folder": (b"GET /ui/..%2f..%2fapp.py HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 404, False),
+    "a bare carriage return": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b\rX-B: c\r\n\r\n", 400, True),
+    "an upgrade with a key of other letters": (
+        b"GET /video/workspaces/w/rooms/r/ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\n"
+        b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: \xc3\xbc\r\n\r\n",
+        400,
+        True,
+    ),
     "a URL that is no path": (b"GET HTTP/0.9/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
     "a URL of another host": (b"GET http://169.254.169.254/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 200, False),
     "a tunnel": (b"CONNECT 169.254.169.254:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
