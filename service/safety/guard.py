@@ -110,14 +110,14 @@ class Guard:
         bend = np.zeros_like(speed) if before.acceleration is None else before.acceleration / self._action_rate**2
         whole = chunk.astype(np.float64)
         outside = self._outside(whole, before, speed, bend, first)
-        if not outside:
-            return Judged(chunk)
         if self.limits.mode == "refuse":
-            refusable = self._refusable(whole, before, outside, first)
+            refusable = self._refusable(whole, before, outside)
             if refusable:
                 for reason in refusable:
                     self.refused.add(reason)
                 return Judged(None, next(iter(refusable)), self._in_words(whole, refusable))
+        if not outside:
+            return Judged(chunk)
         for reason in outside:
             self.clamped.add(reason)
         for place in np.flatnonzero(np.any(list(outside.values()), axis=0)):
@@ -194,9 +194,7 @@ class Guard:
                 found["jerk"] = hard
         return found
 
-    def _refusable(
-        self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray], first: int
-    ) -> dict[str, np.ndarray]:
+    def _refusable(self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Of what is outside, what is no matter of a little overshoot, or of leading a robot away from where it stands.
 
         Refusing judges all of a chunk, also what is over: it says what the policy is worth.

@@ -13,9 +13,10 @@ from service.safety.sources import LimitsFile, Said
 
 Mode = Literal["clamp", "refuse"]
 
-# Ranges per second that a joint may be commanded when nobody says how fast it is. The demo's policy never asks for more
-# than 0.4 (its jaw: 1.8, at the seam of two chunks); the servos of an SO-100 reach about 1.25.
-VELOCITY = 2.5
+# Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
+# motion. The demo's policy asks for 0.4 at most (its jaw: 1.8, and more than 2.5 at a seam of two chunks); the servos of
+# an SO-100 reach about 1.25.
+VELOCITY = 4.0
 # A range that is only what a policy's data happened to cover is often a small part of the joint's own.
 VELOCITY_OF_DATA = 5.0
 # How far a policy may go beyond its data: of that joint's span, and of the widest joint's, for one that hardly moved.

@@ -45,7 +45,7 @@ def test_without_any_word_the_joint_table_limits_position_and_speed() -> None:
     assert limits.mode == "clamp"
     assert limits.unlimited == []
     found = of(limits, "Jaw")
-    assert (found["low"], found["high"], found["velocity"], found["step"]) == (0, 100, 250, None)
+    assert (found["low"], found["high"], found["velocity"], found["step"]) == (0, 100, 400, None)
     assert found["origin"] == "joint table"
     json.dumps(limits.shown(), allow_nan=False)
 
