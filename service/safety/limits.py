@@ -14,8 +14,8 @@ from service.safety.sources import LimitsFile, Said
 Mode = Literal["clamp", "refuse"]
 
 # Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
-# motion. The demo's policy asks for 0.4 at most (its jaw: 1.8, and more than 2.5 at a seam of two chunks); the servos of
-# an SO-100 reach about 1.25.
+# motion. The demo's policy asks for 0.4 at most (its jaw: 1.8, more than 2.5 at a seam of two chunks); the servos of an
+# SO-100 reach about 1.25.
 VELOCITY = 4.0
 # A range that is only what a policy's data happened to cover is often a small part of the joint's own.
 VELOCITY_OF_DATA = 5.0
