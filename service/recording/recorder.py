@@ -157,7 +157,7 @@ class Recorder:
     def figures(self) -> dict[str, object]:
         """What the session's stats say of it."""
         return {
-            "state": self.state,
+            "state": OFF if self.state == ON and self.is_closing else self.state,
             "file": f"{self.name}.mcap",
             "seconds": round(self._seconds, 1),
             "bytes": self._bytes,

@@ -55,11 +55,19 @@ def tick(number: int, at: float, **more: Any) -> Tick:
     return Tick(at=at, pose=np.full(6, number, np.float32), **values | more)
 
 
-def play(recorder: Recorder, *, episodes: int = 2, ticks: int = 12, skipped: tuple[int, ...] = (), size=(48, 64)):
+def play(
+    recorder: Recorder,
+    *,
+    episodes: int = 2,
+    ticks: int = 12,
+    skipped: tuple[int, ...] = (),
+    size: tuple[int, int] = (48, 64),
+    cameras: tuple[str, ...] = ("front", "top"),
+) -> None:
     """Episodes of this many ticks, on a clock of their own; the ticks named are skipped."""
     start = time.monotonic()
     for episode in range(episodes):
-        for camera in ("front", "top"):
+        for camera in cameras:
             recorder.saw(camera, frame(0, size), start)
         recorder.begin("by request")
         for number in range(ticks):
@@ -67,7 +75,7 @@ def play(recorder: Recorder, *, episodes: int = 2, ticks: int = 12, skipped: tup
             if number in skipped:
                 continue
             if number:
-                for camera in ("front", "top"):
+                for camera in cameras:
                     recorder.saw(camera, frame(number, size), at - 0.001)
             recorder.ticked(tick(number, at))
         recorder.end("by request")

@@ -1,0 +1,71 @@
+import pytest
+from typer.testing import CliRunner
+
+import jaxmodels
+from jaxmodels import Requirements
+from service.cli.commands import COMMANDS
+from service.cli.recordings import app
+from service.cli.replay import replay
+from service.scripted_policy import ScriptedPolicy
+
+WIDTH = {"COLUMNS": "200"}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """``robojax replay`` in this process, with a policy that stays where it is and so is half a unit off."""
+    import typer
+
+    def load(path, revision=None, **more):
+        return ScriptedPolicy(
+            Requirements(policy_type="act", cameras={path: (48, 64)}, state=6, action=6, chunk=8, action_steps=1),
+            step=0.0,
+        )
+
+    monkeypatch.setattr(jaxmodels, "load_policy", load)
+    command = typer.Typer(add_completion=False)
+    command.command()(replay)
+    return lambda *arguments: CliRunner().invoke(command, [str(one) for one in arguments], env=WIDTH)
+
+
+def test_the_table_has_every_joint_and_the_mean_of_all(run, record):
+    found = run(record(episodes=1, ticks=6), "--policy", "front")
+    assert found.exit_code == 0, found.output
+    assert "Wrist_Roll" in found.output
+    # Half of 200 units for five joints, of 100 for the jaw.
+    assert "6 steps of 1 episodes at 20 Hz, asked 6 times; mean error 0.29 % of the range" in " ".join(
+        found.output.split()
+    )
+
+
+@pytest.mark.parametrize(("limit", "code"), [("0.3", 0), ("0.28", 1)])
+def test_an_error_above_the_limit_is_a_check_that_failed(run, record, limit, code):
+    assert run(record(episodes=1), "--policy", "front", "--limit", limit).exit_code == code
+
+
+def test_a_policy_that_does_not_fit_and_a_recording_that_is_not_there_have_their_codes(run, record, tmp_path):
+    found = run(record(episodes=1), "--policy", "wrist")
+    assert (found.exit_code, "it looks through wrist" in found.output) == (3, True)
+    found = run(tmp_path / "no.mcap", "--policy", "front")
+    assert (found.exit_code, "no.mcap is not there" in found.output) == (2, True)
+
+
+def test_rerun_writes_what_its_viewer_opens(run, record, tmp_path):
+    pytest.importorskip("rerun")
+    found = run(record(episodes=1, ticks=4), "--policy", "front", "--rerun", "--save", tmp_path / "replay.rrd")
+    assert found.exit_code == 0, found.output
+    assert (tmp_path / "replay.rrd").read_bytes().startswith(b"RRF")
+
+
+def test_a_recording_is_described_and_exported_beside_itself(record):
+    path = record(episodes=2)
+    described = CliRunner().invoke(app, ["info", str(path), "--json"])
+    assert '"task": "pick up the cube"' in described.output
+    exported = CliRunner().invoke(app, ["export", str(path)])
+    assert (exported.exit_code, "2 episodes, 24 frames" in exported.output) == (0, True)
+    assert CliRunner().invoke(app, ["export", str(path)]).exit_code == 2  # it is there now
+    assert CliRunner().invoke(app, ["info", str(path.with_suffix("")), "--json"]).exit_code == 0
+
+
+def test_the_commands_are_listed():
+    assert {"replay", "recordings"} <= set(COMMANDS)
