@@ -1,0 +1,130 @@
+"""NaN and infinity do not cross any wire, in any of the ways in which JSON and arrays can have them."""
+
+import asyncio
+import json
+
+import aiohttp
+import numpy as np
+import pytest
+
+from service.app import create_app
+from service.arrays.forms import FORMS
+from service.arrays.limits import ArrayLimits
+from service.errors import InvalidRequest
+from service.routes.answers import answer
+from service.scripted_policy import ScriptedLoader
+from service.serving import listen, serving
+from service.settings import Settings, SettingsError, load_settings
+from service.transport import wire
+from service.transport.memory import MemoryTransport
+from service.transport.messages import JointUpdate, StateSync
+
+NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999")
+ROOM = "/robotics/workspaces/w/rooms/r"
+
+
+def session(more: str) -> str:
+    return '{"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms", ' + more + "}"
+
+
+# Where a number may stand in a request: path, and the body around it.
+BODIES = {
+    "rate": ("/sessions", session('"rate": @')),
+    "max_relative_target": ("/sessions", session('"max_relative_target": @')),
+    "max_relative_target by name": ("/sessions", session('"max_relative_target": {"Jaw": @}')),
+    "a field nobody knows": ("/sessions", session('"more": [1, {"a": @}]')),
+    "the policy check": ("/policies/check", '{"policy_path": "p", "more": @}'),
+    "a joint's command": (f"{ROOM}/command", '{"joints": [{"name": "Jaw", "value": @}]}'),
+    "a joint's speed": (f"{ROOM}/command", '{"joints": [{"name": "Jaw", "value": 1, "speed": @}]}'),
+    "a video's rate": ("/video/workspaces/w/rooms", '{"room_id": "v", "config": {"framerate": @}}'),
+    "a signal": ("/video/workspaces/w/rooms/v/webrtc/signal", '{"client_id": "a", "message": {"type": "ice", "x": @}}'),
+}
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """Status and text of each of them, from one server; and what a room's producer and consumer heard."""
+
+    async def run():
+        found = {}
+        app = create_app(Settings(), transport=MemoryTransport(), load=ScriptedLoader())
+        async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
+            async with http.post("/robotics/workspaces/w/rooms", json={"room_id": "r"}):
+                pass
+            for name, (path, body) in BODIES.items():
+                for number in NUMBERS:
+                    headers = {"content-type": "application/json"}
+                    async with http.post(path, data=body.replace("@", number), headers=headers) as told:
+                        found[name, number] = (told.status, await told.text())
+            async with http.ws_connect(f"{ROOM}/ws") as consumer, http.ws_connect(f"{ROOM}/ws") as producer:
+                for socket, role in ((consumer, "consumer"), (producer, "producer")):
+                    await socket.send_json({"participant_id": role, "role": role})
+                    while (await socket.receive_json(timeout=5))["type"] != "joined":
+                        pass
+                for number in NUMBERS:
+                    update = (
+                        '{"type": "joint_update", "data": [{"name": "Jaw", "value": 1}, {"name": "Pitch", "value": @}]}'
+                    )
+                    await producer.send_str(update.replace("@", number))
+                    found["producer", number] = (await producer.receive_json(timeout=5))["type"]
+                await producer.send_json({"type": "joint_update", "data": [{"name": "Jaw", "value": 7.0}]})
+                found["consumer"] = await consumer.receive_json(timeout=5)
+            async with http.get("/sessions") as told:
+                found["sessions"] = await told.json()
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("place", BODIES)
+def test_a_request_with_such_a_number_is_422_and_does_nothing(answered, place, number):
+    status, text = answered[place, number]
+    # A number too large for a double is one of Python's own making; where nobody reads it, it harms nobody.
+    if place in ("a field nobody knows", "the policy check") and "e999" in number:
+        assert "Infinity" not in text
+        return
+    assert status == 422, text
+    json.loads(text, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_joint_update_with_one_is_refused_whole_and_never_relayed(answered, number):
+    assert answered["producer", number] == "error"
+    assert answered["consumer"]["data"] == [{"name": "Jaw", "value": 7.0}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.content_type)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_array_for_a_model_holds_numbers_only(form, bad):
+    array = np.array([1.0, bad, 2.0], np.float32)
+    try:
+        body = b"".join(bytes(piece) for piece in form.encode({"x": array}, {}))
+    except ValueError:  # JSON, which has no such numbers
+        body = b'{"inputs": {"x": {"dtype": "float32", "shape": [1], "data": [%s]}}}' % str(bad).encode()
+    with pytest.raises(InvalidRequest):
+        form.decode(body.replace(b"outputs", b"inputs"), ArrayLimits(bytes=1 << 20), {"x": "float32"})
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda number: answer({"a": [number]}),
+        lambda number: wire.encode({"a": {"b": number}}),
+        lambda number: wire.build(JointUpdate(({"name": "Jaw", "value": number},))),
+        lambda number: wire.build(StateSync({"Jaw": number})),
+    ],
+    ids=["an answer", "a room's answer", "a command", "a room's state"],
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nothing_writes_one(write, bad):
+    with pytest.raises((ValueError, wire.WireError)):
+        write(bad)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999"])
+@pytest.mark.parametrize("name", ["rate", "frame_age_limit", "request_deadline", "update_difference"])
+def test_a_setting_is_a_number(name, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=name):
+        load_settings({name: text})
