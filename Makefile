@@ -9,7 +9,7 @@ DEBIAN_PACKAGES := libegl1 libgles2 libgl1-mesa-dri
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types setup setup-dev peers rendering clean
+.PHONY: help demo test faults lint types setup setup-dev peers rendering clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
@@ -23,7 +23,13 @@ HOOKS := tests/hooks tests/stub_hub
 test: setup-dev rendering ## the whole test suite
 	@$(BIN)/python -m pytest --numprocesses 2 tests/jaxmodels $(ARGS) || [ $$? = 5 ]
 	@$(BIN)/python -m pytest --numprocesses 2 $(HOOKS) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest --ignore tests/jaxmodels $(HOOKS:%=--ignore %) tests $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest --numprocesses 2 tests/faults $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest --ignore tests/jaxmodels --ignore tests/faults $(HOOKS:%=--ignore %) tests $(ARGS) || [ $$? = 5 ]
+
+# Before a release: make faults REPEAT=50, which takes an hour.
+REPEAT ?= 1
+faults: setup-dev ## break the server's links, policies and process, REPEAT times each
+	@$(BIN)/python -m pytest --numprocesses 2 --timeout 300 tests/faults --repeat $(REPEAT) $(ARGS)
 
 peers: $(VENV)/.robojax-peers ## PyTorch and diffusers, which parity tests compare with (skipped without them)
 

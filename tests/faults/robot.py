@@ -2,6 +2,7 @@
 of the chunk the command is."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -53,7 +54,7 @@ class TellingPose:
 
     def read(self, target: Mapping[str, float]) -> Reading | None:
         """What a whole target says; None when something between the policy and here changed it."""
-        if target.keys() != set(JOINTS):
+        if target.keys() != set(JOINTS) or not all(map(math.isfinite, target.values())):
             return None
         offsets = [target[joint] - value for joint, value in STILL.items()]
         steps = np.array(offsets) / STEP
