@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.errors import MoveRefused
-from service.request import SessionSettings
+from service.request import NewSession, SessionSettings
 from service.safety.watchdog import Patience
 from service.scripted_policy import ScriptedPolicy
 from service.stage import Stage
@@ -142,18 +142,18 @@ async def test_bad_input_stops_only_a_robot_that_moves(rig) -> None:
 
 
 async def test_an_inference_that_hangs_holds_first_then_is_an_error_of_its_session_only(rigged) -> None:
-    async with rigged(stuck_after=0.9) as rig:
+    async with rigged(stuck_after=1.2) as rig:
         hang = threading.Event()
         rig.policies["policy"] = ScriptedPolicy(failures=[np.zeros((1, 20, 6), np.float32), hang])
         rig.policies["other"] = ScriptedPolicy()
         session = await rig.running()
-        await rig.until(lambda: rig.stats["hold_code"] == "inference_slow")
-        assert rig.stats["watch"]["inference_age_ms"] > 800
-        took = await rig.until(lambda: session.stage is Stage.ERROR)
+        await rig.until(lambda: session.stage is Stage.ERROR)
         hang.set()
-        assert took < 1
-        assert "did not return in 0.9 s" in session.status().error_message
+        assert rig.stats["holds"]["inference_slow"] == 1
+        assert "did not return in 1.2 s" in session.status().error_message
         assert rig.sessions.engine.facts()["threads_replaced"] == 1
+        other = await rig.sessions.create(NewSession("other", "other", "memory://", rate=50))
+        assert other.stage is Stage.READY
 
 
 async def test_what_control_finds_unsafe_is_a_latched_stop_with_its_code_first(rig) -> None:
@@ -227,15 +227,15 @@ async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anyth
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-async def test_a_jump_of_the_clock_changes_nothing(rig, monkeypatch, jump: float) -> None:
-    session = await rig.running()
-    wall, missed = time.time, session.drive.control.missed_ticks
-    monkeypatch.setattr(time, "time", lambda: wall() + jump)
-    sent = len(rig.link.sent)
-    await rig.until(lambda: len(rig.link.sent) > sent + 10)
-    assert rig.stats["holds"] == {} or set(rig.stats["holds"]) <= {"camera_missing", "joints_missing"}
-    assert session.drive.control.missed_ticks <= missed + 2
-    assert session.stage is Stage.RUNNING
+async def test_a_jump_of_the_clock_changes_nothing(rigged, monkeypatch, jump: float) -> None:
+    async with rigged(frame_age_limit=5.0) as rig:
+        session = await rig.running()
+        wall, holds = time.time, rig.stats["holds"]
+        monkeypatch.setattr(time, "time", lambda: wall() + jump)
+        sent = len(rig.link.sent)
+        await rig.until(lambda: len(rig.link.sent) > sent + 10)
+        assert rig.stats["holds"] == holds
+        assert session.stage is Stage.RUNNING
 
 
 def test_the_settings_of_all_sessions_hold_the_facts_times() -> None:
