@@ -61,13 +61,53 @@ def check(
             "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like owner/name",
         )
     requirements = loaded.requirements
+    limits = _limits(requirements)
     verdict = judge(requirements, speed, rate or requirements.rate or 20.0)
     if as_json:
-        typer.echo(json.dumps(_facts(requirements, speed, verdict, loaded.device), indent=2))
+        typer.echo(json.dumps(_facts(requirements, speed, verdict, loaded.device) | {"limits": limits}, indent=2))
     else:
         _show(requirements, speed, verdict, loaded.device)
+        _show_limits(limits)
     if verdict.fit == "does not fit":
         raise typer.Exit(Code.CHECK)
+
+
+def _limits(requirements: "Requirements") -> dict[str, dict[str, object]]:
+    """Joint to the limits that a session would have with the settings of here; a request may ask for smaller steps."""
+    from service.cli.serve import settings_or_end
+    from service.errors import ServiceError
+    from service.joints import table_for
+    from service.safety.limits import Asked, motion_limits
+    from service.safety.sources import read_limits
+
+    settings = settings_or_end()
+    file = None if settings.limits is None else read_limits(settings.limits)
+    try:
+        table = table_for(requirements.action, checkpoint=requirements.joint_names, ranges=settings.joint_ranges)
+        asked = Asked(settings.safety, setting=settings.max_relative_target, file=file)
+        return motion_limits(table, asked, requirements.action_range).shown()
+    except ServiceError as error:
+        fail(Code.USAGE, "the limits do not fit this policy", str(error), "docs/safety.md says where limits come from")
+
+
+def _show_limits(limits: dict[str, dict[str, object]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_edge=False, pad_edge=False, box=None)
+    for column in ("joint", "low", "high", "step", "velocity", "acceleration", "jerk", "from"):
+        table.add_column(column, justify="left" if column in ("joint", "from") else "right")
+    for name, said in limits.items():
+        *numbers, origin = said.values()
+        table.add_row(
+            escape(name),
+            *("-" if value is None else f"{value:g}" for value in numbers),
+            "[bold yellow]nobody knows[/]" if origin == "none" else escape(str(origin)),
+        )
+    console = Console(highlight=False)
+    console.print("\nlimits that a session would have here, per joint and second (-: none):")
+    console.print(table)
 
 
 def _facts(requirements: "Requirements", speed: "Speed", verdict: "Verdict", device: str) -> dict[str, Any]:

@@ -21,6 +21,9 @@ def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax):
     assert found["requirements"]["joint_names"][0] == "Rotation"
     assert 0 < found["inference_ms"]["p50"] <= found["inference_ms"]["p99"]
     assert (found["rate"], found["verdict"]) == (25.0, "fits")
+    jaw = found["limits"]["Jaw"]
+    assert (jaw["low"], jaw["high"], jaw["origin"]) == (0, 100, "joint table")
+    assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
 
 
 def test_updates_by_hand_are_told_with_what_became_of_them(serve, robojax):

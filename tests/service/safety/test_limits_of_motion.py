@@ -3,11 +3,14 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from service.changeover import differences
 from service.errors import InvalidRequest
 from service.fit import limits_of
 from service.joints import SO100, Joint, JointTable, table_for
@@ -71,6 +74,14 @@ def test_the_checkpoints_range_counts_only_where_nobody_else_knows_one_and_with_
     assert np.array_equal(known.high, motion_limits(TABLE).high)
     for nonsense in (((0.0,) * 3, (0.0,) * 3), ((0.0,), (1.0,)), ((math.nan,) * 3, (1.0,) * 3)):
         assert motion_limits(UNKNOWN, action_range=nonsense).unlimited
+
+
+def test_a_policy_that_was_trained_on_other_data_may_take_over() -> None:
+    mine = SimpleNamespace(requirements=SO100_REQUIREMENTS)
+    theirs = SimpleNamespace(requirements=replace(SO100_REQUIREMENTS, action_range=((0.0,) * 6, (1.0,) * 6)))
+    assert differences(mine, theirs) == []  # type: ignore[arg-type]
+    theirs.requirements = replace(theirs.requirements, chunk=7)
+    assert differences(mine, theirs) == ["chunk: the session has 20, the new policy needs 7"]  # type: ignore[arg-type]
 
 
 def test_the_tightest_step_counts_and_says_whose_it_is() -> None:
