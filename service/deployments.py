@@ -35,6 +35,7 @@ class Deployments(Protocol):
     async def deploy(
         self, session_id: str, revision: str | None = None, *, force: bool = False, wait: bool = True
     ) -> Record: ...
+    async def keep(self, record: Any) -> None: ...
     async def rollback(self, session_id: str) -> Record: ...
 
 
@@ -80,6 +81,8 @@ class SessionUpdates:
         # The record is the one thing that tells; it is ours, in this process and thread.
         while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK)
+        # It may have come here a moment ago: what is told is not forgotten when the server is killed.
+        await self._deployments.keep(record)
         return self._told(record)
 
     async def rollback(self, session_id: str) -> Mapping[str, object]:

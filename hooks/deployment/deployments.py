@@ -153,6 +153,10 @@ class Deployments:
             await asyncio.shield(task)  # who asked may go away; the robot is not left halfway
         return record
 
+    async def keep(self, record: Record) -> None:
+        """Return when it is on the disk as it is now, for whoever is about to tell of it."""
+        await self._journal.save(record)
+
     async def rollback(self, session_id: str) -> Record:
         """Back to the policy before, at once; what ran is put into quarantine.
 
