@@ -338,8 +338,8 @@ class WebhookSettings(Group):
 
     state: str | None = Field(
         default=None,
-        description="Folder that keeps webhooks and policy updates over restarts, or off; default: robojax/PORT in the "
-        "user's state folder.",
+        description="Folder that keeps sessions, webhooks and policy updates over restarts, or off; default: "
+        "robojax/PORT in the user's state folder.",
     )
     webhook_secret_file: str | None = Field(
         default=None,

@@ -174,6 +174,15 @@ async def test_of_two_restarts_at_once_one_is_refused(server: Server) -> None:
         assert after.stages() == {"arm": "ready"}
 
 
+async def test_of_fifty_creates_of_one_id_at_once_one_takes_the_place_of_an_interrupted_one(server: Server) -> None:
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        outcomes = await asyncio.gather(*(after.sessions.create(NEW) for _ in range(50)), return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Session"] + ["SessionExists"] * 49
+        assert after.stages() == {"arm": "ready"}
+        assert len(after.transport.links) == 1
+
+
 async def test_a_deleted_one_is_forgotten_and_its_rooms_go(server: Server) -> None:
     await server.sessions.create(NEW)
     async with after_a_kill(server) as after:

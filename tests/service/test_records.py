@@ -6,6 +6,7 @@ import stat
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hooks.errors import StoreError
@@ -22,6 +23,9 @@ from tests.service.routes.conftest import Serve
 from tests.service.routes.conftest import serve as serve  # a fixture
 from tests.service.test_interrupted import NEW, after_a_kill, records_in
 from tests.service.test_interrupted import Server as Store
+
+JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
+SLACK = 5.0  # this machine does other work, too
 
 
 def test_a_record_comes_back_as_it_was_written() -> None:
@@ -156,6 +160,31 @@ async def test_a_disk_that_does_not_answer_delays_no_stop_and_answers_are_given_
     await server.sessions._records.written()
     assert server.sessions.caveat() == {}
     await server.sessions.close()
+
+
+async def test_a_disk_that_does_not_answer_delays_neither_holds_nor_the_end(tmp_path: Path) -> None:
+    server = Store(tmp_path, frame_age_limit=30.0)
+    for number in range(4):
+        await server.sessions.create(NewSession(f"s{number}", "p", "memory://"))
+        server.transport.link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+        server.transport.link.deliver_joints(dict.fromkeys(JOINTS, 5.0))
+        await server.sessions.start(f"s{number}")
+    async with asyncio.timeout(5):
+        while not all(len(link.sent) > 2 for link in server.transport.links):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    never = asyncio.Event()
+    server.sessions._records._database.run = lambda *arguments: never.wait()  # type: ignore[union-attr, assignment]
+    began, held = time.monotonic(), dict.fromkeys(JOINTS, 5.0)
+    ending = asyncio.create_task(server.sessions.close())
+    async with asyncio.timeout(1):
+        while not all(link.sent[-1].values == held for link in server.transport.links):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    took = time.monotonic() - began
+    await ending
+    assert all(link.sent[-1].values == held for link in server.transport.links)
+    assert took < 0.1 * SLACK
+    assert time.monotonic() - began < 3
+    assert server.transport.existing == set()
 
 
 async def test_latches_are_not_kept_without_end(tmp_path: Path, monkeypatch, caplog) -> None:
