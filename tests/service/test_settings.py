@@ -72,6 +72,10 @@ def test_lists_and_tables_have_a_form_for_each_source(monkeypatch):
         ({"joint_ranges": '{"a": [2, "x"]}'}, "joint_ranges.a.1 (flag --joint-ranges): found 'x'"),
         ({"frame_age_limit": "0"}, "frame_age_limit (flag --frame-age-limit): found '0'; wanted greater than 0"),
         ({"rate": "300"}, "rate (flag --rate) and max_rate (default): found 300 and 200; wanted rate <= max_rate"),
+        (
+            {"stop_after": 3},
+            "degraded_after (default) and stop_after (flag --stop-after): found 3 and 3; wanted degraded_after < stop",
+        ),
     ],
 )
 def test_a_bad_value_is_told_with_its_source_and_what_was_wanted(flags, text):
