@@ -13,6 +13,8 @@ from aiortc.jitterbuffer import JitterBuffer, JitterFrame
 from aiortc.rtp import RtpPacket
 from aiortc.utils import uint16_add
 
+from service.transport.h264 import h264_pixels
+
 PATIENCE = 0.2  # seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms
 VP8_START = b"\x9d\x01\x2a"  # stands at byte 3 of a keyframe
 ASK_AGAIN = 0.3  # seconds between requests for a keyframe
@@ -26,7 +28,7 @@ class PromptBuffer(JitterBuffer):
 
     Args:
         extra: takes every picture but the last when one packet completes several, in order.
-        max_pixels: a VP8 keyframe that declares more is not given out, since a decoder would first make room for it
+        max_pixels: a keyframe that declares more is not given out, since a decoder would first make room for it
             (two 14-bit sides: 400 MB in a packet of twelve bytes).
         clock: monotonic seconds.
 
@@ -123,7 +125,7 @@ class PromptBuffer(JitterBuffer):
         return True
 
     def _is_decodable(self, frame: JitterFrame) -> bool:
-        if vp8_pixels(frame.data) > self._max_pixels:
+        if max(vp8_pixels(frame.data), h264_pixels(frame.data)) > self._max_pixels:
             self.oversize += 1
             self._wants_keyframe = True  # what follows is built on it
             return False

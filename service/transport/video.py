@@ -17,6 +17,8 @@ from service.errors import TransportError
 from service.transport.jitter import PromptBuffer
 
 MAX_PIXELS = 1920 * 1080
+# What a stream may declare: H.264 counts in blocks of 16, of which 1080 lines are 68.
+MAX_DECLARED = 1920 * 1088
 # Pictures that may wait for the decoder. What comes out behind more of them was seen too long ago (8 are
 # 270 ms at 30 fps), and is not delivered as if it were new.
 MAX_BACKLOG = 8
@@ -97,7 +99,7 @@ class Screen:
         def extra(packet: RtpPacket, frame: JitterFrame) -> None:
             queue.put((codecs[packet.payload_type], frame))
 
-        self._buffer = PromptBuffer(extra, MAX_PIXELS)
+        self._buffer = PromptBuffer(extra, MAX_DECLARED)
         self._backlog = queue.qsize
         setattr(receiver, _BUFFER, self._buffer)
         setattr(receiver, _DECODE_ERROR, self._errors)
