@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -62,7 +63,7 @@ class Live:
         self._sessions = sessions
         self._onlookers: dict[str, Onlooker] = {}
         self._lines: tuple[float, list[tuple[str | None, dict[str, Any]]]] = (0.0, [])
-        self._details: dict[str, tuple[float, Listed, dict[str, Any]]] = {}
+        self._details: dict[str, tuple[float, Listed, Part]] = {}
 
     async def attend(
         self, socket: WebsocketImplProtocol, caller: Caller, is_still_in: Callable[[], bool] = lambda: True
@@ -108,13 +109,13 @@ class Live:
             self._lines = (now, [(session.new.owner, line_of(session)) for session in self._sessions().list()])
         return [line for owner, line in self._lines[1] if caller.sees(owner)]
 
-    def detail(self, session: Listed, now: float) -> tuple[float, dict[str, Any]]:
-        """When it was made, and everything of this session."""
-        at, of, detail = self._details.get(session.id, (0.0, None, {}))
-        if of is not session or now - at >= self.settings.detail_period:
-            at, detail = now, detail_of(session)
-            self._details[session.id] = (now, session, detail)
-        return at, detail
+    def detail(self, session: Listed, now: float) -> tuple[float, Part]:
+        """When it was made, and everything of this session; made once for all viewers, as it takes a millisecond."""
+        known = self._details.get(session.id)
+        if known is None or known[1] is not session or now - known[0] >= self.settings.detail_period:
+            text = json.dumps(detail_of(session), allow_nan=False, separators=(",", ":"))
+            known = self._details[session.id] = (now, session, Part({"kind": "detail"}, text.encode()))
+        return known[0], known[2]
 
     def onlooker(self, session: Listed, caller: Caller) -> Onlooker:
         """The one of this session, which is taken up and let go of by each viewer."""
@@ -260,12 +261,12 @@ class Viewer:
             self.look(session)
 
     def _parts(self, onlooker: Onlooker, head: dict[str, Any], now: float) -> list[Part]:
+        parts = []
         at, detail = self._live.detail(onlooker.session, now)
         if at != self._detail_at:
             self._detail_at = at
-            head["detail"] = detail
+            parts.append(detail)
         drive = onlooker.session.drive
-        parts = []
         if drive is not None:
             rows = onlooker.since(self._ticks, now, len(drive.table))
             self._ticks = onlooker.ticked_in_all

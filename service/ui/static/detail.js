@@ -72,7 +72,7 @@ export class Detail {
     this.dry = make("span", { class: "pill", "data-tone": "warn", hidden: true }, "dry run: nothing is sent");
     const head = make("div", { class: "card" },
       make("div", { class: "title" }, make("h2", {}, id), this.pill, this.dry), this.facts, this.reason, this.progress,
-      make("div", { class: "row actions" }, this.start, this.halt, this.restart, this.reset, make("span", { class: "grow" }), this.remove), this.told);
+      make("div", { class: "row actions" }, this.start, this.halt, this.restart, this.reset, this.remove), this.told);
     this.score = make("div", { class: "card", id: "score", hidden: true });
     this.cameraBox = make("div", { class: "cameras" });
     this.cameraCard = make("div", { class: "card" }, make("h3", {}, "Cameras"), this.cameraBox);
@@ -131,7 +131,7 @@ export class Detail {
 
   take(message) {
     if (message.session !== this.id) return;
-    if (message.detail) this.takeDetail(message.detail);
+    for (const part of message.parts) if (part.kind === "detail") this.takeDetail(JSON.parse(new TextDecoder().decode(part.content)));
     this.motion.take(message, this.plots.length);
     for (const part of message.parts) if (part.kind === "picture") this.takePicture(part);
     for (const [name, camera] of Object.entries(this.cameras)) {
@@ -146,7 +146,7 @@ export class Detail {
     const { status, joints, spread, edges_ms: edges } = detail;
     const stats = status.stats, inference = status.inference_stats;
     const facts = [status.policy_path, status.policy_type, inference && inference.device, stats.rate && `${number(stats.rate, 0)} Hz`,
-      `workspace ${status.workspace_id || "–"}`, this.line && this.line.owner && `of ${this.line.owner}`].filter(Boolean);
+      `workspace ${(status.workspace_id || "–").replace(/^(.{8}).{8,}$/, "$1…")}`, this.line && this.line.owner && `of ${this.line.owner}`].filter(Boolean);
     if (this.facts.dataset.text !== facts.join("\n")) { this.facts.dataset.text = facts.join("\n"); this.facts.replaceChildren(...facts.map((fact) => make("span", {}, fact))); }
     const known = JSON.stringify(joints);
     if (known !== this.joints) { this.joints = known; this.buildPlots(joints); }
@@ -158,7 +158,7 @@ export class Detail {
     this.takeTimes(stats, inference, spread, edges);
     this.takeScore(stats.score);
     this.policy.take(stats);
-    const rows = Object.entries({ ...stats, ...(inference || {}) }).sort(([one], [other]) => (one < other ? -1 : 1));
+    const rows = Object.entries({ ...stats, ...(inference || {}), ...status.rooms }).sort(([one], [other]) => (one < other ? -1 : 1));
     if (this.everything.closest("details").open || !this.everything.childElementCount) {
       this.everything.replaceChildren(...rows.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, typeof value === "object" && value !== null ? JSON.stringify(value) : String(value ?? "–")))));
     }
@@ -244,7 +244,7 @@ export class Detail {
       if (!this.motion.ticks.length && !this.motion.plan) return;
       plot.scale = drawJoint(plot.canvas, this.motion, index, plot.joint, now, this.ink, plot.scale);
       const { pose, command } = this.motion.newest(index);
-      say(plot.text, `${number(pose)} measured, ${number(command)} sent`);
+      say(plot.text, `is ${number(pose)}, sent ${number(command)}`);
     });
     for (const one of Object.values(this.histograms || {})) drawHistogram(one.canvas, one.edges || [], one.counts, one.limit, this.ink);
   }

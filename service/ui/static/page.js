@@ -19,7 +19,7 @@ const page = { sessions: [], chosen: null, waitsFor: null, caller: null, heard: 
 const THEMES = ["auto", "light", "dark"];
 function paint(theme) {
   theme === "auto" ? delete document.documentElement.dataset.theme : (document.documentElement.dataset.theme = theme);
-  say($("theme"), theme);
+  say($("theme"), `◐ ${theme}`);
   set($("theme"), "aria-label", `Colours: ${theme === "auto" ? "as the system" : theme}`);
   detail.recolour();
 }

@@ -3,7 +3,7 @@
 import { call, inSession } from "./api.js";
 import { clock, make, say, twice } from "./dom.js";
 
-const short = (commit) => (commit ? commit.slice(0, 12) : "–");
+const short = (commit) => (commit ? commit.slice(0, 9) : "–");
 
 export class PolicyCard {
   constructor(id, act) {

@@ -14,7 +14,7 @@ import pytest
 from service.ui.live import LiveSettings
 from service.ui.message import BadMessage, Look, Part, Seen, Stop, pack, parse
 
-PARTS = {"ticks", "plan", "picture"}
+MOVING = {"ticks", "plan", "picture"}
 
 
 def unpack(raw: bytes) -> dict[str, Any]:
@@ -23,6 +23,8 @@ def unpack(raw: bytes) -> dict[str, Any]:
     for part in head["parts"]:
         part["content"] = raw[at : at + part["size"]]
         at += part["size"] + -part["size"] % 4
+        if part["kind"] == "detail":
+            head["detail"] = json.loads(part["content"])
     assert at == len(raw)
     return head
 
@@ -73,7 +75,7 @@ async def test_a_page_sees_a_robot_move(server):
         detail = (await page.until(lambda message: "detail" in message))["detail"]
         assert detail["status"]["session_id"] == "arm"
         assert detail["joints"][5] == {"name": "Jaw", "low": 0, "high": 100}
-        await page.until(lambda message: kinds(message) == PARTS)
+        await page.until(lambda message: kinds(message) >= MOVING)
         message = await page.until(lambda message: "ticks" in kinds(message))
         [ticks] = [part for part in message["parts"] if part["kind"] == "ticks"]
         rows = np.frombuffer(ticks["content"], np.float32).reshape(ticks["shape"])
@@ -127,13 +129,13 @@ async def test_a_page_that_does_not_keep_up_gets_nothing_more_and_is_cut_off(ser
     live = server.app.ctx.live
     live.settings = LiveSettings(patience=0.5)
     async with opened(server) as slow, opened(server) as quick:
+        keeping_up = asyncio.create_task(quick.until(lambda message: message["number"] == 12))
         assert [(await slow.next(is_seen=False))["number"] for _ in range(2)] == [1, 2]
-        began = asyncio.get_running_loop().time()
         end = await slow.socket.receive(timeout=5)
         assert end.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR)
-        assert asyncio.get_running_loop().time() - began < 2
         assert live.cut == 1
-        assert (await quick.next())["number"], "the other one is not held up"
+        await keeping_up
+        assert live.cut == 1, "the other one is not held up"
 
 
 async def test_stop_is_acknowledged_even_to_a_page_that_does_not_keep_up(server):
