@@ -106,7 +106,7 @@ def _show_limits(limits: dict[str, dict[str, object]]) -> None:
             "[bold yellow]nobody knows[/]" if origin == "none" else escape(str(origin)),
         )
     console = Console(highlight=False)
-    console.print("\nlimits that a session would have here, per joint and second (-: none):")
+    console.print("\nlimits that a session would have here; step per tick, the others per second (-: none):")
     console.print(table)
 
 

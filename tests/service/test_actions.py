@@ -17,6 +17,25 @@ def first_of(action: np.ndarray | None) -> float | None:
     return None if action is None else float(action[0])
 
 
+@pytest.mark.parametrize(
+    ("tick_period", "moment", "found"),
+    [
+        (None, 10.0, (1, 1.0)),
+        (None, 10.29, (4, 1.0)),
+        (None, 10.25, (3, 1.0)),  # halfway: the one before was done
+        (None, 9.5, (0, 1.0)),
+        (0.05, 10.25, (3, 0.5)),
+        (0.05, 10.3, (4, 1.0)),
+        (0.05, 9.8, (0, 1.0)),
+    ],
+)
+def test_a_chunk_goes_on_with_the_first_action_after_a_moment(
+    tick_period: float | None, moment: float, found: tuple[int, float]
+) -> None:
+    first, share = ActionQueue(0.1, tick_period).first_after(moment + 1e-9, 10.0)
+    assert (first, share) == (found[0], pytest.approx(found[1], abs=1e-6))
+
+
 def test_each_tick_gives_the_action_that_is_due() -> None:
     queue = ActionQueue(PERIOD)
     queue.push(numbered(4), seen_at=10.0, now=10.0)

@@ -1,5 +1,6 @@
 """Control with limits: how motion begins, goes on, is refused, held and slowed down; time is a number."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from service.buffer import Buffer, Snapshot
 from service.control import Control, Step
+from service.errors import InvalidRequest
 from service.joints import SO100, JointTable
 from service.pace import Pace
 from service.safety.limits import Asked, motion_limits
@@ -74,6 +76,23 @@ def asked(mode: Any = "clamp", requested: float | None = None, **said: float) ->
     numbers: dict[str, Any] = dict(said)
     joints = {name: Said(**numbers, origin="f") for name in TABLE.names}
     return Asked(mode, requested, file=LimitsFile("f", joints) if said else None)
+
+
+async def test_a_session_tells_its_limits_and_refuses_those_of_joints_that_it_does_not_have(rigged) -> None:
+    async with rigged(motion=Asked(setting=9.0)) as rig:
+        with pytest.raises(InvalidRequest, match="'knee'"):
+            await rig.running(max_relative_target={"knee": 1.0})
+        await rig.running(max_relative_target={"gripper": 0.05})
+        await rig.until(lambda: rig.stats["safety"]["clamped"].get("seam", 0) > 0)
+        safety = rig.stats["safety"]
+        json.dumps(safety, allow_nan=False)
+        assert safety["mode"] == "clamp"
+        assert safety["unlimited"] == []
+        assert (safety["limits"]["Jaw"]["step"], safety["limits"]["Jaw"]["origin"]) == (0.05, "request, joint table")
+        assert safety["limits"]["Elbow"]["step"] == 9
+        assert set(safety["clamped_joints"]) == {"Jaw"}
+        jaws = [sent.values["Jaw"] for sent in rig.link.sent]
+        assert np.abs(np.diff(jaws)).max() <= 0.0501
 
 
 def test_the_first_motion_begins_at_the_measured_pose_and_glides() -> None:
