@@ -71,7 +71,7 @@ class Admissions:
         Raises:
             FileUnusable: one of the files cannot be used.
         """
-        keys = () if self._keys is None else self._keys.keys()
+        keys = () if self._keys is None else self._keys.known()
         has_tokens = self._secret is not None and self._secret.tokens() is not None
         return has_tokens or any(not key.is_over(self._clock()) for key in keys)
 
@@ -139,7 +139,7 @@ class Admissions:
 
     def _now_keys(self) -> tuple[Key, ...]:
         try:
-            return () if self._keys is None else self._keys.keys()
+            return () if self._keys is None else self._keys.known()
         except FileUnusable as error:
             self._tell(error)
             return ()

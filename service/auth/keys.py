@@ -67,7 +67,7 @@ class KeyFile:
         self.path = path
         self._file = WatchedFile(path, _parse, FORBIDDEN)
 
-    def keys(self) -> tuple[Key, ...]:
+    def known(self) -> tuple[Key, ...]:
         """All of them, those that have expired too; none when there is no file.
 
         Raises:
@@ -82,13 +82,13 @@ class KeyFile:
         """Whose key this is; it may have expired.
 
         Raises:
-            FileUnusable: as ``keys``.
+            FileUnusable: as ``known``.
         """
         if not sent.startswith(PREFIX) or len(sent) > LONGEST or not sent.isascii():
             return None
         digest, found = digest_of(sent), None
         # Every one is looked at, and each in the same time, wherever and whether it differs.
-        for key in self.keys():
+        for key in self.known():
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
@@ -140,7 +140,7 @@ class KeyFile:
 
     def _change(self, change: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
         with self._alone():
-            keys = change(self.keys())
+            keys = change(self.known())
             write_private(self.path, json.dumps({"keys": [_entry(key) for key in keys]}, indent=1).encode() + b"\n")
 
     @contextmanager

@@ -24,12 +24,9 @@ def serve(config: Path | None, **flags: Any) -> None:
     """
     import logging
 
-    from service.app import create_app
-    from service.errors import ModelError
     from service.logs import configure_logging
     from service.serving import CannotListen, listen, run
     from service.state import usual_state
-    from service.webhooks import StartFailed
 
     settings = settings_or_end(flags, config)
     if settings.state is None:
@@ -42,6 +39,11 @@ def serve(config: Path | None, **flags: Any) -> None:
     except CannotListen as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     close_to_strangers(listener.getsockname()[0], settings, "serve")
+    # Most of what takes long to import is not needed to refuse.
+    from service.app import create_app
+    from service.errors import ModelError
+    from service.webhooks import StartFailed
+
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
     try:
         app = create_app(settings)

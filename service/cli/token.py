@@ -68,7 +68,7 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
 
     file = _keys(port, state, keys_file)
     with _trouble("the keys cannot be listed"):
-        found = file.keys()
+        found = file.known()
     if as_json:
         rows = [
             {
@@ -116,7 +116,7 @@ def revoke(
     file = _keys(port, state, keys_file)
     with _trouble("no key was revoked"):
         gone = file.revoke(name)
-        left = len(file.keys())
+        left = len(file.known())
     typer.echo(f"key {gone.name!r} ({gone.role}) is revoked; {left} left in {file.path}")
     if not left:
         typer.echo("a running server lets nobody in by a key now; one that is started lets this machine in", err=True)

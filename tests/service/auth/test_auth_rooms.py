@@ -1,0 +1,204 @@
+"""Rooms of a server with keys: whose they are, who may join them, and how the session and the robot get in."""
+
+import time
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from service.auth.admission import Admissions
+from service.auth.guard import Guard
+from service.auth.keys import KeyFile
+from service.auth.own_key import OwnKey
+from service.auth.roles import Role
+from service.auth.room_keys import RoomKeys
+from service.auth.watched import FileUnusable
+from service.errors import TransportError
+from service.transport import sockets
+from service.transport.address import Address
+from service.transport.base import Rooms
+from service.transport.client import RoomsTransport
+from service.transport.credentials import headers_of
+from service.transport.robot import connect_robot
+from service.transport.server import serve_transport
+
+
+class Deaf:
+    """An inbox that keeps nothing."""
+
+    def frame(self, camera, image, seen_at):
+        pass
+
+    def joints(self, values, seen_at):
+        pass
+
+    def event(self, event):
+        pass
+
+
+@asynccontextmanager
+async def joined(server, path, by=None, role="consumer", who="x", **more):
+    """The first message of a socket, or the status of a refused handshake."""
+    headers = {"x-api-key": server.keys[by]} if by else {}
+    try:
+        async with server.http.ws_connect(f"{path}/ws", headers=headers, **more) as socket:
+            await socket.send_json({"participant_id": who, "role": role})
+            frame = await socket.receive(5)
+            found = frame.json() if frame.type is aiohttp.WSMsgType.TEXT else {"type": "closed"}
+            yield found.get("type"), socket
+    except aiohttp.WSServerHandshakeError as error:
+        yield error.status, None
+
+
+async def join(server, path, by=None, role="consumer", **more):
+    async with joined(server, path, by, role, **more) as (found, _):
+        return found
+
+
+async def test_a_session_and_its_robot_work_with_keys_and_its_rooms_are_its_owners(serve):
+    async with serve(real_rooms=True) as server:
+        status, made = await server.create("arm", "alice", camera_names=["front"])
+        assert status == 200, made
+        rooms = Rooms(
+            made["workspace_id"], made["camera_room_ids"], made["joint_input_room_id"], made["joint_output_room_id"]
+        )
+        with pytest.raises(TransportError, match="401"):
+            async with connect_robot(server.url, rooms, on_command=lambda values, at: None):
+                pass
+        with pytest.raises(TransportError):
+            async with connect_robot(server.url, rooms, on_command=lambda v, at: None, key=server.keys["bob"]):
+                pass
+        async with connect_robot(server.url, rooms, on_command=lambda v, at: None, key=server.keys["alice"]) as robot:
+            assert robot.send_joints({"Rotation": 0.0})
+        base = f"/robotics/workspaces/{rooms.workspace_id}/rooms"
+        out, front = (
+            f"{base}/{rooms.joint_output}",
+            f"/video/workspaces/{rooms.workspace_id}/rooms/{rooms.cameras['front']}",
+        )
+        for name in ("bob", "eve"):
+            assert (await server.call("GET", base, name))[1]["total"] == 0
+            for path in (out, front, f"{out}/state"):
+                assert (await server.call("GET", path, name))[0] == 404
+            assert await join(server, out, name) == "error"
+        assert (await server.call("DELETE", out, "bob"))[0] == 404
+        assert (await server.call("POST", f"{out}/command", "bob", json={"joints": [{"name": "a", "value": 1}]}))[
+            0
+        ] == 404
+        assert (await server.call("POST", base, "bob", json={"room_id": rooms.joint_output}))[0] == 409
+        signal = {"client_id": "anybody", "message": {"type": "offer", "sdp": "x", "target_consumer": "y"}}
+        assert (await server.call("POST", f"{front}/webrtc/signal", "bob", json=signal))[0] == 400
+        for name in ("alice", "root"):
+            assert (await server.call("GET", base, name))[1]["total"] == 2
+            assert await join(server, out, name) == "state_sync"
+        assert (await server.call("DELETE", "/sessions/arm", "alice"))[0] == 200
+        assert (await server.call("GET", base, "root"))[1]["total"] == 0
+
+
+async def test_a_session_does_not_go_into_a_room_that_a_stranger_made_before(serve):
+    async with serve(real_rooms=True) as server:
+        base = "/robotics/workspaces/lab/rooms"
+        assert (await server.call("POST", base, "bob", json={"room_id": "arm-joint-output"}))[0] == 200
+        status, told = await server.create("arm", "alice", workspace_id="lab", camera_names=["front"])
+        assert status == 502, told
+        assert "somebody else's" in told["detail"]
+        assert (await server.call("GET", base, "root"))[1]["total"] == 1
+
+
+async def test_viewers_look_operators_move_and_nobody_speaks_for_another(server):
+    server.keys["wall"] = server.file.new("wall", Role.VIEWER, "alice", time.time())
+    server.keys["arm-1"] = server.file.new("arm-1", Role.OPERATOR, "alice", time.time())
+    base, room = "/video/workspaces/w/rooms", "/video/workspaces/w/rooms/cam"
+    for name, expected in ((None, 401), ("eve", 403), ("wall", 403), ("alice", 200)):
+        assert (await server.call("POST", base, name, json={"room_id": "cam"}))[0] == expected, name
+    assert await join(server, room) == 401
+    assert await join(server, room, "wall", "producer") == "error"
+    assert await join(server, room, "wall") == "joined"
+    assert (await server.call("DELETE", room, "wall"))[0] == 403
+    offer = {"client_id": "eye", "message": {"type": "offer", "sdp": "x", "target_consumer": "y"}}
+    async with joined(server, room, "arm-1", "producer", who="eye") as (found, _):
+        assert found == "joined"
+        assert (await server.call("POST", f"{room}/webrtc/signal", "arm-1", json=offer))[0] == 200
+        assert (await server.call("POST", f"{room}/webrtc/signal", "wall", json=offer))[0] == 403
+    _, told = await server.call("POST", "/tickets", "wall")
+    ticket = {"ticket": told["ticket"]}
+    assert (await join(server, room, params=ticket), await join(server, room, params=ticket)) == ("joined", 401)
+    for path in ("/video/cleanup/status", "/robotics/cleanup/status"):
+        assert (await server.call("GET", path, "alice"))[0] == 403
+        assert (await server.call("GET", path, "root"))[0] == 200
+    assert (await server.call("GET", "/video/health"))[0] == 200
+
+
+async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
+    monkeypatch.setattr(sockets, "LOOK", 0.01)
+    await server.call("POST", "/robotics/workspaces/w/rooms", "alice", json={"room_id": "r"})
+    async with joined(server, "/robotics/workspaces/w/rooms/r", "alice") as (_, socket):
+        await socket.receive(5)
+        server.file.revoke("alice")
+        frame = await socket.receive(5)
+        assert (frame.type, socket.close_code) == (aiohttp.WSMsgType.CLOSE, 1008)
+
+
+async def test_the_rooms_server_alone_has_keys_too(tmp_path):
+    file = KeyFile(tmp_path / "keys.json")
+    key = file.new("lab", Role.OPERATOR, "lab", time.time())
+    listing = tmp_path / "elsewhere"
+    async with serve_transport(guard=Guard(Admissions(file))) as url, aiohttp.ClientSession(url) as http:
+        listing.write_text(f"# the lab's\n{url} {key}\nhttps://rooms.example rjk_other\n")
+        listing.chmod(0o600)
+        for headers, expected in (({}, 401), (headers_of(key), 200)):
+            async with http.get("/api/robotics/workspaces/w/rooms", headers=headers) as answer:
+                assert answer.status == expected
+        async with http.post("/tickets", headers=headers_of(key)) as answer:
+            assert (await answer.json())["ticket"].startswith("rjt_")
+        keys = RoomKeys(OwnKey(), lambda: None, lambda session_id: None, listing)
+        keys.check()
+
+        def connected(credentials=None):
+            transport = RoomsTransport(credentials=credentials)
+            return transport.connect(url, session_id="s", cameras=(), workspace_id="w", inbox=Deaf())
+
+        with pytest.raises(TransportError, match="transport_key_file"):
+            async with connected():
+                pass
+        async with connected(keys) as link:
+            assert link.rooms.workspace_id == "w"
+
+
+@pytest.mark.parametrize(
+    ("bound", "url", "expected"),
+    [
+        (("127.0.0.1", 8001), "http://127.0.0.1:8001/api", "http://127.0.0.1:8001/api"),
+        (("127.0.0.1", 8001), "http://localhost:8001", "http://127.0.0.1:8001"),
+        (("::1", 8001), "http://localhost:8001", "http://[::1]:8001"),
+        (("0.0.0.0", 8001), "http://localhost:8001", "http://127.0.0.1:8001"),
+        (("0.0.0.0", 8001), "http://127.0.0.1:8001", "http://127.0.0.1:8001"),
+        (("127.0.0.1", 80), "http://localhost", "http://127.0.0.1:80"),
+        (("127.0.0.1", 8001), "http://127.0.0.1:8000", None),
+        (("127.0.0.1", 8001), "http://127.0.0.2:8001", None),
+        (("127.0.0.1", 8001), "http://[::1]:8001", None),
+        (("127.0.0.1", 8001), "https://127.0.0.1:8001", None),
+        (("0.0.0.0", 8001), "http://203.0.113.9:8001", None),
+        (("0.0.0.0", 8001), "http://[::1]:8001", None),
+        (("0.0.0.0", 8001), "http://rooms.example:8001", None),
+        (("0.0.0.0", 8001), "http://224.0.0.1:8001", None),
+        (None, "http://127.0.0.1:8001", None),
+    ],
+)  # fmt: skip
+def test_the_own_key_goes_to_the_own_address_alone(bound, url, expected):
+    own = OwnKey()
+    address, headers = RoomKeys(own, lambda: bound, lambda session_id: "ann").of(Address.parse(url), "arm")
+    if expected is None:
+        assert (address, headers) == (Address.parse(url), {})
+    else:
+        assert (address.base, headers) == (expected, own.headers("ann"))
+    assert headers.get("x-api-key", "rjo_") not in repr(own)
+
+
+@pytest.mark.parametrize("line", ["rjk_key", "http://a b c", "ftp://a rjk_key", "http://a k\u00e9y"])
+def test_a_file_of_keys_for_other_servers_that_makes_no_sense_is_refused(tmp_path, line):
+    path = tmp_path / "elsewhere"
+    path.write_text(f"http://fine rjk_fine\n{line}\n")
+    path.chmod(0o600)
+    with pytest.raises(FileUnusable, match="line 2") as refused:
+        RoomKeys(OwnKey(), lambda: None, lambda session_id: None, path).check()
+    assert "rjk_" not in str(refused.value)

@@ -1,0 +1,137 @@
+import json
+import re
+import stat
+import urllib.error
+import urllib.request
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from service.cli import policies, sessions
+from service.cli.token import app as token_app
+
+KEY = re.compile(r"rjk_[A-Za-z0-9_-]{43}")
+
+
+def status_of(url, key=None):
+    headers = {"x-api-key": key} if key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A command in this process, which is quicker than one of its own: exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("ROBOJAX_KEY", raising=False)
+
+    def called(*arguments, **environment):
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.add_typer(token_app, name="token")
+        for command in (sessions.sessions, sessions.stop, policies.rollback):
+            app.command()(command)
+        return CliRunner().invoke(app, arguments, env=environment)
+
+    return called
+
+
+@pytest.mark.parametrize(("command", "host"), [("serve", "0.0.0.0"), ("transport", "::")])
+def test_other_machines_are_not_let_in_without_a_key(robojax, command, host):
+    told = robojax(command, "--host", host, "--port", "0")
+    assert (told.returncode, told.stdout) == (2, "")
+    for text in ("robojax token new --role operator", f"robojax {command} --host {host} --keys-file", "--insecure"):
+        assert text in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_insecure_lets_them_in_and_says_so_loudly(serve):
+    with serve("--host", "0.0.0.0", "--insecure") as (process, url):
+        assert status_of(f"{url}/sessions") == 200
+        process.terminate()
+        _, errors = process.communicate(timeout=10)
+    assert "INSECURE: listening on 0.0.0.0 without any key" in errors
+    assert process.returncode == 0
+
+
+def test_keys_are_made_used_listed_and_revoked(run, serve, tmp_path):
+    made = run("token", "new", "--role", "operator", "--name", "ann", "--days", "7", "--state", "kept")
+    key = made.stdout.strip()
+    assert KEY.fullmatch(key)
+    assert not KEY.search(made.stderr)
+    assert stat.S_IMODE((tmp_path / "kept" / "keys.json").stat().st_mode) == 0o600
+    viewer = json.loads(run("token", "new", "--role", "viewer", "--state", "kept", "--json").stdout)["key"]
+    signed = run("token", "jwt", "--role", "admin", "--name", "root", "--state", "kept").stdout.strip()
+    assert stat.S_IMODE((tmp_path / "kept" / "jwt-secret").stat().st_mode) == 0o600
+    with serve("--host", "0.0.0.0", "--state", "kept") as (_, url):
+        assert [status_of(f"{url}/{path}") for path in ("health", "sessions")] == [200, 401]
+        told = run("sessions", "--url", url)
+        assert told.exit_code == 4
+        assert "set ROBOJAX_KEY" in told.stderr
+        assert "no sessions" in run("sessions", "--url", url, ROBOJAX_KEY=key).stdout
+        assert "no sessions" in run("sessions", "--url", url, "--key", signed).stdout
+        refused = run("rollback", "arm", "--url", url, "--key", viewer)
+        assert refused.exit_code == 4
+        assert "robojax token new --role operator" in refused.stderr
+        assert run("stop", "--all", "--url", url, "--key", viewer).exit_code == 0
+        listed = run("token", "list", "--state", "kept", "--json").stdout
+        assert json.loads(listed)[0].items() >= {"name": "ann", "role": "operator", "is_over": False}.items()
+        assert key not in listed
+        assert "ann" in run("token", "list", "--state", "kept").stdout
+        assert run("token", "revoke", "ann", "--state", "kept").exit_code == 0
+        assert [status_of(f"{url}/sessions", one) for one in (key, viewer)] == [401, 200]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("new", "--role", "king", "--state", "s"), "wanted viewer, operator, admin"),
+        (("new", "--role", "viewer", "--name", "a b", "--state", "s"), "letters, digits"),
+        (("new", "--role", "viewer", "--port", "0"), "keeps nothing"),
+        (("new", "--role", "viewer", "--all", "--owner", "a", "--state", "s"), "exclude each other"),
+        (("revoke", "nobody", "--state", "s"), "no key is called 'nobody'"),
+        (("jwt", "--role", "viewer", "--name", "a", "--hours", "25", "--state", "s"), "at most 86400 s"),
+        (("jwt", "--role", "viewer", "--name", "a", "--hours", "nan", "--state", "s"), "NaN"),
+    ],
+)
+def test_what_cannot_be_made_says_why(run, arguments, why):
+    told = run("token", *arguments)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert why in told.stderr
+
+
+def test_a_key_is_not_sent_on_to_where_a_server_points(run, httpserver_that_redirects):
+    url, asked = httpserver_that_redirects
+    told = run("sessions", "--url", url, "--key", "rjk_secret")
+    assert told.exit_code == 4
+    assert asked == ["/sessions"]
+
+
+@pytest.fixture
+def httpserver_that_redirects():
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    asked = []
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *about):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Redirects)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
