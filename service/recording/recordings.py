@@ -12,6 +12,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 from service.errors import InvalidRequest, RecordingRefused, UnknownRecording, UnknownSession
 from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits
 from service.recording.subject import Subject, bounds, feature_names
@@ -298,7 +300,8 @@ class Recordings:
 def _subject(session: Session, commit: str | None) -> Subject:
     drive, new = session.drive, session.new
     assert drive is not None, "only loaded sessions start"
-    joints, pace = drive.table.joints, drive.control.pace
+    joints, pace, limits = drive.table.joints, drive.control.pace, drive.control.guard.limits
+    low, high = np.array([(joint.low, joint.high) for joint in joints], float).T
     features, robot = feature_names(joints)
     return Subject(
         session_id=session.id,
@@ -309,8 +312,9 @@ def _subject(session: Session, commit: str | None) -> Subject:
         action_rate=pace.action_rate,
         joints=drive.table.names,
         features=features,
-        low=bounds([joint.low for joint in joints]),
-        high=bounds([joint.high for joint in joints]),
+        # What the joint can; where nobody knows, what this session may.
+        low=bounds(np.where(np.isfinite(low), low, limits.low).tolist()),
+        high=bounds(np.where(np.isfinite(high), high, limits.high).tolist()),
         cameras=tuple(new.camera_names),
         task=new.language_instruction or "",
         is_dry_run=new.dry_run,
@@ -319,4 +323,5 @@ def _subject(session: Session, commit: str | None) -> Subject:
         monotonic_ns=time.monotonic_ns(),
         robot_type=robot,
         owner=new.owner,
+        limits={"mode": limits.mode, **limits.shown()},
     )

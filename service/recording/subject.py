@@ -25,6 +25,7 @@ class Subject:
         low, high: range of each joint, None where nobody knows it.
         task: what the robot is to do, in words.
         owner: whose key made the session; None where there are no keys.
+        limits: of motion, by joint, as the session's stats show them.
         wall_ns, monotonic_ns: one moment on both clocks: the time since 1970, and that of the control loop.
     """
 

@@ -61,6 +61,8 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path):
         assert str(tmp_path) not in json.dumps(one)
         source = McapSource(folder / f"{one['name']}.mcap")
         assert (source.subject.task, source.subject.rate, source.subject.joints) == ("wave", 50, NAMES)
+        assert source.subject.limits["mode"] == "clamp"
+        assert source.subject.limits["Jaw"]["high"] == source.subject.high[5] == 100
         steps = list(open_source(folder / one["name"]).steps())
         assert {step.episode for step in steps} == {0, 1}
         assert len(steps) == len(list(source.steps()))
