@@ -44,6 +44,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "demo_with_faults.json"
 POLICY = ROOT / "service" / "demo" / "policy"
 SESSION = "demo-arm"
+LOG = None if "--log" in sys.argv else asyncio.subprocess.DEVNULL  # what the processes write to standard error
 FAULTS = ("F3", "F1", "F5")
 WANTED = 0.75  # of the cubes
 PATIENCE = 40.0  # seconds of standing that end an episode
@@ -96,6 +97,7 @@ class Gateway:
             places,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=LOG,
         )
         self._listening = asyncio.create_task(self._listen(self._process))
 
@@ -140,7 +142,7 @@ class RoomsServer:
         port = self.url.rsplit(":", 1)[1] if self.url else "0"
         arguments = ("-m", "service.cli", "transport", "--port", port)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=_environment(), cwd=ROOT
+            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=LOG, env=_environment(), cwd=ROOT
         )
         self.url = await _url_of(self._process)
 
@@ -256,7 +258,7 @@ class Show:
 async def server() -> AsyncIterator[str]:
     arguments = ("-m", "service.cli", "serve", "--port", "0", "--state", "off")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=_environment(), cwd=ROOT
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=LOG, env=_environment(), cwd=ROOT
     )
     try:
         yield await _url_of(process)
@@ -286,10 +288,10 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         timeout = aiohttp.ClientTimeout(total=300)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, trust_env=False))
-        url = await stack.enter_async_context(server())
         rooms = RoomsServer()
         await rooms.start()
         stack.push_async_callback(rooms.kill)
+        url = await stack.enter_async_context(server())
         body = {
             "session_id": SESSION,
             "policy_path": str(options.policy),
@@ -337,6 +339,7 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=20)
     parser.add_argument("--seed", type=int, default=5000, help="of the first cube, and of the moments")
     parser.add_argument("--policy", type=Path, default=POLICY)
+    parser.add_argument("--log", action="store_true", help="show what the processes log")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

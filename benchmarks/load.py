@@ -206,11 +206,12 @@ def l1_l8_l9(options: argparse.Namespace) -> list[Row]:
         scene = Scene(stack, rate=50)
         rounds = 3
         bare, sessions = [], []
-        for number in range(32):
+        count = options.sessions
+        for number in range(count):
             scene.create("s", number, [])
-        robots = scene.robots("s", 32, [])
+        robots = scene.robots("s", count, [], fps=10)
         for _ in range(rounds):
-            bare.append(scene.bare(32, 50, options.seconds / rounds / 2))
+            bare.append(scene.bare(count, 50, options.seconds / rounds / 2, fps=10))
             scene.start_all()
             time.sleep(2)
             sessions.append(scene.measure(options.seconds / rounds))
@@ -239,20 +240,23 @@ def l1_l8_l9(options: argparse.Namespace) -> list[Row]:
                 )
             )
         if _wanted(options, "L8"):
-            rows.append(_l8(scene))
+            rows.append(_l8(scene, count))
         if _wanted(options, "L9"):
+            for name in scene.sessions[count:]:
+                call(f"{scene.url}/sessions/{name}", "DELETE")
+            del scene.sessions[count:]
+            scene.stop_all()
             scene.start_all()
             rows.append(_l9(scene, robots))
     return rows
 
 
-def _l8(scene: Scene) -> Row:
+def _l8(scene: Scene, count: int) -> Row:
     scene.start_all()
     time.sleep(1)
     health = _times(f"{scene.url}/health", 300, 0.01)
-    for number in range(32, 64):
+    for number in range(count, 64):
         scene.create("s", number, [])
-    # The robots of the second half stay away: their sessions are listed, not started.
     sessions = _times(f"{scene.url}/sessions", 100, 0.02)
     figure = {"health_ms": health, "sessions_ms": sessions, "sessions": len(call(f"{scene.url}/sessions"))}
     return row(
@@ -582,6 +586,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="L1,L2,L3,L4,L5,L7,L8,L9", help="rows, with commas between")
     parser.add_argument("--seconds", type=float, default=60.0, help="of L1; the others take a third of it")
+    parser.add_argument("--sessions", type=int, default=32, help="of L1")
     parser.add_argument("--soak", type=float, default=0.0, help="minutes of L6")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -31,9 +31,12 @@ from service.stats import Recent
 from service.transport.base import JointValue, LinkEvent
 from service.transport.client import RoomsTransport
 from service.transport.names import rooms_of
+from service.transport.pace import Pace
 from service.transport.robot import Robot, connect_robot
 
 SAMPLES = 1_000_000
+# Joining is not what is measured.
+PATIENT = Pace(join=60.0, request=60.0, heartbeat=20.0)
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 STILL: Mapping[str, float] = dict(zip(JOINTS, (10.0, -20.0, 30.0, -40.0, 50.0, 60.0), strict=True))
 BITS = 24  # of a picture's time in milliseconds, one black or white bar each
@@ -243,7 +246,7 @@ async def robots(options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         for number in range(options.count):
             rooms = rooms_of(f"{options.prefix}{number}", options.cameras, options.workspace)
-            joined = connect_robot(options.url, rooms, on_command=heard[number].obey, rate=options.fps)
+            joined = connect_robot(options.url, rooms, on_command=heard[number].obey, rate=options.fps, pace=PATIENT)
             robot = await stack.enter_async_context(joined)
             living = asyncio.create_task(live(robot, options, number / options.count / options.fps))
             stack.callback(living.cancel)
@@ -302,17 +305,19 @@ async def bare(options: argparse.Namespace) -> None:
     loop.add_signal_handler(signal.SIGUSR1, begin)
     loop.add_signal_handler(signal.SIGUSR2, end)
     phases = np.random.default_rng(1).uniform(0, 1 / options.rate, options.count)
+    links: list[Any] = []
     async with AsyncExitStack() as stack:
         for number in range(options.count):
-            opened = RoomsTransport().connect(
+            opened = RoomsTransport(pace=PATIENT).connect(
                 options.url,
                 session_id=f"{options.prefix}{number}",
                 cameras=options.cameras,
                 workspace_id=options.workspace,
                 inbox=Nobody(),
             )
-            link = await stack.enter_async_context(opened)
-            beating = asyncio.create_task(beat(link.send, phases[number]))
+            links.append(await stack.enter_async_context(opened))
+        for link, phase in zip(links, phases, strict=True):
+            beating = asyncio.create_task(beat(link.send, phase))
             stack.callback(beating.cancel)
         say(event="ready")
         await asyncio.Event().wait()

@@ -18,6 +18,7 @@ class Recent:
         self.total = 0.0
         self._ring = np.zeros(size)
         self._spread = [0] * (len(BOUNDS) + 1)
+        self._known: tuple[int, tuple[float, ...], Sequence[float]] = (-1, (), ())
 
     def add(self, value: float) -> None:
         """Keep one sample in place of the oldest."""
@@ -48,16 +49,26 @@ class Recent:
 
     def percentile(self, percent: float) -> float | None:
         """That percentile of the kept samples, or None before the first."""
-        samples = self.samples
-        return float(np.percentile(samples, percent)) if len(samples) else None
+        return self._percentiles(percent)[0] if self.count else None
 
     def percentiles_ms(self, *percents: float) -> dict[str, float | None]:
         """Of samples in seconds: ``{"p50": 1.25, ...}`` in milliseconds."""
-        samples = self.samples
-        if not len(samples):
+        if not self.count:
             return {f"p{percent:g}": None for percent in percents}
-        values = np.percentile(samples, percents)
-        return {f"p{percent:g}": round(float(value) * 1e3, 3) for percent, value in zip(percents, values, strict=True)}
+        values = self._percentiles(*percents)
+        return {f"p{percent:g}": round(value * 1e3, 3) for percent, value in zip(percents, values, strict=True)}
+
+    def _percentiles(self, *percents: float) -> Sequence[float]:
+        # All of 64 sessions in one answer, between two ticks: numpy's own percentile takes five times as long, and of
+        # sessions that do not move nothing has changed since the answer before.
+        if self._known[:2] != (self.count, percents):
+            ordered = np.sort(self.samples)
+            places = [(len(ordered) - 1) * percent / 100 for percent in percents]
+            lower = [float(ordered[int(place)]) for place in places]
+            upper = [float(ordered[min(int(place) + 1, len(ordered) - 1)]) for place in places]
+            values = [low + (high - low) * (place % 1) for low, high, place in zip(lower, upper, places, strict=True)]
+            self._known = (self.count, percents, values)
+        return self._known[2]
 
 
 class Rate:

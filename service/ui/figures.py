@@ -1,7 +1,6 @@
 """What the page shows of sessions: a line of each ten times a second, everything of the one looked at once a second."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ def line_of(session: Listed) -> dict[str, Any]:
 def detail_of(session: Listed) -> dict[str, Any]:
     """Everything of one session: its status as the API tells it, its joints, and how times are spread."""
     drive = session.drive
-    detail: dict[str, Any] = {"status": asdict(session.status()), "joints": [], "edges_ms": EDGES, "spread": {}}
+    detail: dict[str, Any] = {"status": vars(session.status()), "joints": [], "edges_ms": EDGES, "spread": {}}
     if drive is not None:
         detail["joints"] = [
             {"name": joint.name, "low": _finite(joint.low), "high": _finite(joint.high)} for joint in drive.table.joints

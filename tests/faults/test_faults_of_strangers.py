@@ -40,23 +40,23 @@ Make = Callable[..., Any]
 
 ATTACKS: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "no method": (b"GARBAGE\r\n\r\n", (400,)),
-    "a long header": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", (400, 413, 431)),
-    "a huge length": (b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n", (413,)),
-    "a negative length": (b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", (400,)),
+    "a long header": (b"GET /health HTTP/1.1\r\nHost: [::1]\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", (400, 413, 431)),
+    "a huge length": (b"POST /sessions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 99999999999\r\n\r\n", (413,)),
+    "a negative length": (b"POST /sessions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: -1\r\n\r\n", (400,)),
     "two lengths": (
-        b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 5\r\n\r\n{}xyz",
+        b"POST /sessions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 2\r\nContent-Length: 5\r\n\r\n{}xyz",
         (400,),
     ),
     "a length and chunks": (
-        b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /sessions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         (400,),
     ),
     "200,000 brackets": (
-        b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 200000\r\n\r\n"
+        b"POST /sessions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 200000\r\n\r\n"
         + b"[" * 200_000,
         (400, 422),
     ),
-    "a NUL in the path": (b"GET /%00..%2f..%2fetc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", (400, 404)),
+    "a NUL in the path": (b"GET /%00..%2f..%2fetc/passwd HTTP/1.1\r\nHost: [::1]\r\n\r\n", (400, 404)),
 }
 
 
@@ -101,7 +101,7 @@ async def _answer_to(server: Process, raw: bytes) -> bytes:
 
 def _endless_chunks(port: int) -> int:
     with socket.create_connection(("127.0.0.1", port), timeout=10) as there:
-        there.sendall(b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        there.sendall(b"POST /sessions HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n")
         sent = 0
         try:
             while sent < 40 << 20:
@@ -125,7 +125,7 @@ async def test_f17_hundreds_who_never_finish_keep_nobody_waiting(
     try:
         for _ in range(500):
             _, writer = await asyncio.open_connection("127.0.0.1", scripted.port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: ")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: [::1]\r\nX-a: ")
             opened.append(writer)
         took = []
         async with aiohttp.ClientSession(trust_env=False) as http:
@@ -174,7 +174,7 @@ async def test_f18_frames_against_the_protocol_close_their_socket_and_a_strange_
         reader, raw = await asyncio.open_connection("127.0.0.1", scripted.port)
         path = room.removeprefix(scripted.url)
         raw.write(
-            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"GET {path} HTTP/1.1\r\nHost: [::1]\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
         )
         assert b"101" in await reader.readline()
