@@ -36,9 +36,9 @@ import uvloop
 
 import jaxmodels
 from service.engine import Engine
-from service.sessions import NewSession, Session, Sessions, SessionSettings
+from service.sessions import Listed, NewSession, Sessions, SessionSettings
 from service.stats import Recent
-from service.transport.base import Inbox, JointValue, LinkUp, Rooms
+from service.transport.base import Inbox, JointValue, LinkUp, Made, Rooms
 from service.transport.messages import JointUpdate
 from service.transport.names import rooms_of
 from service.transport.wire import build
@@ -81,7 +81,14 @@ class SocketTransport:
 
     @asynccontextmanager
     async def connect(
-        self, url: str, *, session_id: str, cameras: Sequence[str], workspace_id: str | None, inbox: Inbox
+        self,
+        url: str,
+        *,
+        session_id: str,
+        cameras: Sequence[str],
+        workspace_id: str | None,
+        inbox: Inbox,
+        made: Made | None = None,
     ) -> AsyncIterator[SocketLink]:
         _, writer = await asyncio.open_connection("127.0.0.1", self._port)
         link = SocketLink(rooms_of(session_id, cameras, workspace_id), writer, inbox)
@@ -92,6 +99,11 @@ class SocketTransport:
             yield link
         finally:
             writer.close()
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+    ) -> Sequence[str]:
+        return ()
 
 
 async def sink(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -165,7 +177,7 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
     return lateness, facts
 
 
-def counts(session: Session) -> dict[str, int]:
+def counts(session: Listed) -> dict[str, int]:
     assert session.drive is not None
     control = session.drive.control
     return {
