@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 Sizes = Mapping[str, tuple[int, int]]
 # Seconds that a trial waits for a moment in which no robot waits.
 TRIAL_WAIT = 1.0
+# Seconds that an inference may keep those of other robots waiting: three times what it usually takes, at least this,
+# and so long when nobody knows.
+OVERDUE = 0.1
+UNKNOWN = 1.0
 
 
 class Policy(Protocol):
@@ -101,6 +105,7 @@ class Served:
     def __init__(self, policy: Policy):
         self.policy = policy
         self.users = 0
+        self._usual: float | None = None
         self._compiled: set[frozenset[tuple[str, tuple[int, int]]]] = set()
 
     @property
@@ -112,6 +117,15 @@ class Served:
     def commit(self) -> str | None:
         """What its files are called, when that is known."""
         return self.policy.commit
+
+    def took(self, seconds: float) -> None:
+        """An inference went well in so many seconds."""
+        self._usual = seconds if self._usual is None else 0.8 * self._usual + 0.2 * seconds
+
+    @property
+    def overdue(self) -> float:
+        """Seconds after which an inference keeps others waiting for longer than they have to."""
+        return UNKNOWN if self._usual is None else max(3 * self._usual, OVERDUE)
 
     def is_compiled(self, sizes: Sizes) -> bool:
         """Whether frames of these sizes can be acted on at once. Asked at every inference, so remembered."""
@@ -136,7 +150,8 @@ class Engine:
     """Loads policies in threads of their own, runs all of them on one device thread.
 
     One thread is enough: a device computes one thing at a time, and a session has at most one request
-    in flight, so first come, first served is also fair. Both kinds of threads run at a lower
+    in flight, so first come, first served is also fair. Only when one inference takes far longer than it usually does
+    the others get another thread before it is given up. Both kinds of threads run at a lower
     priority than the event loop (see ``service.worker.yield_to_others``).
 
     Attributes:
@@ -284,19 +299,26 @@ class Engine:
         self._asked += 1
         self._idle.clear()
         job = self._worker.submit(act)
-        paused = 0.0
+        paused, is_left = 0.0, False
+        overdue = min(served.overdue, self.stuck_after)
         try:
             while not job.outcome.done():
                 looked_at = time.monotonic()
                 begun = job.submitted if job.started is None else job.started
+                limit = self.stuck_after if is_left else overdue
                 # A job that waits behind a stuck one is not stuck itself: look again after a while.
-                patience = max(begun + paused + self.stuck_after - looked_at, self.stuck_after / 10)
+                patience = max(begun + paused + limit - looked_at, limit / 10)
                 await asyncio.wait([job.outcome], timeout=patience)
                 late = time.monotonic() - looked_at - patience
                 if late > self.stuck_after / 10:
                     paused += late  # this whole process stood still, and the job with it
-                over = job.started is not None and time.monotonic() - job.started - paused >= self.stuck_after
-                if over and not job.outcome.done() and self._worker.abandon(job):
+                if job.outcome.done() or job.started is None:
+                    continue
+                ran = time.monotonic() - job.started - paused
+                if ran >= overdue and not is_left and self._worker.waiting:
+                    # The others go on in another thread; this one may still come back.
+                    is_left = self._worker.abandon(job)
+                if ran >= self.stuck_after and (is_left or self._worker.abandon(job)):
                     logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
                     raise InferenceStuck(f"inference did not return in {self.stuck_after:g} s")
             chunk, timings = job.outcome.result()
@@ -316,6 +338,7 @@ class Engine:
             if not self._asked:
                 self._idle.set()
         started = job.started or job.submitted
+        served.took((job.ended or started) - started)
         return Inference(
             chunk=chunk,
             queue=started - job.submitted,

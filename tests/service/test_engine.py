@@ -198,6 +198,7 @@ async def test_memory_that_really_runs_out_in_jax_is_the_same(engine: Engine) ->
         def act(self, observation):
             return np.asarray(jnp.zeros((1 << 44,)))
 
+    jnp.zeros(()).block_until_ready()  # starting JAX takes longer than an inference may
     async with engine.policy(ScriptedLoader(Greedy), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="out of memory"):
             await engine.submit(served, OBSERVATION)
@@ -245,6 +246,27 @@ async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread(
         never.set()
         assert (await engine.submit(first, OBSERVATION)).chunk.shape == (1, 20, 6)
         assert stuck.threads == {"device", "device-2"}
+
+
+async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual() -> None:
+    engine = Engine(stuck_after=5.0, switch_interval=None)
+    held = threading.Event()
+    first_policy, fine = ScriptedPolicy(), ScriptedPolicy()
+    async with (
+        engine.policy(ScriptedLoader(lambda: first_policy), "held", None, ignore) as first,
+        engine.policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
+    ):
+        await engine.submit(first, OBSERVATION)
+        first_policy.failures.append(held)
+        hanging = asyncio.create_task(engine.submit(first, OBSERVATION))
+        await asyncio.sleep(0.01)
+        # 0.1 s is far longer than usual here, and long before it is given up as stuck.
+        await asyncio.wait_for(engine.submit(second, OBSERVATION), 2)
+        assert not hanging.done()
+        assert (engine.facts()["threads_replaced"], fine.threads) == (1, {"device-2"})
+        held.set()
+        assert (await hanging).chunk.shape == (1, 20, 6), "it was only late"
+    await engine.close()
 
 
 async def test_waiting_behind_a_slow_inference_is_not_being_stuck(engine: Engine) -> None:
