@@ -191,7 +191,7 @@ async def test_memory_that_runs_out_is_told_as_that_and_others_go_on(engine: Eng
                 pass
 
 
-async def test_memory_that_really_runs_out_in_jax_is_the_same(engine: Engine) -> None:
+async def test_memory_that_really_runs_out_in_jax_is_the_same() -> None:
     import jax.numpy as jnp
 
     class Greedy(ScriptedPolicy):
@@ -199,9 +199,11 @@ async def test_memory_that_really_runs_out_in_jax_is_the_same(engine: Engine) ->
             return np.asarray(jnp.zeros((1 << 44,)))
 
     jnp.zeros(()).block_until_ready()  # starting JAX takes longer than an inference may
+    engine = Engine(stuck_after=60)  # JAX begins in it
     async with engine.policy(ScriptedLoader(Greedy), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="out of memory"):
             await engine.submit(served, OBSERVATION)
+    await engine.close()
 
 
 async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, caplog) -> None:

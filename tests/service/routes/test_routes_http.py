@@ -55,7 +55,7 @@ async def test_every_route_answers_under_api_too(server, route):
 
 
 async def test_what_is_not_there_is_404_in_json(server):
-    for path in ("/nope", "/api/nope", "/sessions/a/b/c", "/ui"):
+    for path in ("/nope", "/api/nope", "/sessions/a/b/c", "/ui/nope"):
         status, told = await server.call("GET", path)
         assert (status, told) == (404, {"detail": "Not Found", "code": "not_found"})
 
