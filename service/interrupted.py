@@ -10,8 +10,8 @@ from service.drive import Drive
 from service.engine import Engine, LoadPolicy
 from service.errors import MoveRefused
 from service.progress import Progress
-from service.records import SessionRecord
 from service.request import NewSession
+from service.session_record import SessionRecord
 from service.stage import Lifecycle, Move, Stage
 from service.status import About, SessionStatus, queue_of, status_of
 from service.tap import Tap

@@ -5,8 +5,9 @@ from dataclasses import replace
 from uuid import uuid4
 
 from service.errors import NotKept
-from service.records import Orphan, SessionRecord, SessionRecords
+from service.records import Orphan, SessionRecords
 from service.session import Session
+from service.session_record import SessionRecord
 from service.stage import Stage
 
 

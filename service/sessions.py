@@ -13,10 +13,11 @@ from service.errors import MoveRefused, NotKept, ServiceError, SessionExists, To
 from service.interrupted import Interrupted
 from service.kept import Kept, orphan_of
 from service.orphans import Orphans
-from service.records import LAST_PATIENCE, PATIENCE, Latch, Orphan, SessionRecord, SessionRecords
+from service.records import LAST_PATIENCE, PATIENCE, Latch, Orphan, SessionRecords
 from service.request import NewSession, SessionSettings
 from service.safety.lease import Leases
 from service.session import Session, Tell
+from service.session_record import SessionRecord
 from service.stage import MOVING, Stage
 from service.status import SessionStatus
 from service.transport.base import Transport

@@ -44,7 +44,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         except OSError:
             raise StateTaken(
                 f"state folder {str(folder)!r}: another server works on it; end that one, or give this one a folder of "
-                "its own with --state"
+                "its own"
             ) from None
         yield
     finally:

@@ -12,10 +12,11 @@ import pytest
 from hooks.errors import StoreError
 from service.app import create_app
 from service.errors import NotKept
-from service.records import Latch, SessionRecord, from_json
+from service.records import Latch
 from service.request import NewSession
 from service.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
+from service.session_record import SessionRecord, from_json
 from service.settings import Settings
 from service.state import StateTaken
 from service.transport.memory import MemoryTransport
