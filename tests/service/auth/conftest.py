@@ -54,7 +54,7 @@ def serve(tmp_path: Path) -> Serve:
         keys = {name: file.new(name, KEYS[name], name, time.time()) for name in names}
         load = ScriptedLoader()
         transport = None if real_rooms else MemoryTransport()
-        known = Settings(state=str(tmp_path / "state"), policy_owners="policies", **settings)
+        known = Settings(state=str(tmp_path / "state"), policy_owners=("policies",), **settings)
         app = create_app(known, transport=transport, load=load)
         async with (
             serving(app, listen("127.0.0.1", 0)) as url,

@@ -125,7 +125,7 @@ def httpserver_that_redirects():
             self.send_header("location", "/elsewhere")
             self.end_headers()
 
-        def log_message(self, *about):
+        def log_message(self, format, *args):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Redirects)
