@@ -88,6 +88,10 @@ def child(*command: str, env: Mapping[str, str] | None = None) -> Iterator[Child
         made.end()
 
 
+class Refused(Exception):
+    """A call was answered with an error."""
+
+
 def call(url: str, method: str = "GET", body: Any = None, patience: float = 300) -> Any:
     request = urllib.request.Request(
         url,
@@ -95,18 +99,24 @@ def call(url: str, method: str = "GET", body: Any = None, patience: float = 300)
         data=None if body is None else json.dumps(body).encode(),
         headers={"content-type": "application/json"},
     )
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=patience) as answer:
-        return json.load(answer)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=patience) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Refused(f"{method} {url}: {error.code} {error.read().decode()[:2000]}") from error
 
 
 class Scene:
     """A rooms server, a server under measurement, and as many robots as are asked for."""
 
-    def __init__(self, stack: ExitStack, policy: str = "scripted", **flags: Any):
+    def __init__(self, stack: ExitStack, policy: str = "scripted", cameras: Sequence[str] = (), **flags: Any):
         self.stack = stack
         rooms = stack.enter_context(child("-m", "service.cli", "transport", "--port", "0"))
         self.rooms = next(word for word in rooms.line().split() if word.startswith("http")).removesuffix(".")
-        self.server = stack.enter_context(child(str(ROLES), "server", "--policy", policy, *_flags(flags)))
+        self.server = stack.enter_context(
+            child(str(ROLES), "server", "--policy", policy, *_flags(flags), *_cameras(cameras))
+        )
         self.url = self.server.told("ready")["url"]
         self.sessions: list[str] = []
 
@@ -468,9 +478,9 @@ def l3(options: argparse.Namespace) -> list[Row]:
     cameras = ["one", "two", "three", "four"]
     seconds = max(options.seconds / 3, 5)
     with ExitStack() as stack:
-        scene = Scene(stack, rate=50)
+        scene = Scene(stack, cameras=cameras, rate=50)
         plain = scene.bare(1, 50, seconds / 2, cameras, fps=30, width=640, height=480)
-        stack.enter_context(_cameras_of(scene, cameras))
+        scene.create("s", 0, cameras)
         scene.robots("s", 1, cameras, fps=30, width=640, height=480)
         scene.start_all()
         time.sleep(4)
@@ -493,12 +503,6 @@ def l3(options: argparse.Namespace) -> list[Row]:
             plain["lateness_ms"],
         )
     ]
-
-
-@contextmanager
-def _cameras_of(scene: Scene, cameras: Sequence[str]) -> Iterator[None]:
-    scene.create("s", 0, cameras)
-    yield
 
 
 def l5(options: argparse.Namespace) -> list[Row]:
@@ -564,8 +568,7 @@ def _start() -> dict[str, Any]:
 def _is_ready(url: str) -> bool:
     try:
         return bool(call(f"{url}/ready")["ready"])
-    except urllib.error.HTTPError as error:
-        error.close()
+    except Refused:
         return False
 
 
