@@ -370,7 +370,7 @@ class RecordingSettings(Group):
     recording_free: int | None = Field(
         default=None,
         ge=0,
-        description="Bytes that stay free on the disk: a recording ends before. Default: 1 GiB, or 5 % of a small disk.",
+        description="Bytes that stay free: a recording ends before. Default: 1 GiB, or 5 % of a small disk.",
     )
     recording_limit: int = Field(default=20 << 30, ge=1 << 20, description="Bytes of one recording.")
     recording_datasets: bool = Field(

@@ -1,6 +1,5 @@
 """Sessions are made, listed and deleted."""
 
-
 from sanic import HTTPResponse
 
 from service.auth.caller import ANYBODY, Caller, caller_of
