@@ -119,7 +119,7 @@ class _Sessions(Collector):
         )
         yield _histogram(
             "robojax_stage_seconds",
-            "Time from a picture to the plan made of it, by stage: the picture's age when the policy was asked, the wait "
+            "Time from a picture to the plan made of it, by stage: the age of the picture when it was asked, waiting "
             "for the device, to it, computing, back from it, the whole inference, the same as the control loop saw it",
             ("session", "stage"),
             (
