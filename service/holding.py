@@ -47,9 +47,8 @@ class Holding:
     def enter(self, lack: Lack, now: float, *, is_moving: bool, ramp: Ramp | None = None) -> None:
         """Hold the robot for this; the first reason decides how, later ones only say why."""
         if self.hold is None and is_moving:
+            # Of a robot that does not move, a hold that is not over yet goes on: its reason may come and go.
             self.left, self._ramp = self._repeats, ramp
-        elif self.hold is None:
-            self.left = 0
         if self.hold is None or self.hold.code != lack.code:
             self.counts.add(lack.code)
             self.hold = Hold(lack.code, lack.text, now)

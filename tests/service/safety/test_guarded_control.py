@@ -200,6 +200,29 @@ def test_after_a_ramp_motion_goes_on_from_where_it_was_commanded() -> None:
     assert arm.steps.max() <= 5.001
 
 
+@pytest.mark.parametrize("on_hold", ["hold", "ramp"])
+def test_a_hold_whose_reason_comes_and_goes_is_still_done_to_its_end(on_hold: Any) -> None:
+    arm = Arm(towards(2.0), asked(velocity=100.0, acceleration=100.0), replace(PACE, on_hold=on_hold)).tick(12)
+    told = len(arm.sent)
+    for tick in range(20):
+        if tick == 1:
+            arm.control.clear("compiling")
+        else:
+            arm.control.obstruct("compiling", "for a while")
+        arm.tick()
+        arm.control.withdraw()
+    held = arm.sent[told:]
+    assert len(held) >= 4 + (on_hold == "ramp")
+    assert all((each == held[-1]).all() for each in held[-4:])
+
+    arm.move(np.array([-60, 0, 0, 0, 0, 50.0]))  # by hand
+    arm.control.clear("compiling")
+    arm.policy = towards(0.0)
+    told = len(arm.sent)
+    arm.tick(6)
+    assert {float(each[0]) for each in arm.sent[told:]} == {-60.0}
+
+
 def test_a_stop_in_the_middle_of_a_ramp_is_at_once() -> None:
     arm = Arm(towards(4.0), pace=replace(PACE, on_hold="ramp")).tick(10)
     arm.control.obstruct("link_lost", "lost")
