@@ -11,6 +11,8 @@ from sanic import Request
 from sanic.exceptions import BadRequest, RequestTimeout, SanicException
 from sanic.http import Http, Stage
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
+from sanic.server.websockets.impl import WebsocketImplProtocol
+from websockets.protocol import Event
 
 from service.limits import Connections
 
@@ -105,11 +107,13 @@ class PunctualProtocol(WebSocketProtocol):
     async def websocket_handshake(self, request: Request[Any, Any], subprotocols: Sequence[str] | None = None) -> Any:
         """An upgrade; one that cannot be understood is the client's error, which Sanic answers with 500."""
         try:
-            return await super().websocket_handshake(request, subprotocols)
+            socket = await super().websocket_handshake(request, subprotocols)
         except SanicException as error:
             if error.status_code < 500:
                 raise
             raise BadRequest("Bad Request") from error
+        _end_on_bad_text(socket)
+        return socket
 
     def pause_writing(self) -> None:
         """More of an answer waits than the peer reads now; one that hardly reads keeps memory and a handler."""
@@ -174,3 +178,17 @@ class PunctualProtocol(WebSocketProtocol):
             self._task.cancel()
             # Sanic would go on to read the rest of the body; what the client has of the answer by then is enough.
             self._deadline = self.loop.call_later(_FAREWELL, self.abort)
+
+
+def _end_on_bad_text(socket: WebsocketImplProtocol) -> None:
+    """Close with 1007 on text that is not UTF-8; Sanic would lose the frame, log it in a traceback and go on."""
+    process = socket.process_events
+
+    async def guarded(events: Sequence[Event]) -> None:
+        try:
+            await process(events)
+        except UnicodeDecodeError:
+            log.info("a socket is closed: its text is not UTF-8")
+            socket.fail_connection(1007, "text is not UTF-8")
+
+    setattr(socket, "process_events", guarded)  # noqa: B010, an instance attribute in place of the method

@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from socket import IPPROTO_TCP, TCP_NODELAY
 
 from sanic.exceptions import WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
-from websockets.protocol import Event
 
 from service.auth.caller import ANYBODY, Caller
 from service.auth.roles import Role as KeyRole
@@ -62,7 +61,6 @@ async def attend(
         is_still_in: whether its key still counts.
     """
     _send_at_once(socket)
-    _end_on_bad_text(socket)
     outbox = Outbox(socket, limits)
     writer = asyncio.create_task(outbox.run())
     watching = asyncio.create_task(_watch(socket, is_still_in))
@@ -113,20 +111,6 @@ def _send_at_once(socket: WebsocketImplProtocol) -> None:
     raw = None if connection is None else connection.get_extra_info("socket")
     if raw is not None:
         raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
-
-
-def _end_on_bad_text(socket: WebsocketImplProtocol) -> None:
-    """Close with 1007 on text that is not UTF-8; Sanic would lose the frame, log a traceback and go on."""
-    process = socket.process_events
-
-    async def guarded(events: Sequence[Event]) -> None:
-        try:
-            await process(events)
-        except UnicodeDecodeError:
-            log.info("a socket is closed: its text is not UTF-8")
-            socket.fail_connection(1007, "text is not UTF-8")
-
-    setattr(socket, "process_events", guarded)  # noqa: B010, an instance attribute in place of the method
 
 
 def _answer(table: RoomTable, outbox: Outbox, raw: str | bytes, now: float) -> Effects:

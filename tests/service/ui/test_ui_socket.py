@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -166,6 +167,17 @@ async def test_a_page_that_makes_no_sense_is_cut_off(server, said):
         await page.socket.send_str(said)
         await server.until(lambda: server.app.ctx.live.cut == 1)
         await server.until(lambda: not server.app.ctx.live.viewers)
+
+
+async def test_text_that_is_not_utf_8_closes_the_socket_and_is_not_written_down(server, caplog):
+    async with opened(server) as page:
+        await page.next()
+        await page.socket._writer.send_frame(b'{"type":"stop","reason":"\xff"}', aiohttp.WSMsgType.TEXT)
+        while (end := await page.socket.receive(timeout=5)).type is not aiohttp.WSMsgType.CLOSE:
+            pass
+        assert (end.data, end.extra) == (1007, "text is not UTF-8")
+    await server.until(lambda: not server.app.ctx.live.viewers)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_so_many_look_on_and_no_more(server):
