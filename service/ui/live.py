@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,7 @@ class Live:
         self, socket: WebsocketImplProtocol, caller: Caller, is_still_in: Callable[[], bool] = lambda: True
     ) -> None:
         """Serve one upgraded socket until it ends, or until its key does."""
-        if len(self.viewers) >= self.settings.viewers:
+        if len(self.viewers) >= self.settings.viewers and not self._make_room(caller):
             await socket.close(1013, f"{len(self.viewers)} pages look on already")
             return
         viewer = Viewer(self, socket, caller, is_still_in)
@@ -85,6 +86,17 @@ class Live:
             self.viewers.discard(viewer)
             viewer.look(None)
             writer.cancel()
+
+    def _make_room(self, caller: Caller) -> bool:
+        """Let the oldest page of whoever has the most go, if the newcomer has fewer still: nobody keeps others out."""
+        had = Counter(viewer.caller.owner for viewer in self.viewers)
+        most, count = had.most_common(1)[0]
+        if count <= had[caller.owner] + 1:
+            return False
+        oldest = min((one for one in self.viewers if one.caller.owner == most), key=lambda one: one.since)
+        self.viewers.discard(oldest)
+        oldest.end(1013, "others want to look on, too")
+        return True
 
     def _cut_off(self, viewer: "Viewer", why: str) -> None:
         self.cut += 1
@@ -141,11 +153,13 @@ class Viewer:
 
     Attributes:
         caller: whose sessions it sees.
+        since: when it came.
         sent: messages sent to it.
     """
 
     def __init__(self, live: Live, socket: WebsocketImplProtocol, caller: Caller, is_still_in: Callable[[], bool]):
         self.caller = caller
+        self.since = time.monotonic()
         self.sent = 0
         self._live = live
         self._socket = socket
@@ -220,6 +234,10 @@ class Viewer:
         except Exception:
             logger.exception("a page cannot be told what happens")
             self.abort()
+
+    def end(self, code: int, reason: str) -> None:
+        """Close the socket; nobody waits for the page to agree."""
+        self._socket.fail_connection(code, reason)
 
     def abort(self) -> None:
         """End the connection now."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -95,3 +96,21 @@ def test_no_file_of_the_page_makes_html_of_text():
             " style=",
         ):
             assert word not in text, f"{name}: {word}"
+
+
+async def test_one_key_cannot_keep_the_pages_of_others_out(serve, keys):
+    async with serve(keys_file=str(keys.path)) as server:
+        greedy, other = (keys.new(name, Role.VIEWER, name, time.time()) for name in ("greedy", "other"))
+        live = server.app.ctx.live
+        live.settings = replace(live.settings, viewers=3)
+        opened = [
+            await server.http.ws_connect("/ui/live", headers={"x-api-key": key})
+            for key in (greedy, greedy, greedy, other, other)
+        ]
+        assert sorted(viewer.caller.name for viewer in live.viewers) == ["greedy", "greedy", "other"]
+        for socket, why in ((opened[0], "others want to look on, too"), (opened[4], "3 pages look on already")):
+            while (end := await socket.receive(timeout=5)).type is not aiohttp.WSMsgType.CLOSE:
+                pass
+            assert (end.data, end.extra) == (1013, why)
+        for socket in opened:
+            await socket.close()
