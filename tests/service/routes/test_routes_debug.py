@@ -61,8 +61,12 @@ async def test_the_queue_of_a_session_can_be_seen(server):
     assert (status, told["session_id"], told["queue_length"], told["control_hz"]) == (200, "arm", 0, 20)
 
 
-async def test_the_system_tells_no_folder_of_the_machine(serve):
-    async with serve(compile_cache="/secret/place", policy_cache="/secret/other") as server:
+async def test_the_system_tells_no_folder_of_the_machine(serve, tmp_path):
+    limits = tmp_path / "secret" / "limits.toml"
+    limits.parent.mkdir()
+    limits.write_text("[joints.Jaw]\nhigh = 90\n")
+    folders = {name: f"/secret/{name}" for name in ("compile_cache", "policy_cache", "log_file", "recordings")}
+    async with serve(policy_roots=("/secret/roots",), limits=str(limits), **folders) as server:
         status, told = await server.call("GET", "/debug/system")
     assert (status, told["sessions"], told["embedded_rooms"]) == (200, {}, {"robotics": 0, "video": 0})
     assert told["memory_mb"] > 10
