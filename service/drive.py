@@ -17,6 +17,7 @@ from service.stage import Move
 from service.tap import Taps, Tick
 from service.thinking import Thinking
 from service.transport.base import BadInput, EmergencyStop, Link, LinkDown, LinkEvent, LinkUp
+from service.words import printable
 
 
 class Drive:
@@ -129,7 +130,9 @@ class Drive:
     def event(self, event: LinkEvent) -> None:
         """Take a change of the link, an emergency stop, or that something came that nobody can use."""
         if isinstance(event, EmergencyStop):
-            self._notify(Move.EMERGENCY_STOP, f"{event.reason} (from {event.source})")
+            self._notify(
+                Move.EMERGENCY_STOP, f"{printable(event.reason) or 'no reason given'} (from {printable(event.source)})"
+            )
         elif isinstance(event, BadInput):
             self.buffer.refuse_joints(event.reasons)
             self._count_bad(event.reasons, time.monotonic())

@@ -178,14 +178,16 @@ class Session:
 
     def stop(self) -> None:
         """Stop the robot where it is."""
-        self._move(Move.STOP)
+        self._life.check(Move.STOP)
         self._halt()
+        self._move(Move.STOP)
 
     def emergency_stop(self, reason: str) -> None:
         """Stop the robot where it is, until somebody resets."""
+        self._life.check(Move.EMERGENCY_STOP)
+        self._halt(always_hold=True)
         self._move(Move.EMERGENCY_STOP, reason)
         logger.warning("session %s: emergency stop: %s", self.id, reason)
-        self._halt(always_hold=True)
 
     def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
@@ -373,5 +375,9 @@ class Session:
                 about["reason"] = reason
             if move is Move.EMERGENCY_STOP:
                 about["emergency_stop"] = True
-            self._tell_others(EVENTS[move], about)
+            try:
+                self._tell_others(EVENTS[move], about)
+            except Exception:
+                # Whoever stops several robots must reach the others too.
+                logger.exception("session %s: nobody is told of %s", self.id, EVENTS[move])
         return stage

@@ -2,9 +2,10 @@
 
 import json
 
+from service.words import printable
+
 # No types: nothing that is sent is refused.
 REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that each session's status then shows."}}}
-LONGEST = 200
 
 
 def reason_of(body: bytes) -> str:
@@ -16,4 +17,4 @@ def reason_of(body: bytes) -> str:
     reason = found.get("reason") if isinstance(found, dict) else None
     if not isinstance(reason, str) or not reason.strip():
         return "asked for over HTTP"
-    return "".join(character if character.isprintable() else " " for character in reason.strip())[:LONGEST]
+    return printable(reason)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from service.words import printable
+
 LONGEST = 4096  # characters of what a page may say
 
 
@@ -83,6 +85,4 @@ def parse(raw: str | bytes) -> Look | Seen | Stop:
 
 
 def _plain(text: object) -> str:
-    if not isinstance(text, str):
-        return ""
-    return "".join(character if character.isprintable() else " " for character in text.strip())[:200]
+    return printable(text) if isinstance(text, str) else ""

@@ -15,6 +15,7 @@ from service.stage import Stage
 from service.tap import Tick
 from service.transport.base import BadInput
 from service.transport.memory import MemoryLink
+from tests.service.safety.conftest import POSE
 
 
 async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rig) -> None:
@@ -163,6 +164,32 @@ async def test_what_control_finds_unsafe_is_a_latched_stop_with_its_code_first(r
     assert rig.stats["stop_code"] == "policy_invalid"
     assert rig.stats["emergency_stop"] == "policy_invalid: three chunks in a row left the limits"
     assert session.drive.control.stop_wanted is None
+
+
+async def test_a_stop_from_a_room_is_kept_and_shown_however_it_is_worded(rig) -> None:
+    session = await rig.running()
+    rig.link.deliver_emergency_stop("\ud800no\n" + 9999 * "!", "\udfff")
+    assert session.stage is Stage.STOPPED
+    session.latch.encode()
+    assert session.latch.startswith("no !!!")
+    assert len(session.latch) < 300
+
+
+async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None:
+    async with rigged() as rig:
+        session = await rig.running()
+        held: list[bool] = []
+
+        def tell(event: str, about: dict[str, object]) -> None:
+            held.append(session.drive.control.is_running)
+            raise RuntimeError("out of order")
+
+        rig.sessions._tell = tell
+        other = await rig.sessions.create(NewSession("other", "policy", "memory://", rate=50))
+        assert await rig.sessions.emergency_stop("both") == ["s", "other"]
+        assert {session.is_latched, other.is_latched} == {True}
+        assert held == [True, False, False]  # the other one is made, then both are stopped
+        assert rig.transport.links[0].sent[-1].values == POSE
 
 
 async def test_words_of_a_person_are_no_code(rig) -> None:
