@@ -17,6 +17,7 @@ Model = TypeVar("Model", bound=BaseModel)
 _CONSTANT = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN)')
 # Words of errors may be shorter strings that happen to have been sent; only their quoted form is taken out.
 _LONG = 6
+_WORD = re.compile("[A-Za-z_]+")
 
 
 class InvalidBody(Exception):
@@ -49,13 +50,21 @@ def read_body(request: Request, model: type[Model]) -> Model:
 
 def without(text: str, sent: BaseModel) -> str:
     """An error's text with everything that was sent replaced by where it stood, e.g. ``<policy_path>``."""
-    for place, value in _values(sent):
-        # A folder is often called by the last part of its path.
-        for part in {value, PurePath(value).name} if isinstance(value, str) else {value}:
-            text = text.replace(repr(part), f"<{place}>")
-            if isinstance(part, str) and len(part) >= _LONG:
-                text = text.replace(part, f"<{place}>")
-    return text
+    places = {part: place for place, value in _values(sent) for part in _forms(value)}
+    if not places:
+        return text
+    # In one go, the longest first: what was put in is not looked at again.
+    found = re.compile("|".join(map(re.escape, sorted(places, key=len, reverse=True))))
+    return found.sub(lambda match: f"<{places[match[0]]}>{':' * match[0].endswith(':')}", text)
+
+
+def _forms(value: str | float) -> Iterator[str]:
+    """How a value stands in texts. A folder is often called by the last part of its path."""
+    for part in {value, PurePath(value).name} if isinstance(value, str) else {value}:
+        yield repr(part)
+        if isinstance(part, str) and len(part) >= _LONG:
+            # A plain word may be one of the text's own: a folder is told from it by what comes after.
+            yield f"{part}:" if _WORD.fullmatch(part) else part
 
 
 def _values(sent: BaseModel) -> Iterator[tuple[str, str | float]]:

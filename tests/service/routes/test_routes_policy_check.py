@@ -36,6 +36,11 @@ async def test_what_is_no_policy_is_refused_without_the_path_that_was_sent(serve
     assert "tests/service" not in str(told)
 
 
+async def test_a_folder_called_like_a_word_of_the_text_is_taken_out_where_it_is_named_alone(server):
+    _, told = await server.call("POST", "/policies/check", json={"policy_path": "nowhere/to/policy"})
+    assert told["detail"][0]["msg"].startswith("policy <policy_path> cannot be used: <policy_path> is neither")
+
+
 async def test_a_reader_with_a_bug_tells_no_more_than_its_kind(server, monkeypatch):
     def fail(path: str, revision: str | None):
         raise RuntimeError("token hf_abc in /root")
