@@ -11,7 +11,7 @@ from sanic.config import Config
 
 from service.limits import ConnectionLimits, Connections
 from service.origins import Origins, harden, preflight
-from service.punctual import PunctualProtocol
+from service.punctual import FULL, PunctualProtocol
 from service.routes import (
     control,
     debug,
@@ -36,6 +36,7 @@ from service.subject import begin_about
 log = logging.getLogger(__name__)
 
 PREFIXES = ("", "/api")
+SPARE = 16  # connections kept for emergency stops
 ROUTES: tuple[Route, ...] = (
     *health.ROUTES,
     *sessions.ROUTES,
@@ -64,7 +65,7 @@ def configuration(settings: Settings) -> Config:
         REQUEST_TIMEOUT=settings.request_deadline,
         REQUEST_DEADLINE=settings.request_deadline,
         CONNECTIONS=Connections(
-            ConnectionLimits(settings.max_connections, settings.max_all_connections, settings.limit_local)
+            ConnectionLimits(settings.max_connections, settings.max_all_connections, settings.limit_local, SPARE)
         ),
         KEEP_ALIVE_TIMEOUT=15,
         GRACEFUL_SHUTDOWN_TIMEOUT=3,
@@ -93,6 +94,7 @@ def api(prefix: str, origins: Origins) -> Blueprint:
             stream=route.is_streamed,
             ctx_is_patient=route.is_patient,
             ctx_role=route.role,
+            ctx_is_stop=route.is_stop,
         )
         methods.setdefault(route.sanic_path, []).extend(answered)
     for number, (path, allowed) in enumerate(methods.items()):
@@ -120,12 +122,17 @@ def watch(app: App) -> None:
     """Every request gets an id, its own time limit, and is counted."""
 
     @app.on_request
-    async def begin(request: Request) -> None:
+    async def begin(request: Request) -> HTTPResponse | None:
         begin_about(request=request_id(request), session=None)
         request.ctx.began = time.perf_counter()
         if request.route is not None and isinstance(request.protocol, PunctualProtocol):
             is_patient = getattr(request.route.ctx, "is_patient", False)
             request.protocol.response_timeout = math.inf if is_patient else app.ctx.settings.answer_deadline
+            if request.protocol.is_spare and not getattr(request.route.ctx, "is_stop", False):
+                request.protocol.answer_and_close()
+                headers = {"retry-after": "5"}
+                return HTTPResponse(FULL, status=429, headers=headers, content_type="application/json")
+        return None
 
     @app.on_response
     async def end(request: Request, response: HTTPResponse) -> None:

@@ -2,7 +2,7 @@
 
 import ipaddress
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,11 +22,13 @@ class ConnectionLimits:
         all: of everybody together, so that descriptors are left for policies and logs.
         is_local_limited: whether this machine is held to ``each``, too. All robots of one machine, and the server's own
             sessions, share its address; but so does everybody behind a proxy on it.
+        spare: above all of these, for nothing but an emergency stop: idle connections must not keep anybody from it.
     """
 
     each: int = 64
     all: int = 4096
     is_local_limited: bool = False
+    spare: int = 0
 
 
 class Connections:
@@ -35,6 +37,7 @@ class Connections:
     def __init__(self, limits: ConnectionLimits | None = None):
         self.limits = limits or ConnectionLimits()
         self._open: Counter[str] = Counter()
+        self._spare: deque[Callable[[], None]] = deque()
 
     def enter(self, address: str) -> bool:
         """Count a connection of this address; False, and not counted, when there are too many already."""
@@ -52,8 +55,22 @@ class Connections:
         if not self._open[who]:
             del self._open[who]
 
+    def squeeze_in(self, end: Callable[[], None]) -> bool:
+        """One that could not enter, for a stop only; ``end`` is called when a newer one needs the place."""
+        if not self.limits.spare:
+            return False
+        if len(self._spare) >= self.limits.spare:
+            self._spare.popleft()()
+        self._spare.append(end)
+        return True
+
+    def squeeze_out(self, end: Callable[[], None]) -> None:
+        """One that was squeezed in is gone."""
+        if end in self._spare:
+            self._spare.remove(end)
+
     def __len__(self) -> int:
-        return self._open.total()
+        return self._open.total() + len(self._spare)
 
 
 class Rates(Protocol):

@@ -24,10 +24,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
 _LEAST_READ = 32_768
-_FULL = b'{"detail":"Too many connections (setting max_connections); close some","code":"too_many_requests"}'
+FULL = b'{"detail":"Too many connections (setting max_connections); close some","code":"too_many_requests"}'
+_SPARE = 5.0  # seconds that one connection too many has for a stop
 _FULL_HEAD = (
     "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
-    f"content-length: {len(_FULL)}\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
+    f"content-length: {len(FULL)}\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
 ).encode()
 
 
@@ -63,10 +64,13 @@ class PunctualProtocol(WebSocketProtocol):
 
     The deadline is the app's ``REQUEST_DEADLINE`` in seconds, from a request's first byte to the last of its body.
     The app's ``CONNECTIONS`` say how many there may be.
+
+    Attributes:
+        is_spare: this is one too many, which may stop robots and nothing else.
     """
 
     HTTP_CLASS = _Http
-    __slots__ = ("_counted", "_deadline", "_reading", "_request_deadline")
+    __slots__ = ("_counted", "_deadline", "_reading", "_request_deadline", "is_spare")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -74,15 +78,19 @@ class PunctualProtocol(WebSocketProtocol):
         self._reading: asyncio.TimerHandle | None = None
         self._request_deadline: float = self.app.config.REQUEST_DEADLINE
         self._counted: str | None = None
+        self.is_spare = False
 
     def connection_made(self, transport: Any) -> None:
         """Somebody is there; one too many is told so and let go."""
         peer = transport.get_extra_info("peername")
         address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
         if not self._doors.enter(address):
-            transport.write(_FULL_HEAD + _FULL)
-            transport.close()
-            return
+            self.is_spare = self._doors.squeeze_in(self.abort)
+            if not self.is_spare:
+                transport.write(_FULL_HEAD + FULL)
+                transport.close()
+                return
+            self.loop.call_later(_SPARE, self.abort)
         self._counted = address
         super().connection_made(transport)
 
@@ -95,6 +103,11 @@ class PunctualProtocol(WebSocketProtocol):
         self._disarm()
         if has_begun:
             self._arm()
+
+    def answer_and_close(self) -> None:
+        """The answer that is about to be given is the last one here."""
+        if self.http is not None:
+            self.http.keep_alive = False
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request or of a WebSocket."""
@@ -135,7 +148,10 @@ class PunctualProtocol(WebSocketProtocol):
         """The peer is gone."""
         if self._counted is None:
             return  # it was never let in
-        self._doors.leave(self._counted)
+        if self.is_spare:
+            self._doors.squeeze_out(self.abort)
+        else:
+            self._doors.leave(self._counted)
         self._disarm()
         super().connection_lost(exc)
         self._forget_reader()

@@ -85,6 +85,7 @@ ROUTES = (
         "Control",
         optional_body=REASON,
         errors=(404,),
+        is_stop=True,
         role=Role.VIEWER,
     ),
 )

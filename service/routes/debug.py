@@ -120,7 +120,9 @@ def _resident_megabytes() -> float | None:
 
 
 ROUTES = (
-    Route("POST", "/debug/emergency_stop", emergency_stop, "Debug", optional_body=REASON, role=Role.VIEWER),
+    Route(
+        "POST", "/debug/emergency_stop", emergency_stop, "Debug", optional_body=REASON, is_stop=True, role=Role.VIEWER
+    ),
     Route("GET", "/debug/system", get_system_info, "Debug"),
     Route(
         "GET",

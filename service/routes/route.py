@@ -44,6 +44,7 @@ class Route:
         query: its query parameters.
         is_patient: it may take longer than other answers.
         is_streamed: it reads its body itself, and holds it to a limit of its own.
+        is_stop: it stops robots, and is let in where nothing else is.
         role: the least role of a key that may call it; None lets everybody in.
     """
 
@@ -63,6 +64,7 @@ class Route:
     errors: tuple[int, ...] = ()
     is_patient: bool = False
     is_streamed: bool = False
+    is_stop: bool = False
     role: Role | None = Role.ADMIN
 
     @property

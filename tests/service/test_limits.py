@@ -92,8 +92,10 @@ async def test_too_many_creates_are_429_with_a_time_to_come_back():
 async def test_one_connection_too_many_is_told_so_and_the_next_is_let_in_when_one_went():
     async with server(max_connections=2, limit_local=True) as (app, _, address):
         pairs = [await asyncio.open_connection(*address) for _ in range(3)]
+        pairs[2][1].write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         told = await asyncio.wait_for(pairs[2][0].read(), 5)
         assert told.startswith(b"HTTP/1.1 429 ")
+        assert b"connection: close\r\n" in told
         assert b"retry-after: 5\r\n" in told
         assert told.endswith(b'"code":"too_many_requests"}')
         for _, writer in pairs:
@@ -106,6 +108,21 @@ async def test_one_connection_too_many_is_told_so_and_the_next_is_let_in_when_on
         writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+async def test_however_many_connections_idle_a_stop_still_gets_through():
+    async with server(max_connections=1, limit_local=True) as (app, _, address):
+        idle = [await asyncio.open_connection(*address) for _ in range(40)]
+        statuses = []
+        for path in ("/debug/emergency_stop", "/api/debug/emergency_stop", "/tickets", "/nothing"):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n".encode())
+            statuses.append(int((await asyncio.wait_for(reader.readline(), 5)).split()[1]))
+            writer.close()
+        assert statuses == [200, 200, 429, 404]
+        assert len(app.config.CONNECTIONS) <= 1 + 16
+        for _, writer in idle:
+            writer.close()
 
 
 @pytest.mark.parametrize("requests", [1, 3], ids=["one answer", "pipelined"])
