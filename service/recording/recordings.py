@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,6 +25,7 @@ from service.sessions import Listed
 from service.settings import Settings
 from service.stage import MOVING
 from service.state import state_folder
+from service.worker import call_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -247,25 +250,18 @@ class Recordings:
             path, folder = self._library.folder / f"{name}.mcap", self._library.dataset(name)
             self._making[name] = "making"
             command = (sys.executable, "-m", "service.recording.export", str(path), str(folder))
-            pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
             try:
-                child = await asyncio.create_subprocess_exec(*command, stdin=nothing, stdout=nothing, stderr=pipe)
-                try:
-                    _, said = await child.communicate()
-                except asyncio.CancelledError:
-                    child.terminate()
-                    await child.wait()
-                    raise
+                code, said = await _run(command)
             except OSError as error:
                 self._making[name] = FAILED
                 logger.error("no dataset was made of recording %s: %s", name, error.strerror)
                 return
-        if child.returncode == 0:
+        if code == 0:
             self._making.pop(name, None)
             logger.info("recording %s is a dataset now", name)
         else:
             self._making[name] = FAILED
-            why = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+            why = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
             logger.error("no dataset was made of recording %s: %s", name, why[0])
 
     def _running(self, session_id: str) -> Recorder | None:
@@ -295,6 +291,26 @@ class Recordings:
             logger.warning(
                 "no dataset was made of %s; `robojax recordings export` does", ", ".join(sorted(self._making))
             )
+
+
+async def _run(command: Sequence[str]) -> tuple[int, bytes]:
+    """A process's exit code and what it complained of; it is ended when this is cancelled.
+
+    Begun in a thread: uvloop forks on the event loop, which then stands still for 10 ms and more while the pages of
+    this process are marked, and every tick with it.
+    """
+    nothing = subprocess.DEVNULL
+    start = partial(subprocess.Popen, command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE)
+    starting = call_in_thread(start, name="a dataset's start")
+    try:
+        child = await asyncio.shield(starting)
+        _, said = await call_in_thread(child.communicate, name="a dataset")
+    except asyncio.CancelledError:
+        child = await starting
+        child.terminate()
+        await call_in_thread(child.wait, name="a dataset's end")
+        raise
+    return child.returncode, said
 
 
 def _subject(session: Session, commit: str | None) -> Subject:

@@ -1,5 +1,7 @@
 import asyncio
 import json
+import subprocess
+import threading
 
 import numpy as np
 import pytest
@@ -31,8 +33,14 @@ def recording(status):
     return status["stats"]["recording"]
 
 
-async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path):
+async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, monkeypatch):
     folder = tmp_path / "kept"
+    begun_in, begin = [], subprocess.Popen.__init__
+    monkeypatch.setattr(
+        subprocess.Popen,
+        "__init__",
+        lambda *how, **more: begun_in.append(threading.current_thread()) or begin(*how, **more),
+    )
     async with serve(recordings=str(folder), recording_free=0) as server:
         await server.create("arm", record=True, rate=50, language_instruction="wave")
         feeding = asyncio.create_task(feed(server))
@@ -56,6 +64,8 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path):
         await server.call("DELETE", "/sessions/arm")
         feeding.cancel()
         (one,) = await until(server, lambda found: found[0]["dataset"] == "ready")
+        assert begun_in
+        assert threading.main_thread() not in begun_in, "to begin a process stops the loop, and every robot's tick"
         assert (one["state"], one["episodes"]) == ("off", 2)
         assert one["bytes"] > 1000
         assert str(tmp_path) not in json.dumps(one)
