@@ -16,7 +16,7 @@ from service.safety.watchdog import HOLDS, Looked, Patience, Watchdog
 from service.stage import Move
 from service.tap import Taps, Tick
 from service.thinking import Thinking
-from service.transport.base import BadInput, EmergencyStop, Link, LinkDown, LinkEvent, LinkUp
+from service.transport.base import BadInput, EmergencyStop, Link, LinkDown, LinkEvent, LinkUp, RobotLeft
 from service.words import printable
 
 
@@ -136,6 +136,8 @@ class Drive:
         elif isinstance(event, BadInput):
             self.buffer.refuse_joints(event.reasons)
             self._count_bad(event.reasons, time.monotonic())
+        elif isinstance(event, RobotLeft):
+            self.buffer.distrust_joints()
         elif isinstance(event, LinkDown):
             self.lost[event.room] = event.reason
             self.buffer.distrust_frames(time.monotonic())

@@ -82,7 +82,14 @@ class BadInput:
     reasons: Mapping[str, int]
 
 
-LinkEvent = EmergencyStop | LinkDown | LinkUp | BadInput
+@dataclass(frozen=True)
+class RobotLeft:
+    """Who reported the joints is gone from the room, or somebody else does: what was reported is no pose any more."""
+
+    room: str
+
+
+LinkEvent = EmergencyStop | LinkDown | LinkUp | BadInput | RobotLeft
 
 
 class Link(Protocol):

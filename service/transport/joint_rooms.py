@@ -2,7 +2,7 @@
 
 import time
 
-from service.transport.base import BadInput, EmergencyStop, Inbox, LinkDown, LinkUp, Rooms
+from service.transport.base import BadInput, EmergencyStop, Inbox, LinkDown, LinkUp, RobotLeft, Rooms
 from service.transport.messages import EmergencyStop as StopMessage
 from service.transport.messages import JointUpdate, Message
 from service.transport.rest import Presence, RoomsApi
@@ -64,9 +64,12 @@ class JointInput(JointOutput):
 
     async def present(self, presence: Presence) -> None:
         """When a robot is new in the room, fetch its joints: the server forwards changes only, so one that stands
-        where the room's state already is would never be heard of."""
-        if presence.producer is None:
+        where the room's state already is would never be heard of. Nobody tells of one that leaves, either."""
+        if self._producer not in (None, presence.producer):
             self._producer = None
+            self._heard.clear()
+            self.inbox.event(RobotLeft(self.room))
+        if presence.producer is None:
             self._heard.clear()
         elif presence.producer != self._producer:
             values = await self._api.joints(self._workspace, self.room)

@@ -13,7 +13,7 @@ from service.safety.watchdog import Patience
 from service.scripted_policy import ScriptedPolicy
 from service.stage import Stage
 from service.tap import Tick
-from service.transport.base import BadInput
+from service.transport.base import BadInput, RobotLeft
 from service.transport.memory import MemoryLink
 from tests.service.safety.conftest import POSE
 
@@ -84,6 +84,17 @@ async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_mov
     assert set(targets) <= {1.0}, "only the measured pose went out"
     rig.is_dumb = False
     await rig.until(lambda: rig.link.sent[-1].values["Rotation"] > 1.0)
+
+
+async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_told_anew(rig) -> None:
+    session = await rig.running()
+    rig.is_dumb = True
+    await asyncio.sleep(0.02)
+    rig.link._inbox.event(RobotLeft(rig.link.rooms.joint_input))
+    await rig.until(lambda: rig.stats["hold_code"] == "joints_missing")
+    await rig.until(lambda: session.stage is Stage.DEGRADED)
+    rig.is_dumb = False
+    await rig.until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
 
 
 async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigged) -> None:

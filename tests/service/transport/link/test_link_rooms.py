@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
-from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, LinkUp, Rooms, Transport
+from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms, Transport
 from service.transport.client import RoomsTransport
 from service.transport.connection import retry_delay
 from service.transport.membership import KERNEL_LIMIT, Membership
@@ -303,6 +303,17 @@ async def test_the_pose_of_a_robot_that_left_is_not_taken_for_the_present_one(se
         async with connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot:
             robot.send_joints({"Jaw": 5.0, "Elbow": 6.0})
             await until(lambda: seen.pose == {"Jaw": 5.0, "Elbow": 6.0})
+
+
+async def test_a_robot_that_leaves_is_told_and_its_successor_is_known_at_once(server, seen, quick, until):
+    async with connect(server.url, seen, quick) as link:
+        for _ in range(2):
+            seen.poses.clear()
+            async with connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot:
+                robot.send_joints({"Jaw": 5.0})
+                await until(lambda: link.health()["rooms"]["s-joint-input"]["producer"])
+                await until(lambda: seen.pose == {"Jaw": 5.0})
+        await until(lambda: seen.of(RobotLeft)[1:] == [RobotLeft("s-joint-input")])
 
 
 async def test_a_joint_message_with_a_number_that_is_not_finite_is_dropped_and_counted(server, seen, quick, until):
