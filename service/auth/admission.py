@@ -75,8 +75,12 @@ class Admissions:
         has_tokens = self._secret is not None and self._secret.tokens() is not None
         return has_tokens or any(not key.is_over(self._clock()) for key in keys)
 
-    def of(self, request: "Request[Any, Any]", *, is_room: bool = False) -> Admission:
+    def of(self, request: "Request[Any, Any]", *, is_room: bool = False, is_stop: bool = False) -> Admission:
         """Who sent this.
+
+        Args:
+            is_room: whether this process's own key counts.
+            is_stop: whether a file that cannot be used counts as it last could: its keys stop robots all the same.
 
         Raises:
             Unauthorized: nobody that is known; the text says what is wrong, without anything that was sent.
@@ -88,14 +92,14 @@ class Admissions:
                 raise Unauthorized(f"a key is wanted here: {HOW}")
             return self._by_ticket(ticket)
         if sent.startswith(api_keys.PREFIX):
-            return self._by_key(sent)
+            return self._by_key(sent, is_stop)
         if is_room and sent.startswith(own_key.PREFIX):
             caller = self.own.caller(sent, request.headers.get(own_key.FOR))
             if caller is not None:
                 return Admission(caller, lambda: True)
         if "x-api-key" in request.headers:
             raise Unauthorized(f"this key is not known here; {HOW}")
-        return self._by_token(sent)
+        return self._by_token(sent, is_stop)
 
     def is_own(self, request: "Request[Any, Any]") -> bool:
         """Whether this process itself sent it."""
@@ -105,13 +109,14 @@ class Admissions:
         """A new ticket for somebody who is in."""
         return self._tickets.give(admission.caller, admission.is_still_in, self._ticks())
 
-    def _by_key(self, sent: str) -> Admission:
+    def _by_key(self, sent: str, is_stop: bool) -> Admission:
         key = None
         if self._keys is not None:
             try:
                 key = self._keys.find(sent)
             except FileUnusable as error:
                 self._tell(error)
+                key = self._keys.find(sent, self._keys.last_known()) if is_stop else None
         if key is None:
             raise Unauthorized(f"this key is not known here (any more); {HOW}")
         if key.is_over(self._clock()):
@@ -121,9 +126,11 @@ class Admissions:
     def _has(self, key: Key) -> bool:
         return key in self._now_keys() and not key.is_over(self._clock())
 
-    def _by_token(self, sent: str) -> Admission:
+    def _by_token(self, sent: str, is_stop: bool) -> Admission:
         try:
             tokens = self._now_tokens()
+            if tokens is None and is_stop and self._secret is not None:
+                tokens = self._secret.last_tokens()
             if tokens is None:
                 raise BadToken("this server takes no tokens; use a key")
             bearer = tokens.read(sent, self._clock())

@@ -78,7 +78,8 @@ class Guard:
 
     def _let_in(self, request: "Request[Any, Any]", route: Any, role: Role | None) -> None:
         try:
-            admission = self.admissions.of(request, is_room=getattr(route.ctx, "is_room", False))
+            is_room, is_stop = (getattr(route.ctx, name, False) for name in ("is_room", "is_stop"))
+            admission = self.admissions.of(request, is_room=is_room, is_stop=is_stop)
         except Unauthorized as error:
             if role is None:
                 return

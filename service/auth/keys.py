@@ -78,8 +78,12 @@ class KeyFile:
         except FileUnusable as error:
             raise FileUnusable(f"the file of keys {error}") from error
 
-    def find(self, sent: str) -> Key | None:
-        """Whose key this is; it may have expired.
+    def last_known(self) -> tuple[Key, ...]:
+        """Those of when the file could last be used."""
+        return self._file.last or ()
+
+    def find(self, sent: str, keys: tuple[Key, ...] | None = None) -> Key | None:
+        """Whose key this is, of those that are known or of the given ones; it may have expired.
 
         Raises:
             FileUnusable: as ``known``.
@@ -88,7 +92,7 @@ class KeyFile:
             return None
         digest, found = digest_of(sent), None
         # Every one is looked at, and each in the same time, wherever and whether it differs.
-        for key in self.known():
+        for key in self.known() if keys is None else keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found

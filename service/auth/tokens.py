@@ -128,6 +128,10 @@ class SecretFile:
         except FileUnusable as error:
             raise FileUnusable(f"the file of the tokens' secret {error}") from error
 
+    def last_tokens(self) -> Tokens | None:
+        """Those of when the file could last be used."""
+        return self._file.last
+
     def make(self) -> Tokens:
         """The secret; a new one, when there was none.
 

@@ -23,6 +23,9 @@ class WatchedFile(Generic[Content]):
     Args:
         read: makes the content of the file's bytes; raises FileUnusable, without the path.
         forbidden: bits of the file's mode that make it unusable.
+
+    Attributes:
+        last: what was in it when it could be used; None before that, and when there is no file any more.
     """
 
     def __init__(self, path: Path, read: Callable[[bytes], Content], forbidden: int):
@@ -31,6 +34,7 @@ class WatchedFile(Generic[Content]):
         self._forbidden = forbidden
         self._mark: tuple[int, ...] | None = None
         self._content: Content | None = None
+        self.last: Content | None = None
         self._error: FileUnusable | None = None
 
     def content(self) -> Content | None:
@@ -42,7 +46,7 @@ class WatchedFile(Generic[Content]):
         try:
             found = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
-            self._mark = self._content = self._error = None
+            self._mark = self._content = self.last = self._error = None
             return None
         except OSError as error:
             self._mark = None
@@ -63,7 +67,7 @@ class WatchedFile(Generic[Content]):
                 raise FileUnusable(
                     f"has mode {oct(stat.S_IMODE(mode))[2:]}, so others may read or change it; chmod {wanted} it"
                 )
-            self._content = self._read(self.path.read_bytes())
+            self._content = self.last = self._read(self.path.read_bytes())
         except FileUnusable as error:
             self._error = FileUnusable(f"{str(self.path)!r} {error}")
         except OSError as error:

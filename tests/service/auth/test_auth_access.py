@@ -22,6 +22,7 @@ def path_of(route, prefix=""):
 def test_what_is_open_is_listed_and_every_key_may_stop():
     assert {route.path for route in ROUTES if route.role is None} == OPEN
     assert {route.path for route in ROUTES if route.path in STOPS and route.role is Role.VIEWER} == STOPS
+    assert {route.path for route in ROUTES if route.is_stop} == STOPS
     changing = [route for route in ROUTES if route.method != "GET" and route.role is Role.VIEWER]
     assert {route.path for route in changing} == STOPS | {"/tickets"}
     debug = [route for route in ROUTES if route.path.startswith("/debug") and route.path not in STOPS]
@@ -90,6 +91,26 @@ async def test_every_key_stops_every_robot_and_learns_only_of_its_own(server):
     status, _ = await server.call("POST", "/debug/sessions/arm/reset", "bob")
     assert status == 404
     assert (await server.call("POST", "/debug/sessions/arm/reset", "alice"))[0] == 200
+
+
+async def test_keys_and_tokens_of_files_that_cannot_be_used_any_more_stop_robots_and_do_nothing_else(serve, tmp_path):
+    secret = SecretFile(tmp_path / "state" / "jwt-secret")
+    token = secret.make().sign("tom", Role.VIEWER, 3600, time.time())
+    async with serve() as server:
+        await server.create("arm", "alice")
+        ways = ({"x-api-key": server.keys["eve"]}, {"authorization": f"Bearer {token}"})
+        for headers in ways:
+            assert (await server.call("GET", "/sessions", headers=headers))[0] == 200
+        server.file.path.chmod(0o666)
+        secret.path.write_text("short")
+        for headers in ways:
+            assert (await server.call("GET", "/sessions", headers=headers))[0] == 401
+            for path in ("/debug/emergency_stop", "/api/sessions/arm/emergency_stop"):
+                assert (await server.call("POST", path, headers=headers))[0] == 200
+        guessed = {"x-api-key": "rjk_" + "g" * 43}
+        assert (await server.call("POST", "/debug/emergency_stop", headers=guessed))[0] == 401
+        server.file.path.unlink()
+        assert (await server.call("POST", "/debug/emergency_stop", headers=ways[0]))[0] == 401
 
 
 async def test_strangers_learn_only_that_the_server_runs(server):
