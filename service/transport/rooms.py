@@ -40,11 +40,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one table holds before it refuses: rooms, participants in all rooms, joint names per room."""
+    """How much one table holds before it refuses: rooms, participants in all rooms, joint names per room.
+
+    Attributes:
+        of_one: rooms of one owner, and participants in them, so that nobody takes the last ones from others.
+    """
 
     rooms: int = 1024
     participants: int = 1024
     joints: int = 1024
+    of_one: int = 896
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,10 @@ class RoomTable:
         if known is not None and not self.is_odd and self.is_occupied(place):
             known.touched_at = now
             return known
+        if known is None and owner is not None:
+            own = sum(room.owner == owner for room in self.rooms.values())
+            if own >= self.limits.of_one:
+                raise TooManyRooms(f"{own} rooms are of this owner, the limit; delete some or wait for idle ones to go")
         room = Room(place, now, now, config or VideoConfig(), consumer_limit, owner=owner)
         self.rooms[place] = room
         return room
@@ -253,6 +262,10 @@ class RoomTable:
     def _has_space(self, room: Room, seat: Seat) -> bool:
         if len(self._seats) >= self.limits.participants:
             return False
+        if room.owner is not None:
+            taken = (self.rooms.get(there.place) for there in self._seats.values())
+            if sum(one is not None and one.owner == room.owner for one in taken) >= self.limits.of_one:
+                return False
         if seat.role is Role.PRODUCER:
             return room.producer is None
         limit = None if self.is_odd else room.consumer_limit

@@ -85,6 +85,20 @@ def test_the_table_takes_no_more_rooms_and_participants_than_its_limits():
     assert not closed(table.join("b", ARM, Join("b", CONSUMER), 0.0))
 
 
+def test_one_owner_leaves_rooms_and_seats_for_others():
+    table = RoomTable(Limits(of_one=2))
+    first, second, third = (Place(Kind.ROBOTICS, "w", name) for name in "abc")
+    for place in (first, second, first):
+        table.create(place, 0.0, owner="ann")
+    with pytest.raises(TooManyRooms, match="2 rooms are of this owner"):
+        table.create(third, 0.0, owner="ann")
+    table.create(third, 0.0, owner="bob")
+    for place, name in ((first, "a"), (second, "b")):
+        assert not closed(table.join(name, place, Join(name, CONSUMER), 0.0))
+    assert closed(table.join("c", first, Join("c", CONSUMER), 0.0)) == {"c"}
+    assert not closed(table.join("d", third, Join("d", CONSUMER), 0.0))
+
+
 def test_only_rooms_that_are_idle_and_empty_are_cleaned(table):
     table.join("c", ARM, Join("c", CONSUMER), 0.0)
     assert table.clean(now=3600.0, idle=3600.0) == []
