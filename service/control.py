@@ -336,15 +336,17 @@ class Control:
     def _enter_hold(self, lack: Lack, now: float) -> None:
         ramp = None
         if self.hold is None and self._is_moving:
-            ramp = self._ramp()
+            ramp = self._ramp(now)
             if ramp is None:
                 self._trail.clear()
         self._holding.enter(lack, now, is_moving=self._is_moving, ramp=ramp)
         self.actions.clear()
         self._is_moving = False
 
-    def _ramp(self) -> Ramp | None:
-        if self.pace.on_hold == "hold" or len(self._trail) < 2:
+    def _ramp(self, now: float) -> Ramp | None:
+        # After a pause the arm rests already, perhaps elsewhere than where it was sent.
+        is_over = now - self._moved_at > max(self.pace.starved_after, 2 * self.period)
+        if self.pace.on_hold == "hold" or len(self._trail) < 2 or is_over:
             return None
         newest, older = self._trail[-1], self._trail[-2]
         return Ramp(self.guard.limits, newest, (newest - older).astype(np.float64) * self.pace.rate, self.pace.rate)

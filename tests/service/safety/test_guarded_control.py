@@ -223,6 +223,16 @@ def test_a_hold_whose_reason_comes_and_goes_is_still_done_to_its_end(on_hold: An
     assert {float(each[0]) for each in arm.sent[told:]} == {-60.0}
 
 
+def test_after_a_pause_of_the_process_there_is_nothing_to_slow_down() -> None:
+    arm = Arm(towards(2.0), asked(velocity=100.0, acceleration=100.0), replace(PACE, on_hold="ramp")).tick(12)
+    arm.now += 5.0
+    arm.move(np.array([-60, 0, 0, 0, 0, 50.0]))  # by hand
+    arm.sees = False
+    told = len(arm.sent)
+    arm.tick(20)
+    assert [float(each[0]) for each in arm.sent[told:]] == 4 * [-60.0]
+
+
 def test_a_stop_in_the_middle_of_a_ramp_is_at_once() -> None:
     arm = Arm(towards(4.0), pace=replace(PACE, on_hold="ramp")).tick(10)
     arm.control.obstruct("link_lost", "lost")
