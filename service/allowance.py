@@ -27,8 +27,9 @@ class Allowance:
             InvalidRequest: a place is not allowed; says which setting allows it.
             TransportError: nobody knows the transport server's host.
         """
-        await asyncio.to_thread(self.places.check, new.policy_path)
+        await asyncio.to_thread(self.places.check, new.policy_path, revision=new.revision)
         if new.shadow_policy_path is not None:
-            await asyncio.to_thread(self.places.check, new.shadow_policy_path, "shadow_policy_path")
+            shadow, revision = new.shadow_policy_path, new.shadow_revision
+            await asyncio.to_thread(self.places.check, shadow, "shadow_policy_path", revision)
         if self._destinations is not None:
             await self._destinations.addresses(new.transport_server_url)

@@ -112,6 +112,7 @@ def create_app(
         logs=RecentLogs(settings.log_lines),
         table=table,
         guard=guard,
+        places=places,
         policy_reader=PolicyReader(places.guarded_reading(read_requirements or _requirements_reader(settings))),
         live=Live(lambda: context.sessions),
         creates=Creates(Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local),

@@ -23,6 +23,8 @@ HINT = (
     "it is neither in a folder of the setting policy_roots nor a Hub repo (owner/name) of one in policy_owners; "
     "whoever runs the server may start it with --policy-roots FOLDER or --policy-owners OWNER"
 )
+# Whoever has an account can open one in the repo of an allowed owner, with a policy of theirs.
+_PULL_REQUEST = re.compile(r"(refs/)?pr/.*|refs/convert/.*", re.IGNORECASE | re.DOTALL)
 # What may be read of a folder; everything else in it stays closed.
 _KNOWN = re.compile(
     r"config\.json|robojax\.json|model\.safetensors|policy_(pre|post)processor(_step_[\w.-]+)?\.(json|safetensors)|orbax"
@@ -44,7 +46,7 @@ class PolicyPlaces:
         self._owners = frozenset(owner.lower() for owner in owners)
         self.is_open = is_open and not self._roots and not self._owners
 
-    def check(self, path: str, field: str = "policy_path") -> None:
+    def check(self, path: str, field: str = "policy_path", revision: str | None = None) -> None:
         """Refuse a place that is not allowed. Looks at the disk, so it is called where that may take a moment.
 
         The message is the same whether there is such a folder or not: it tells nobody what this machine has.
@@ -56,6 +58,20 @@ class PolicyPlaces:
             return
         if "\0" in path or not (self._is_inside(path) or self._is_of_an_owner(path)):
             raise InvalidRequest(f"{field}: {HINT}", ("body", field))
+        self.check_revision(revision, field.replace("policy_path", "revision"))
+
+    def check_revision(self, revision: str | None, field: str = "revision") -> None:
+        """Refuse a revision that is of anybody's: a pull request.
+
+        Raises:
+            InvalidRequest: at ``field``.
+        """
+        if not self.is_open and revision is not None and _PULL_REQUEST.fullmatch(revision):
+            raise InvalidRequest(
+                f"{field}: anybody may have opened this pull request; wanted a branch, a tag or a commit of the "
+                "repo's owner",
+                ("body", field),
+            )
 
     def guarded(self, load: LoadPolicy) -> LoadPolicy:
         """The same, but nothing is loaded from elsewhere: sessions of before a restart are asked again, too."""
@@ -63,7 +79,7 @@ class PolicyPlaces:
         def load_allowed(path: str, revision: str | None = None, /, *, like: Any = None, **more: Any) -> Policy:
             if like is None:  # an update comes from the server's own copies of what was checked
                 try:
-                    self.check(path)
+                    self.check(path, revision=revision)
                 except InvalidRequest as error:
                     raise PolicyError(str(error)) from None
             return load(path, revision, like=like, **more)
@@ -74,7 +90,7 @@ class PolicyPlaces:
         """The same for whoever only wants to know what a policy needs."""
 
         def read_allowed(path: str, revision: str | None) -> Requirements:
-            self.check(path)
+            self.check(path, revision=revision)
             return read(path, revision)
 
         return read_allowed

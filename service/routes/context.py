@@ -15,6 +15,7 @@ from service.limits import Creates
 from service.logs import RecentLogs
 from service.metrics import Metrics
 from service.models import Models
+from service.policy_places import PolicyPlaces
 from service.policy_reader import PolicyReader
 from service.recording.recordings import Recordings
 from service.sessions import Sessions
@@ -36,6 +37,7 @@ class Context:
         guard: who is let in where.
         creates: how often each caller may make a session.
         sessions, models, updates, recordings: there from the server's start to its stop.
+        places: where policies may come from.
         policy_reader: what policies need, before they are loaded.
         live: pages that look on.
         importing: done when JAX is imported, which takes seconds; None where nothing needs it.
@@ -50,6 +52,7 @@ class Context:
     logs: RecentLogs
     table: RoomTable | None
     guard: Guard
+    places: PolicyPlaces
     policy_reader: PolicyReader
     live: Live
     creates: Creates

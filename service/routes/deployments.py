@@ -52,6 +52,7 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """
     session_of(request, session_id)
     body = read_body(request, PolicyRequest) if request.body else PolicyRequest()
+    request.app.ctx.places.check_revision(body.revision)
     if body.force and caller_of(request).role < Role.ADMIN:
         raise Forbidden("force takes a commit out of the quarantine, which wants the role admin; leave it out")
     return answer(await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force))

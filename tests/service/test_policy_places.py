@@ -90,6 +90,29 @@ def test_repos_of_allowed_owners_are_allowed_and_nothing_that_only_looks_like_on
     refused(places, "lerobot/act_aloha")
 
 
+@pytest.mark.parametrize("revision", ["refs/pr/7", "pr/7", "REFS/PR/7", "refs/convert/x"])
+async def test_a_pull_request_to_an_allowed_owner_is_anybodys_and_comes_in_by_no_way(revision):
+    load = ScriptedLoader()
+    app = create_app(Settings(policy_owners=("lerobot",)), transport=MemoryTransport(), load=load)
+    body = {"session_id": "arm", "policy_path": "lerobot/act", "transport_server_url": "http://rooms"}
+    shadow = {"shadow_policy_path": "lerobot/act", "shadow_revision": revision}
+    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
+        for path, sent, field in (
+            ("/sessions", body | {"revision": revision}, "revision"),
+            ("/sessions", body | shadow, "shadow_revision"),
+            ("/sessions", body | {"revision": "main"}, None),
+            ("/sessions/arm/policy", {"revision": revision}, "revision"),
+            ("/policies/check", {"policy_path": "lerobot/act", "revision": revision}, "revision"),
+        ):
+            async with http.post(path, json=sent) as answer:
+                told = await answer.json()
+                assert (answer.status, field and told["detail"][0]["loc"]) == (
+                    (200, None) if field is None else (422, ["body", field])
+                ), (path, told)
+    assert len(load.loads) == 1
+    PolicyPlaces(is_open=True).check("lerobot/act", revision=revision)
+
+
 def test_an_open_server_takes_everything_until_something_is_configured(tmp_path):
     PolicyPlaces(is_open=True).check(str(tmp_path))
     refused(PolicyPlaces(owners=["a"], is_open=True), tmp_path)
