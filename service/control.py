@@ -165,6 +165,8 @@ class Control:
         self.lateness.add(due.late)
         self.missed_ticks += due.missed
         self.ticks += 1
+        if due.missed * self.period > self.pace.starved_after:
+            self._holding.rest()
         if not self.is_running:
             return Step(command=self._hold_pose())
         obstacle = self._obstacle(now)

@@ -64,6 +64,10 @@ class Holding:
         """It moves."""
         self.hold, self._ramp, self.left = None, None, 0
 
+    def rest(self) -> None:
+        """It stood still for a while without being told: there is nothing to slow down any more."""
+        self._ramp = None
+
     def slowing(self) -> np.ndarray | None:
         """The next command of a ramp (a,), or None when there is none, or no more."""
         command = self._ramp.next() if self._ramp else None

@@ -223,8 +223,12 @@ def test_a_hold_whose_reason_comes_and_goes_is_still_done_to_its_end(on_hold: An
     assert {float(each[0]) for each in arm.sent[told:]} == {-60.0}
 
 
-def test_after_a_pause_of_the_process_there_is_nothing_to_slow_down() -> None:
+@pytest.mark.parametrize("slowed", [0, 1])
+def test_after_a_pause_of_the_process_there_is_nothing_to_slow_down(slowed: int) -> None:
     arm = Arm(towards(2.0), asked(velocity=100.0, acceleration=100.0), replace(PACE, on_hold="ramp")).tick(12)
+    if slowed:
+        arm.control.obstruct("compiling", "for a while")
+        arm.tick(slowed)
     arm.now += 5.0
     arm.move(np.array([-60, 0, 0, 0, 0, 50.0]))  # by hand
     arm.sees = False
