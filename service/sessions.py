@@ -299,13 +299,14 @@ class Sessions:
 
     async def emergency_stop(self, reason: str, session_id: str | None = None) -> "list[str]":
         """Latch an emergency stop on one session, or on all of them; returns their ids."""
-        stopped = self.list() if session_id is None else [self.get(session_id)]
+        # Those that are being deleted, too: the latch is their successors'.
+        stopped = list(self._sessions.values()) if session_id is None else [self.get(session_id)]
         for session in stopped:
             session.emergency_stop(reason)
         for session in stopped:
             self._note(session)
         await self._written()
-        return [session.id for session in stopped]
+        return [session.id for session in stopped if session.stage is not Stage.DELETED]
 
     # Writing down.
 

@@ -102,6 +102,8 @@ MOVES: dict[tuple[Stage, Move], Stage] = {
     (Stage.INTERRUPTED, Move.RESET): Stage.INTERRUPTED,
     (Stage.INTERRUPTED, Move.EMERGENCY_STOP): Stage.INTERRUPTED,
     (Stage.INTERRUPTED, Move.DELETE): Stage.DELETED,
+    # While it lets go of its rooms: the next one of its id is latched.
+    (Stage.DELETED, Move.EMERGENCY_STOP): Stage.DELETED,
 }
 
 # Moves that set the arm going: they need a loaded policy and living rooms, and no emergency stop.

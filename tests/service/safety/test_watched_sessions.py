@@ -186,6 +186,23 @@ async def test_a_stop_from_a_room_is_kept_and_shown_however_it_is_worded(rig) ->
     assert len(session.latch) < 300
 
 
+@pytest.mark.parametrize("where", ["room", "all"])
+async def test_an_emergency_stop_of_one_that_is_being_deleted_latches_its_successor(rig, where: str) -> None:
+    await rig.running()
+    rig.transport.leaving = asyncio.Event()
+    deleting = asyncio.create_task(rig.sessions.delete("s"))
+    await rig.until(lambda: rig.link.is_closed)
+    if where == "room":
+        rig.link.deliver_emergency_stop("smoke")
+    else:
+        assert await rig.sessions.emergency_stop("smoke") == []
+    rig.transport.leaving.set()
+    await deleting
+    session = await rig.sessions.create(NewSession("s", "policy", "memory://"))
+    assert session.stage is Stage.STOPPED
+    assert "smoke" in session.latch
+
+
 async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None:
     async with rigged() as rig:
         session = await rig.running()
