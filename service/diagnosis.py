@@ -9,11 +9,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from service.auth.access import guard_of
+from service.auth.places import is_loopback, keys_path
+from service.auth.watched import FileUnusable
 from service.serving import CannotListen, listen
-from service.settings import Settings
+from service.settings import Settings, SettingsError
+from service.state import state_folder
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -49,6 +54,9 @@ def diagnose(settings: Settings) -> list[Finding]:
         _rendering,
         _codecs,
         _port,
+        _keys,
+        _state,
+        _recording,
         _caches,
     )
     return [finding for check in checks for finding in check(settings)]
@@ -136,12 +144,46 @@ def _port(settings: Settings) -> Iterator[Finding]:
     except CannotListen as error:
         yield Finding("port", "fail", str(error), "end what listens there (a robojax that runs already?), or --port 0")
     else:
-        where = f"{settings.host}:{settings.port}"
-        if settings.host in ("127.0.0.1", "::1", "localhost"):
-            yield Finding("port", "ok", f"{where} is free")
-        else:
-            fix = "there is no login: let only trusted machines reach it, or set host to 127.0.0.1"
-            yield Finding("port", "warn", f"{where} is free and open to the network", fix)
+        yield Finding("port", "ok", f"{settings.host}:{settings.port} is free")
+
+
+def _keys(settings: Settings) -> Iterator[Finding]:
+    try:
+        admissions = guard_of(settings).admissions
+        is_keyed = admissions.check()
+    except (SettingsError, FileUnusable) as error:
+        yield Finding("keys", "fail", str(error), "docs/access.md says how keys are made and kept")
+        return
+    path = keys_path(settings)
+    if is_keyed:
+        yield Finding("keys", "ok", f"wanted from everybody; they are in {path}")
+    elif is_loopback(settings.host):
+        yield Finding("keys", "ok", "none: whoever is on this machine may do everything")
+    else:
+        found = f"none, and {settings.host} is open to the network"
+        fix = "robojax token new --role operator --name me, with the --port, --state or --keys-file of the server"
+        yield Finding("keys", "warn" if settings.insecure else "fail", found, fix)
+
+
+def _state(settings: Settings) -> Iterator[Finding]:
+    folder = state_folder(settings)
+    if folder is None:
+        fix = "sessions, emergency stops and keys are not known after a restart; give --state or a port"
+        yield Finding("state folder", "warn", "off", fix)
+    else:
+        yield _folder("state folder", folder, "set state to a folder that can be written", "fail")
+
+
+def _recording(settings: Settings) -> Iterator[Finding]:
+    missing = [name for name in ("mcap", "pyarrow") if find_spec(name) is None]
+    folder = Path(settings.recordings).expanduser() if settings.recordings else state_folder(settings)
+    if missing:
+        fix = "only recordings need it: pip install 'robojax[recording]'"
+        yield Finding("recording", "warn", f"missing: {', '.join(missing)}", fix)
+    elif folder is None:
+        yield Finding("recording", "warn", "there is no folder for recordings", "give --recordings or --state")
+    else:
+        yield _folder("recording", folder, "set recordings to a folder that can be written", "warn")
 
 
 def _caches(settings: Settings) -> Iterator[Finding]:

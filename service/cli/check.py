@@ -23,6 +23,9 @@ def check(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    limits: Annotated[
+        str | None, typer.Option(help="TOML or URDF file with limits of motion; default: that of the settings.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
@@ -61,36 +64,37 @@ def check(
             "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like owner/name",
         )
     requirements = loaded.requirements
-    limits = _limits(requirements)
+    motion = _limits(requirements, limits)
     verdict = judge(requirements, speed, rate or requirements.rate or 20.0)
     if as_json:
-        typer.echo(json.dumps(_facts(requirements, speed, verdict, loaded.device) | {"limits": limits}, indent=2))
+        typer.echo(json.dumps(_facts(requirements, speed, verdict, loaded.device) | motion, indent=2))
     else:
         _show(requirements, speed, verdict, loaded.device)
-        _show_limits(limits)
+        _show_limits(motion["limits"], motion["unmatched"])
     if verdict.fit == "does not fit":
         raise typer.Exit(Code.CHECK)
 
 
-def _limits(requirements: "Requirements") -> dict[str, dict[str, object]]:
-    """Joint to the limits that a session would have with the settings of here; a request may ask for smaller steps."""
+def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
+    """The limits that a session would have with the settings of here, and joints of the file that it does not have."""
     from service.cli.serve import settings_or_end
     from service.errors import ServiceError
     from service.joints import table_for
     from service.safety.limits import Asked, motion_limits
     from service.safety.sources import read_limits
 
-    settings = settings_or_end()
-    file = None if settings.limits is None else read_limits(settings.limits)
+    settings = settings_or_end({"limits": file})
+    read = None if settings.limits is None else read_limits(settings.limits)
     try:
         table = table_for(requirements.action, checkpoint=requirements.joint_names, ranges=settings.joint_ranges)
-        asked = Asked(settings.safety, setting=settings.max_relative_target, file=file)
-        return motion_limits(table, asked, requirements.action_range).shown()
+        asked = Asked(settings.safety, setting=settings.max_relative_target, file=read)
+        found = motion_limits(table, asked, requirements.action_range)
+        return {"limits": found.shown(), "unmatched": list(found.unmatched)}
     except ServiceError as error:
         fail(Code.USAGE, "the limits do not fit this policy", str(error), "docs/safety.md says where limits come from")
 
 
-def _show_limits(limits: dict[str, dict[str, object]]) -> None:
+def _show_limits(limits: dict[str, dict[str, object]], unmatched: list[str]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -108,6 +112,9 @@ def _show_limits(limits: dict[str, dict[str, object]]) -> None:
     console = Console(highlight=False)
     console.print("\nlimits that a session would have here; step per tick, the others per second (-: none):")
     console.print(table)
+    if unmatched:
+        named = escape(", ".join(unmatched))
+        console.print(f"[bold yellow]not used[/]: the limits file names {named}, which this policy does not have")
 
 
 def _facts(requirements: "Requirements", speed: "Speed", verdict: "Verdict", device: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Look at this port, not at the settings'.")] = None,
 ) -> None:
-    """Look at Python, JAX's devices, rendering, video codecs, the port, disk and caches; each finding has its fix.
+    """Look at Python, JAX's devices, rendering, video, the port, keys, disk and caches; each finding has its fix.
 
     Exit code 1 when something is missing that the server needs.
     """
@@ -22,8 +22,12 @@ def doctor(
 
     from service.cli.serve import settings_or_end
     from service.diagnosis import diagnose
+    from service.state import usual_state
 
-    findings = diagnose(settings_or_end({"port": port}))
+    settings = settings_or_end({"port": port})
+    if settings.state is None:
+        settings = settings.model_copy(update={"state": usual_state(settings.port)})
+    findings = diagnose(settings)
     failed = [finding for finding in findings if finding.level == "fail"]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))

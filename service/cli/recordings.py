@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli.failure import Code, fail
-from service.cli.sessions import AsJson, Url, base_url, call
+from service.cli.sessions import AsJson, Key, Url, base_url, call
 
 if TYPE_CHECKING:
     from service.recording.steps import Source
@@ -18,12 +18,12 @@ File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDat
 
 
 @app.command("list")
-def list_recordings(url: Url = None, as_json: AsJson = False) -> None:
+def list_recordings(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
     """List the recordings of a running server."""
     import json
 
     base = base_url(url)
-    found = call(base, "GET", "/recordings")
+    found = call(base, "GET", "/recordings", key=key)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

@@ -34,24 +34,37 @@ def sessions(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
     from rich.table import Table
 
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("session", "status", "policy", "cameras", "rate", "commands", "why it does not move"):
+    for column in ("session", "status", "policy", "cameras", "rate", "commands"):
         table.add_column(column, overflow="fold")
     for session in found:
         stats = session["stats"]
-        why = session["error_message"] or stats.get("hold") or ""
-        if session["status"] == "initializing":
-            why = stats.get("progress") or why
         row = (
             session["session_id"],
-            session["status"],
+            session["status"] + (", dry run" if stats.get("dry_run") else ""),
             session["policy_path"],
             " ".join(session["camera_names"]),
             f"{stats['rate']:g} Hz" if stats.get("rate") else "",
             str(stats.get("commands_sent", "")),
-            why,
         )
         table.add_row(*map(escape, row))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    # Below it: a column of a table this wide has no room for a sentence.
+    for session in found:
+        if why := _why(session, session["stats"]):
+            console.print(f"[bold]{escape(session['session_id'])}[/bold]: {escape(why)}", soft_wrap=True)
+
+
+def _why(session: Any, stats: Any) -> str:
+    """Why it does not move, and the command that changes that."""
+    name, error = session["session_id"], session["error_message"]
+    if stats.get("emergency_stop"):
+        return f"latched by an emergency stop ({stats['emergency_stop']}); once it is safe: robojax reset {name}"
+    if session["status"] == "initializing":
+        return stats.get("progress") or ""
+    if session["status"] == "interrupted":
+        return f"{error}; to load it again: robojax restart {name}"
+    return error or stats.get("hold") or ""
 
 
 def stop(
@@ -70,7 +83,7 @@ def stop(
     """Stop one session, or with --all every robot.
 
     One session is stopped as POST /sessions/ID/stop does: start moves it again. --all is the emergency stop: every
-    session is latched and needs POST /debug/sessions/ID/reset before a start; ID --emergency does so with one.
+    session is latched and needs `robojax reset ID` before a start; ID --emergency does so with one.
     """
     import json
     from urllib.parse import quote
@@ -96,7 +109,7 @@ def _told(found: Any) -> str:
     stopped = found.get("stopped")
     if stopped is None:
         return found["message"]
-    names = f": {', '.join(stopped)}; each needs a reset before it can start" if stopped else ""
+    names = f": {', '.join(stopped)}; each needs `robojax reset ID` before it can start" if stopped else ""
     return found["message"] + names
 
 

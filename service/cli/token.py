@@ -91,10 +91,10 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
     from rich.table import Table
 
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("name", "role", "sessions of", "made", "until"):
+    for column in ("name", "role", "sessions of", "made", "ends"):
         table.add_column(column, overflow="fold")
     for key in found:
-        until = when(key.expires_at) or "revoked"
+        until = when(key.expires_at) or "when it is revoked"
         table.add_row(
             key.name,
             str(key.role),

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from service import diagnosis
+from service.auth.keys import KeyFile
+from service.auth.roles import Role
 from service.diagnosis import Finding, diagnose
 from service.settings import Settings
 
@@ -24,7 +26,8 @@ def test_every_finding_that_is_not_ok_has_a_fix(monkeypatch):
     only(monkeypatch)
     findings = diagnose(Settings(port=0, host="0.0.0.0", compile_cache="off"))
     assert [finding.name for finding in findings] == [
-        *("Python", "packages", "video codecs", "port", "compile cache", "Hub cache")
+        *("Python", "packages", "video codecs", "port", "keys", "state folder", "recording"),
+        *("compile cache", "Hub cache"),
     ]
     for finding in findings:
         assert finding.found
@@ -39,7 +42,17 @@ def test_a_taken_port_fails(monkeypatch):
         port = other.getsockname()[1]
         assert found("port", port=port).level == "fail"
     assert found("port", port=0).level == "ok"
-    assert found("port", port=0, host="0.0.0.0").level == "warn"
+
+
+def test_an_address_for_others_wants_a_key(monkeypatch, tmp_path):
+    only(monkeypatch)
+    assert found("keys", port=0).level == "ok"
+    assert found("keys", port=0, host="0.0.0.0").level == "fail"
+    assert found("keys", port=0, host="0.0.0.0", insecure=True).level == "warn"
+    KeyFile(tmp_path / "keys.json").new("ann", Role.OPERATOR, "ann", now=0.0)
+    assert found("keys", port=0, host="0.0.0.0", state=str(tmp_path)).level == "ok"
+    (tmp_path / "keys.json").write_text("{")
+    assert found("keys", port=0, state=str(tmp_path)).level == "fail"
 
 
 def test_caches_are_looked_at_without_being_made(monkeypatch, tmp_path):

@@ -13,8 +13,9 @@ import pytest
 POLICY = str(Path(__file__).parents[3] / "service" / "demo" / "policy")
 
 
-def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax):
-    told = robojax("check", POLICY, "--rate", "25", "--runs", "10", "--json")
+def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax, tmp_path):
+    (tmp_path / "so101.toml").write_text("[joints.gripper]\nstep = 8\n[joints.sholder_pan]\nlow = -60")
+    told = robojax("check", POLICY, "--rate", "25", "--runs", "10", "--limits", "so101.toml", "--json")
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
     assert found["requirements"]["cameras"] == {"front": [96, 96]}
@@ -22,7 +23,8 @@ def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax):
     assert 0 < found["inference_ms"]["p50"] <= found["inference_ms"]["p99"]
     assert (found["rate"], found["verdict"]) == (25.0, "fits")
     jaw = found["limits"]["Jaw"]
-    assert (jaw["low"], jaw["high"], jaw["origin"]) == (0, 100, "joint table")
+    assert (jaw["low"], jaw["high"], jaw["step"], jaw["origin"]) == (0, 100, 8, "so101.toml, joint table")
+    assert found["unmatched"] == ["sholder_pan"], "a name that is spelled wrongly limits nothing, and is told"
     assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
 
 

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from service.cli import policies, sessions
+from service.cli import moves, policies, recordings, sessions
 from service.cli.token import app as token_app
 
 KEY = re.compile(r"rjk_[A-Za-z0-9_-]{43}")
@@ -33,7 +33,9 @@ def run(tmp_path, monkeypatch):
     def called(*arguments, **environment):
         app = typer.Typer(pretty_exceptions_enable=False)
         app.add_typer(token_app, name="token")
-        for command in (sessions.sessions, sessions.stop, policies.rollback):
+        app.add_typer(recordings.app, name="recordings")
+        by_hand = (moves.start, moves.restart, moves.reset, moves.delete)
+        for command in (sessions.sessions, sessions.stop, policies.rollback, *by_hand):
             app.command()(command)
         return CliRunner().invoke(app, arguments, env=environment)
 
@@ -74,6 +76,9 @@ def test_keys_are_made_used_listed_and_revoked(run, serve, tmp_path):
         assert "set ROBOJAX_KEY" in told.stderr
         assert "no sessions" in run("sessions", "--url", url, ROBOJAX_KEY=key).stdout
         assert "no sessions" in run("sessions", "--url", url, "--key", signed).stdout
+        assert "no recordings" in run("recordings", "list", "--url", url, "--key", key).stdout
+        for move in ("start", "restart", "reset", "delete"):
+            assert "Session arm not found" in run(move, "arm", "--url", url, "--key", key).stderr
         refused = run("rollback", "arm", "--url", url, "--key", viewer)
         assert refused.exit_code == 4
         assert "robojax token new --role operator" in refused.stderr

@@ -1,0 +1,48 @@
+"""``robojax start``, ``restart``, ``reset`` and ``delete``: a session of a running server moved on by hand."""
+
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from service.cli.sessions import AsJson, Key, Url, base_url, call
+
+SESSION = Annotated[str, typer.Argument(help="The session.")]
+# Loading and compiling; a stalled download is given up before.
+LOADED = 1800.0
+
+
+def start(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Let a session move its robot. One that is latched wants a reset first, one that was interrupted a restart."""
+    _tell(_call("POST", session_id, "/start", url, key), as_json)
+
+
+def restart(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Stop a session and let it move its robot anew, also after an error.
+
+    One that was interrupted (its server was ended) is only loaded again, in its old rooms: start then moves the robot.
+    """
+    _tell(_call("POST", session_id, "/restart", url, key, patience=LOADED), as_json)
+
+
+def reset(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Take the latch of an emergency stop off, once you have seen that the robot is safe. Nothing moves by it."""
+    _tell(_call("POST", session_id, "/reset", url, key, before="/debug"), as_json)
+
+
+def delete(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Stop a session and remove it with its rooms; recordings stay."""
+    _tell(_call("DELETE", session_id, "", url, key), as_json)
+
+
+def _call(
+    method: str, session_id: str, move: str, url: str | None, key: str | None, before: str = "", patience: float = 10
+) -> Any:
+    place = f"{before}/sessions/{quote(session_id, safe='')}{move}"
+    return call(base_url(url), method, place, key=key, patience=patience)
+
+
+def _tell(found: Any, as_json: bool) -> None:
+    import json
+
+    typer.echo(json.dumps(found, indent=2) if as_json else found["message"])
