@@ -245,6 +245,16 @@ async def test_webhooks_keep_their_own_proofs_and_their_pages_want_a_key(server)
     assert (await server.call("POST", "/webhooks/_events/x/replay", "eve"))[0] == 403
 
 
+async def test_what_came_is_seen_by_the_secret_or_by_whoever_sees_everything(serve, monkeypatch, tmp_path):
+    monkeypatch.setenv("WEBHOOK_SECRET", "a-secret-of-some-length")
+    async with serve() as server:
+        assert (await server.call("GET", "/webhooks/_events/", "root"))[0] == 200
+        assert (await server.call("GET", "/webhooks/_events/", "alice"))[0] == 401, "it names the policies of others"
+    (tmp_path / "state" / "keys.json").unlink()
+    async with serve(names=()) as server:
+        assert (await server.call("GET", "/webhooks/_events/"))[0] == 200
+
+
 async def test_without_keys_a_name_that_was_pointed_here_gets_nothing(serve):
     async def asked(server, host):
         reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
