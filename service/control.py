@@ -18,6 +18,8 @@ from service.stats import Recent, Tally
 
 # Differences of what a policy asks for must be numbers, whatever it asks for.
 _WILDEST = 1e30
+# Code of an obstacle: the link is up, and takes no command.
+CHOKED = "link_choked"
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Control:
         self._is_moving = False
         self._is_dry = False
         self._moved_at = 0.0
+        self._refused_since: float | None = None
         # The newest commands of this motion, before them the pose that it began from; empty when the robot stands.
         self._trail: deque[np.ndarray] = deque(maxlen=3)
         self._wanted: np.ndarray | None = None
@@ -98,6 +101,8 @@ class Control:
         self._trail.clear()
         self._holding.end()
         self._failures = 0
+        self._refused_since = None
+        self.clear(CHOKED)
         self.fault = self.stop_wanted = None
         self.is_running = True
 
@@ -198,6 +203,22 @@ class Control:
         self._moved_at = now
         self._is_moving, self._is_dry = True, False
         return Step(command=self.command, ask=self._ask(now))
+
+    def told(self, is_taken: bool, now: float) -> None:
+        """Whether a link that is up took the newest command; when not, the robot is where it was sent before."""
+        if is_taken:
+            self._refused_since = None
+            self.clear(CHOKED)
+        elif not self.is_running:
+            self._holding.repeat()
+        elif self._is_moving:
+            self._trail[-1] = self.command = self._trail[-2]
+            self._refused_since = self._refused_since or now
+            if now - self._refused_since > self.pace.starved_after:
+                limit = self.pace.starved_after * 1e3
+                self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
+        elif CHOKED in self._obstacles:
+            self._holding.left += 1  # until it is taken
 
     def _note(self, wanted: np.ndarray, pose: np.ndarray) -> None:
         if self.command is not None:

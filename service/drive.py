@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from service.buffer import Buffer
-from service.control import Control, Step
+from service.control import CHOKED, Control, Step
 from service.control_loop import ControlLoop
 from service.engine import Engine, Served
 from service.joints import JointTable
@@ -144,6 +144,7 @@ class Drive:
             if self._link is None or event.room == self._link.rooms.joint_input:
                 self.buffer.distrust_joints()
             self.control.obstruct("link_lost", self.link_trouble or "")
+            self.control.clear(CHOKED)
             self._notify(Move.LINK_LOST, self.link_trouble)
         elif isinstance(event, LinkUp) and self.lost.pop(event.room, None) is not None:
             if self.lost:
@@ -210,6 +211,8 @@ class Drive:
 
     def _do(self, step: Step) -> None:
         is_sent = step.command is not None and self._send(step.command)
+        if step.command is not None and not (self.is_dry or self.lost or self._link is None):
+            self.control.told(is_sent, time.monotonic())
         if self.taps:
             hold = self.control.hold
             tick = Tick(time.monotonic(), step.command, is_sent, self.buffer.pose, hold.code if hold else None)

@@ -24,6 +24,9 @@ class Hold:
     since: float
 
 
+# A stop that the link does not take is tried so many times as often as it would be repeated.
+TRIES = 25
+
 # Holds that end when the policy gives a usable chunk; all others end when what they name is back.
 OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starved"})
 
@@ -42,6 +45,7 @@ class Holding:
         self.counts = Tally()
         self.left = 0
         self._repeats = repeats
+        self._tries = 0
         self._ramp: Ramp | None = None
 
     def enter(self, lack: Lack, now: float, *, is_moving: bool, ramp: Ramp | None = None) -> None:
@@ -59,6 +63,13 @@ class Holding:
         """Hold it without a reason of its own: a stop. Without ``is_told`` nothing is sent."""
         self.hold, self._ramp = None, None
         self.left = self._repeats if is_told else 0
+        self._tries = TRIES * self._repeats
+
+    def repeat(self) -> None:
+        """It did not get through: once more, unless that goes on for too long."""
+        if self._tries:
+            self._tries -= 1
+            self.left += 1
 
     def end(self) -> None:
         """It moves."""

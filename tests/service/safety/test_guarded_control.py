@@ -39,6 +39,7 @@ class Arm:
     asked: Asked = field(default_factory=Asked)
     pace: Pace = PACE
     sees: bool = True
+    is_choked: bool = False
     now: float = 100.0
     sent: list[np.ndarray] = field(default_factory=list)
 
@@ -60,7 +61,10 @@ class Arm:
         return self
 
     def do(self, step: Step, follows: bool = True) -> None:
-        if step.command is not None:
+        if step.command is not None and self.is_choked:
+            self.control.told(False, self.now)
+        elif step.command is not None:
+            self.control.told(True, self.now)
             self.sent.append(step.command)
             if follows:
                 self.move(step.command)
@@ -235,6 +239,20 @@ def test_after_a_pause_of_the_process_there_is_nothing_to_slow_down(slowed: int)
     told = len(arm.sent)
     arm.tick(20)
     assert [float(each[0]) for each in arm.sent[told:]] == 4 * [-60.0]
+
+
+@pytest.mark.parametrize(("ticks", "holds"), [(4, {}), (20, {"link_choked": 1})])
+def test_what_a_link_does_not_take_is_no_step_of_the_motion(ticks: int, holds: dict[str, int]) -> None:
+    arm = Arm(towards(2.0), asked(step=2.5)).tick(12)
+    told = len(arm.sent)
+    arm.is_choked = True
+    arm.tick(ticks)
+    assert len(arm.sent) == told
+    arm.is_choked = False
+    arm.tick(20)
+    assert len(arm.sent) > told + 10
+    assert arm.steps.max() <= 2.5 + 1e-3
+    assert arm.control.holds.by_reason() == holds
 
 
 def test_a_stop_in_the_middle_of_a_ramp_is_at_once() -> None:

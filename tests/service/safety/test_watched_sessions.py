@@ -203,6 +203,20 @@ async def test_an_emergency_stop_of_one_that_is_being_deleted_latches_its_succes
     assert "smoke" in session.latch
 
 
+async def test_a_stop_that_the_link_does_not_take_is_told_as_soon_as_it_does(rig) -> None:
+    await rig.running()
+    rig.link.is_choked = True
+    await rig.sessions.stop("s")
+    await asyncio.sleep(0.3)
+    told = len(rig.link.sent)
+    rig.link.is_choked = False
+    await rig.until(lambda: rig.session.drive.control.is_idle)
+    assert [each.values for each in rig.link.sent[told:]] == 4 * [POSE]
+    rig.link.is_choked = True
+    await rig.sessions.stop("s")
+    await rig.until(lambda: rig.session.drive.control.is_idle)
+
+
 async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None:
     async with rigged() as rig:
         session = await rig.running()
