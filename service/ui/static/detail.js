@@ -58,21 +58,28 @@ export class Detail {
     this.halt = button("Stop", { id: "halt" });
     this.restart = button("Restart", { id: "restart" });
     this.reset = button("Reset latch", { id: "reset" });
+    this.record = button("Record", { id: "record", "aria-pressed": "false" });
     this.remove = button("Delete", { class: "danger", id: "delete" });
     this.start.onclick = act("Start", () => call("POST", inSession(id, "start")));
     this.halt.onclick = act("Stop", () => call("POST", inSession(id, "stop")));
     twice(this.restart, "Restart: really?", act("Restart", () => call("POST", inSession(id, "restart"))));
     twice(this.reset, "Robot is safe: reset", act("Reset", () => call("POST", `debug/${inSession(id, "reset")}`)));
     twice(this.remove, "Really delete?", act("Delete", () => call("DELETE", inSession(id))));
+    this.record.onclick = act("Recording", async () => {
+      const { recording } = await call("POST", inSession(id, "record"), { on: !this.isRecording });
+      return { message: recording.state === "on" ? "It is recorded" : "It is not recorded any more" };
+    });
     this.pill = make("span", { class: "pill", id: "stage" });
+    this.recorded = make("span", { class: "pill", id: "recorded", hidden: true });
     this.facts = make("div", { class: "facts" });
+    this.warned = make("p", { class: "reason", id: "warned", "data-tone": "warn", hidden: true });
     this.reason = make("p", { class: "reason", id: "reason", hidden: true });
     this.progress = make("progress", { "aria-label": "Loading", hidden: true });
     this.told = make("p", { class: "told", id: "told", role: "status" });
     this.dry = make("span", { class: "pill", "data-tone": "warn", hidden: true }, "dry run: nothing is sent");
     const head = make("div", { class: "card" },
-      make("div", { class: "title" }, make("h2", {}, id), this.pill, this.dry), this.facts, this.reason, this.progress,
-      make("div", { class: "row actions" }, this.start, this.halt, this.restart, this.reset, this.remove), this.told);
+      make("div", { class: "title" }, make("h2", {}, id), this.pill, this.dry, this.recorded), this.facts, this.reason, this.warned, this.progress,
+      make("div", { class: "row actions" }, this.start, this.halt, this.restart, this.record, this.reset, this.remove), this.told);
     this.score = make("div", { class: "card", id: "score", hidden: true });
     this.cameraBox = make("div", { class: "cameras" });
     this.cameraCard = make("div", { class: "card" }, make("h3", {}, "Cameras"), this.cameraBox);
@@ -123,6 +130,7 @@ export class Detail {
     enable(this.halt, isMoving(line) || ["ready", "timeout"].includes(line.stage));
     enable(this.restart, !line.latched && line.stage !== "initializing");
     if (!this.restart.classList.contains("sure")) say(this.restart, line.stage === "interrupted" ? "Load again" : "Restart");
+    enable(this.record, !["initializing", "interrupted", "error"].includes(line.stage));
     enable(this.reset, line.latched);
     enable(this.remove, true);
     this.reset.hidden = !line.latched;
@@ -157,6 +165,8 @@ export class Detail {
     for (const [camera, shown] of Object.entries(this.cameras)) shown.fps = (stats.camera_fps || {})[camera];
     this.takeTimes(stats, inference, spread, edges);
     this.takeScore(stats.score);
+    this.takeRecording(stats.recording || {});
+    this.takeWarnings(stats);
     this.policy.take(stats);
     const rows = Object.entries({ ...stats, ...(inference || {}), ...status.rooms }).sort(([one], [other]) => (one < other ? -1 : 1));
     if (this.everything.closest("details").open || !this.everything.childElementCount) {
@@ -181,6 +191,27 @@ export class Detail {
       say(this.cells[name], value ?? "–");
       set(this.cells[name], "data-tone", tone);
     }
+  }
+
+  takeRecording(recording) {
+    this.isRecording = recording.state === "on";
+    set(this.record, "aria-pressed", String(this.isRecording));
+    say(this.record, this.isRecording ? "End recording" : "Record");
+    // One that ended by itself is to be seen: a full disk stops the recording, never the robot.
+    this.recorded.hidden = !recording.state || recording.state === "off";
+    set(this.recorded, "data-tone", this.isRecording ? "info" : "bad");
+    const size = recording.bytes ? `: ${number(recording.seconds, 0)} s, ${number(recording.bytes / 1e6)} MB` : "";
+    say(this.recorded, this.isRecording ? `recording${size}` : "recording ended");
+  }
+
+  takeWarnings(stats) {
+    const unmatched = (stats.safety || {}).unmatched || [];
+    const warnings = Object.entries(stats.warnings || {}).map(([code, text]) => `${code}: ${text}`);
+    const recording = stats.recording || {};
+    if (recording.reason) warnings.push(`recording ended (${recording.state}): ${recording.reason}`);
+    if (unmatched.length) warnings.push(`the limits file names ${unmatched.join(", ")}, which this session does not have`);
+    this.warned.hidden = !warnings.length;
+    say(this.warned, warnings.join("; "));
   }
 
   takeScore(score) {

@@ -4,7 +4,7 @@ import { key } from "./api.js";
 import { Detail } from "./detail.js";
 import { $, clock, make, say, set } from "./dom.js";
 import { Create } from "./form.js";
-import { listEvents } from "./policy.js";
+import { listEvents, listQuarantine } from "./policy.js";
 import { Live } from "./socket.js";
 import { Stop } from "./stop.js";
 import { progressOf, reasonOf, toneOf, wordOf } from "./words.js";
@@ -134,6 +134,7 @@ $("new").onclick = () => {
   set($("new"), "aria-expanded", String(!isOpen));
   isOpen ? ($("create").hidden = true) : create.open();
 };
+$("quarantine").addEventListener("toggle", () => { if ($("quarantine").open) listQuarantine($("quarantine-list"), page.caller !== null && page.caller.role === "admin"); });
 $("events").addEventListener("toggle", () => { if ($("events").open) listEvents($("events-list")); });
 
 set(document.body, "data-ready", "true");

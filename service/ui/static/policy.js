@@ -51,9 +51,29 @@ export class PolicyCard {
     }
     this.table.hidden = !found.length;
     this.text.hidden = Boolean(found.length);
-    this.rows.replaceChildren(...found.map((one) => make("tr", {}, make("td", {}, clock(one.at)), make("td", {}, make("code", {}, short(one.sha) === "–" ? one.ref || "–" : short(one.sha))),
-      make("td", {}, one.trigger), make("td", {}, [one.result || "under way", one.reason, one.text].filter(Boolean).join(": ")))));
+    this.rows.replaceChildren(...found.map((one) => make("tr", {}, make("td", { class: "short" }, clock(one.at)), make("td", { class: one.sha && "short" }, make("code", {}, short(one.sha) === "–" ? one.ref || "–" : short(one.sha))),
+      make("td", { class: "short" }, one.trigger), make("td", { class: "says" }, [one.result || "under way", one.reason, one.text].filter(Boolean).join(": ")))));
   }
+}
+
+// Commits that were refused or taken back, and the way out for who may.
+export async function listQuarantine(node, mayRelease) {
+  let found;
+  try {
+    found = await call("GET", "quarantine");
+  } catch (error) {
+    node.replaceChildren(make("p", { class: "dim" }, `The quarantine cannot be shown: ${error.message}`));
+    return;
+  }
+  if (!found.length) { node.replaceChildren(make("p", { class: "dim" }, "No commit is in it.")); return; }
+  const row = (one) => {
+    const out = make("button", { type: "button", class: "small", disabled: !mayRelease, title: mayRelease ? null : "Wants an admin's key" }, "Let out"), why = [one.reason, one.text].filter(Boolean).join(": ");
+    twice(out, "Really let out?", async () => {
+      try { await call("DELETE", `quarantine/${one.sha}`); listQuarantine(node, mayRelease); } catch (error) { say(out, error.message); }
+    });
+    return make("tr", {}, make("td", { class: "short" }, clock(one.at)), make("td", {}, one.repo), make("td", { class: "short" }, make("code", {}, short(one.sha))), make("td", { class: "says" }, why), make("td", { class: "short" }, out));
+  };
+  node.replaceChildren(make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["When", "Policy", "Commit", "Why", ""].map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, ...found.map(row)))));
 }
 
 export async function listEvents(node) {
@@ -62,11 +82,12 @@ export async function listEvents(node) {
   try {
     found = await call("GET", `${root}webhooks/_events/?limit=20`);
   } catch (error) {
-    node.replaceChildren(make("p", { class: "dim" }, `Events cannot be shown: ${error.message}`));
+    const why = [401, 403].includes(error.status) ? "they name everybody's policies, so they are for an admin's key, or one made with --all" : error.message;
+    node.replaceChildren(make("p", { class: "dim" }, `Events cannot be shown: ${why}`));
     return;
   }
   if (!found.length) { node.replaceChildren(make("p", { class: "dim" }, "Nothing came yet.")); return; }
   node.replaceChildren(make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["When", "Repo", "What", "State", ""].map((name) => make("th", { scope: "col" }, name)))),
-    make("tbody", {}, ...found.map((one) => make("tr", {}, make("td", {}, clock(one.received_at)), make("td", {}, one.repo || "–"), make("td", {}, [one.scope, one.action].filter(Boolean).join(" ")),
+    make("tbody", {}, ...found.map((one) => make("tr", {}, make("td", { class: "short" }, clock(one.received_at)), make("td", {}, one.repo || "–"), make("td", {}, [one.scope, one.action].filter(Boolean).join(" ")),
       make("td", {}, one.status), make("td", { class: "bad" }, one.error || "")))))));
 }

@@ -201,6 +201,41 @@ async def test_what_servers_and_policies_say_is_shown_as_text(browser, server):
         assert await page.evaluate(refused) == "TypeError", "the browser itself takes no HTML from a script"
 
 
+async def test_a_recording_is_switched_and_a_commit_is_let_out_of_the_quarantine(browser, serve, tmp_path, monkeypatch):
+    (tmp_path / "so100.toml").write_text("[joints.sholder_pan]\nlow = -60")
+    settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
+    async with serve(limits=str(tmp_path / "so100.toml"), **settings) as server:
+        commit = {
+            "repo": "lab/pick",
+            "sha": "c0ffee" * 7,
+            "at": 1.0,
+            "reason": "load",
+            "text": "a NaN",
+            "deployment": None,
+        }
+        kept = [commit]
+
+        async def release(sha: str) -> bool:
+            kept.remove(commit)
+            return sha == commit["sha"]
+
+        monkeypatch.setattr(server.app.ctx.updates, "quarantine", lambda: kept)
+        monkeypatch.setattr(server.app.ctx.updates, "release", release)
+        await server.create()
+        async with opened(browser, server) as page:
+            await until_text(page, "#warned", "sholder_pan, which this session does not have")
+            await page.click("#record:enabled")
+            await until_text(page, "#recorded", "recording")
+            assert (await server.call("GET", "/sessions/arm"))[1]["stats"]["recording"]["state"] == "on"
+            await page.click("#record[aria-pressed=true]")
+            await page.wait_for_selector("#recorded", state="hidden")
+            await page.click("#quarantine > summary")
+            await until_text(page, "#quarantine-list", "load: a NaN")
+            await pressed_twice(page, "#quarantine-list button")
+            await until_text(page, "#quarantine-list", "No commit is in it.")
+        assert not kept
+
+
 async def test_on_a_phone_nothing_is_cut_off_and_stop_is_within_reach(browser, server):
     await server.create("an-arm-with-a-rather-long-name-that-goes-on-and-on-and-on")
     async with opened(browser, server, PHONE, has_touch=True, is_mobile=True) as page:
