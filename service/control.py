@@ -109,13 +109,15 @@ class Control:
     def halt(self, now: float, *, always_hold: bool = False) -> Step:
         """Stop. The step is to be done at once; the ticks that follow repeat the hold.
 
-        A robot that was never commanded is not told to hold, unless ``always_hold``.
+        A robot that was never commanded is not told to hold, unless ``always_hold``. One that stands, and of which
+        nobody knows where it is now, is told nothing: where it was may be far away.
         """
+        is_known = self.is_running or self._holding.left > 0 or self._buffer.is_felt
         if not self.is_running and not self._holding.left:
             self._grid.begin(now, is_done=True)
         self.is_running = False
         self._flush()
-        self._holding.at_once(always_hold or self.command is not None)
+        self._holding.at_once(is_known and (always_hold or self.command is not None))
         return Step(command=self._hold_pose())
 
     @property

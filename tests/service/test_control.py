@@ -264,6 +264,16 @@ def test_a_robot_that_never_moved_is_not_commanded_by_a_stop_but_by_an_emergency
     assert world.control.halt(world.now, always_hold=True).command is not None
 
 
+def test_a_robot_that_stands_is_not_sent_to_where_it_was_before_its_joints_were_lost() -> None:
+    world = World().run(0.5)
+    world.do(world.control.halt(world.now))
+    world.run(0.5)
+    told = len(world.sent)
+    world.buffer.distrust_joints()
+    world.do(world.control.halt(world.now, always_hold=True))
+    assert len(world.run(0.5).sent) == told
+
+
 def test_an_answer_that_comes_after_a_stop_moves_nothing() -> None:
     world = World(latency=0.3).begin().run(0.1)
     world.do(world.control.halt(world.now))
