@@ -12,13 +12,17 @@ from sanic.exceptions import BadRequest, RequestTimeout, SanicException
 from sanic.http import Http, Stage
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 from sanic.server.websockets.impl import WebsocketImplProtocol
-from websockets.protocol import Event
+from websockets.protocol import Event, State
 
 from service.limits import Connections
 
 log = logging.getLogger(__name__)
 
 HEAD_LIMIT = 8192  # bytes of a request's first line and headers
+_BREATH = 0.001  # seconds from an answer to the next of requests that were sent at once
+# Of a WebSocket, bytes that are read at a stretch, and frames a second: all at once, and as many in the long run.
+_PIECE = 512
+_FRAMES, _FRAMES_PER_SECOND = 2000, 1000
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
@@ -35,13 +39,18 @@ _FULL_HEAD = (
 class _Http(Http):
     # Of this class, because Sanic's own holds one number for all apps of a process.
     HEADER_MAX_SIZE = HEAD_LIMIT
-    __slots__ = ()
+    __slots__ = ("_is_pipelined",)
 
     def init_for_request(self) -> None:
         super().init_for_request()
-        cast(PunctualProtocol, self.protocol).next_request(bool(self.recv_buffer))
+        self._is_pipelined = bool(self.recv_buffer)
+        cast(PunctualProtocol, self.protocol).next_request(self._is_pipelined)
 
     async def http1_request_header(self) -> None:
+        if self._is_pipelined:
+            # What is in the buffer is answered without waiting for anything: thousands of requests at a stretch, while
+            # robots and emergency stops wait.
+            await asyncio.sleep(_BREATH)
         await super().http1_request_header()
         # "Content-Length : 5" is no such header to Sanic, but it is to others: they would see another request's end.
         # Nor is a bare carriage return the end of a line to all that may stand before this server.
@@ -70,7 +79,16 @@ class PunctualProtocol(WebSocketProtocol):
     """
 
     HTTP_CLASS = _Http
-    __slots__ = ("_counted", "_deadline", "_reading", "_request_deadline", "is_spare")
+    __slots__ = (
+        "_backlog",
+        "_counted",
+        "_deadline",
+        "_feeding",
+        "_frames",
+        "_reading",
+        "_request_deadline",
+        "is_spare",
+    )
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -79,6 +97,9 @@ class PunctualProtocol(WebSocketProtocol):
         self._request_deadline: float = self.app.config.REQUEST_DEADLINE
         self._counted: str | None = None
         self.is_spare = False
+        self._backlog = bytearray()
+        self._feeding: asyncio.Task[None] | None = None
+        self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
 
     def connection_made(self, transport: Any) -> None:
         """Somebody is there; one too many is told so and let go."""
@@ -113,9 +134,53 @@ class PunctualProtocol(WebSocketProtocol):
         """Bytes of a request or of a WebSocket."""
         if self._counted is None:
             return  # it is being let go
-        if self._deadline is None and self.websocket is None:
+        if self.websocket is not None:
+            self._backlog += data
+            if self._feeding is None:
+                count = self._read_piece(self.websocket)
+                if not self._backlog:
+                    return  # which is what usually happens
+                self._feeding = self.loop.create_task(self._feed(self.websocket, count))
+            if self.transport is not None:
+                self.transport.pause_reading()
+            return
+        if self._deadline is None:
             self._arm()
         super().data_received(data)
+
+    async def _feed(self, socket: WebsocketImplProtocol, count: int) -> None:
+        """The rest of what came, piece by piece.
+
+        Sanic reads all of it at a stretch: one flood of pings or heartbeats would keep every robot waiting, and every
+        stop.
+        """
+        try:
+            while self._backlog and socket.ws_proto.state is not State.CLOSED:
+                await asyncio.sleep(self._pause(count))
+                count = self._read_piece(socket)
+        finally:
+            self._feeding = None
+            self._backlog.clear()
+            if self.transport is not None and not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    def _read_piece(self, socket: WebsocketImplProtocol) -> int:
+        """Read so much of what came; how many frames it was."""
+        piece = bytes(self._backlog[:_PIECE])
+        del self._backlog[:_PIECE]
+        socket.ws_proto.receive_data(piece)
+        answers, events = socket.ws_proto.data_to_send(), socket.ws_proto.events_received()
+        if answers or events:
+            self.loop.create_task(socket.async_data_received(answers, events))
+        return len(events)
+
+    def _pause(self, count: int) -> float:
+        """Seconds until more may be read, after so many frames."""
+        left, at = self._frames
+        now = time.monotonic()
+        left = min(left + (now - at) * _FRAMES_PER_SECOND, _FRAMES) - count
+        self._frames = (left, now)
+        return max(-left / _FRAMES_PER_SECOND, 0.0)
 
     async def websocket_handshake(self, request: Request[Any, Any], subprotocols: Sequence[str] | None = None) -> Any:
         """An upgrade; one that cannot be understood is the client's error, which Sanic answers with 500."""
@@ -125,6 +190,7 @@ class PunctualProtocol(WebSocketProtocol):
             if error.status_code < 500:
                 raise
             raise BadRequest("Bad Request") from error
+        socket.can_pause = False  # it is done here, for pings too
         _end_on_bad_text(socket)
         return socket
 
@@ -153,6 +219,8 @@ class PunctualProtocol(WebSocketProtocol):
         else:
             self._doors.leave(self._counted)
         self._disarm()
+        if self._feeding is not None:
+            self._feeding.cancel()
         super().connection_lost(exc)
         self._forget_reader()
 

@@ -125,6 +125,27 @@ async def test_however_many_connections_idle_a_stop_still_gets_through():
             writer.close()
 
 
+async def test_thousands_of_requests_sent_at_once_keep_nobody_waiting():
+    async with server() as (app, _, address):
+        answered, begun = 0, asyncio.Event()
+
+        @app.on_response
+        async def count(request, response):
+            nonlocal answered
+            answered += 1
+            begun.set()
+
+        pairs = [await asyncio.open_connection(*address) for _ in range(2)]
+        ask = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+        pairs[0][1].write(ask * 1000)
+        await begun.wait()
+        pairs[1][1].write(ask)
+        assert (await asyncio.wait_for(pairs[1][0].readline(), 5)).startswith(b"HTTP/1.1 200")
+        assert answered < 100
+        for _, writer in pairs:
+            writer.close()
+
+
 @pytest.mark.parametrize("requests", [1, 3], ids=["one answer", "pipelined"])
 async def test_who_does_not_read_its_answer_is_dropped(requests):
     async with server(big=8 << 20, request_deadline=0.3) as (app, _, address):

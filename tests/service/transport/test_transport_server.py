@@ -127,6 +127,32 @@ async def test_a_ping_flood_is_answered_and_passes(caller, path):
     await raw.close()
 
 
+@pytest.mark.parametrize("frame", [(b"", PING), (b'{"type":"heartbeat"}', TEXT)], ids=["pings", "heartbeats"])
+async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, monkeypatch):
+    read, begun = 0, asyncio.Event()
+    events_received = websockets.server.ServerProtocol.events_received
+
+    def counted(protocol):
+        nonlocal read
+        events = events_received(protocol)
+        read += len(events)
+        if read > 1:
+            begun.set()
+        return events
+
+    monkeypatch.setattr(websockets.server.ServerProtocol, "events_received", counted)
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    other, writer = await asyncio.open_connection(*raw.writer.get_extra_info("peername"))
+    for _ in range(10_000):
+        raw.send(*frame)
+    await begun.wait()
+    writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+    assert (await asyncio.wait_for(other.readline(), 5)).startswith(b"HTTP/1.1 200")
+    assert read < 4000
+    writer.close()
+    raw.reset()
+
+
 async def test_a_binary_frame_is_read_like_a_text_frame(caller, path):
     raw = await RawSocket.join(caller, path, "p", "producer")
     raw.send(b"\xff\x00", BINARY)
