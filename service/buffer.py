@@ -61,6 +61,7 @@ class Buffer:
         frames: rate of usable frames per camera.
         joint_updates: rate of joint updates with at least one usable value.
         clamped: joint values that came in outside their range.
+        odd: joints whose newest value came in far outside their range, with that value.
         last_input_at: when anything usable last came in, or None.
     """
 
@@ -77,6 +78,7 @@ class Buffer:
         self.frames = {camera: Rate() for camera in cameras}
         self.joint_updates = Rate()
         self.clamped = 0
+        self.odd: dict[str, float] = {}
         self.last_input_at: float | None = None
         self._frame_age_limit = frame_age_limit
         self._max_pixels = max_pixels
@@ -118,6 +120,10 @@ class Buffer:
         update = self.joints.read(values)
         self.refuse_joints(update.dropped)
         self.clamped += update.clamped
+        names = self.joints.names
+        for position in update.values:
+            self.odd.pop(names[position], None)
+        self.odd |= {names[position]: value for position, value in update.odd.items()}
         if not update.values:
             return update.dropped
         positions = list(update.values)

@@ -207,6 +207,13 @@ class Drive:
             "is_blind": self._is_blind and self.control.is_running,
         }
 
+    def warnings(self, now: float) -> dict[str, str]:
+        """Code to text of what is odd and holds nothing."""
+        ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
+        odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
+        found = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
+        return self.watchdog.warnings(now) | found
+
     # What goes out.
 
     def _do(self, step: Step) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from service.transport.base import JointValue
 
 # Policies compute in float32, so a value has to be finite there too.
 _LARGEST = float(np.finfo(np.float32).max)
+# A joint that is so much of its range outside of it is more likely told in degrees, or in a motor's steps.
+ODD = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,14 @@ class Update:
         values: joint position in the table to value, within range.
         dropped: reason to count of what was not usable.
         clamped: how many values were outside their range.
+        odd: joint position in the table to value as it came, where that is so far outside that it may be no value of
+            this unit at all.
     """
 
     values: Mapping[int, float]
     dropped: Mapping[str, int]
     clamped: int = 0
+    odd: Mapping[int, float] = field(default_factory=dict)
 
 
 class JointTable:
@@ -89,6 +94,7 @@ class JointTable:
         usable: dict[int, float] = {}
         dropped: dict[str, int] = {}
         clamped = 0
+        odd: dict[int, float] = {}
         for name, raw in values.items():
             reason, position, value = self._judge(name, raw)
             if reason is None and usable.get(position, value) != value:
@@ -100,8 +106,11 @@ class JointTable:
                 continue
             joint = self.joints[position]
             usable[position] = min(max(value, joint.low), joint.high)
-            clamped += usable[position] != value
-        return Update(usable, dropped, clamped)
+            if usable[position] != value:
+                clamped += 1
+                if abs(value - usable[position]) > ODD * (joint.high - joint.low):
+                    odd[position] = value
+        return Update(usable, dropped, clamped, odd)
 
     def _judge(self, name: str, raw: object) -> tuple[str | None, int, float]:
         position = self._position.get(name)

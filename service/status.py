@@ -97,7 +97,7 @@ def _stops(session: About, drive: Drive | None, now: float) -> dict[str, object]
         "commands_withheld": drive.commands_withheld if drive else 0,
         "shadow": drive.thinking.shadow.figures() if drive and drive.thinking.shadow else None,
         "watch": drive.watch(now) if drive else None,
-        "warnings": drive.watchdog.warnings(now) if drive else {},
+        "warnings": drive.warnings(now) if drive else {},
     }
 
 

@@ -97,6 +97,15 @@ async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_
     await rig.until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
 
 
+async def test_a_robot_that_reports_in_another_unit_is_a_warning_until_it_does_not(rig) -> None:
+    await rig.sessions.create(NewSession("s", "policy", "memory://"))
+    rig.link.deliver_joints({"Rotation": 2048.0, "Pitch": 101.0, "shoulder_lift": 101.0, "Jaw": -12.0})
+    warning = rig.stats["warnings"]["joints_odd"]
+    assert warning.endswith("another unit: Rotation 2048 (range -100..100), Jaw -12 (range 0..100)")
+    rig.link.deliver_joints({"Rotation": 3.0, "Jaw": 1.0})
+    assert rig.stats["warnings"] == {}
+
+
 async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigged) -> None:
     async with rigged() as rig:
         session = await rig.running()
