@@ -17,14 +17,22 @@ help: ## this list
 demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 	@$(BIN)/robojax demo $(ARGS)
 
-# Models are compiled side by side, webhooks wait side by side (without JAX in their process, as in the scripts that
-# have them), what keeps time has the machine for itself. 5: nothing there for these ARGS.
+# What keeps time against a grid of milliseconds has the machine for itself; everything else runs side by side, a file's
+# tests mostly in one process (worksteal), so that what a module shares is made once: models are compiled, webhooks wait
+# (without JAX in their process, as in the scripts that have them), faults happen, servers are called and looked at.
+# 5: nothing there for these ARGS.
 HOOKS := tests/hooks tests/stub_hub
+CALLED := tests/test_docs.py tests/test_floors.py tests/test_layers.py tests/test_notebooks.py \
+  $(addprefix tests/service/,arrays auth cli recording routes ui) \
+  $(patsubst %,tests/service/test_%.py,destinations hostile_requests interrupted loading logs policy_places records \
+    session_cycles settings)
+BESIDE := --numprocesses 2 --dist worksteal
 test: setup-dev rendering ## the whole test suite
-	@$(BIN)/python -m pytest --numprocesses 2 tests/jaxmodels $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest --numprocesses 2 $(HOOKS) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest --numprocesses 2 tests/faults $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest --ignore tests/jaxmodels --ignore tests/faults $(HOOKS:%=--ignore %) tests $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest $(BESIDE) tests/jaxmodels $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest $(BESIDE) $(HOOKS) $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest $(BESIDE) $(CALLED) $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest $(BESIDE) tests/faults $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest $(patsubst %,--ignore %,tests/jaxmodels tests/faults $(HOOKS) $(CALLED)) tests $(ARGS) || [ $$? = 5 ]
 
 # Before a release: make faults REPEAT=50, which takes an hour.
 REPEAT ?= 1

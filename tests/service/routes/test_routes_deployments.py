@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from service.app import create_app
 from service.errors import TransportError
+from service.probation import ProbationSettings
 from service.schemas import Deployment, Quarantined
 from service.scripted_policy import ScriptedPolicy
 from service.serving import listen, serving
@@ -103,6 +105,8 @@ async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncItera
 @pytest.fixture(autouse=True)
 def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("service.webhooks.FOLDER_LOOK", 0.05)
+    # What a busy machine misses takes no policy back here; tests/service/test_rollout.py has that.
+    monkeypatch.setattr("service.webhooks.ProbationSettings", partial(ProbationSettings, missed=1.0))
     monkeypatch.delenv("WEBHOOK_SECRET", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
