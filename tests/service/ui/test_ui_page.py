@@ -221,8 +221,12 @@ async def test_a_recording_is_switched_and_a_commit_is_let_out_of_the_quarantine
 
         monkeypatch.setattr(server.app.ctx.updates, "quarantine", lambda: kept)
         monkeypatch.setattr(server.app.ctx.updates, "release", release)
+        update = commit | {"ref": None, "trigger": "webhook", "result": "rejected"}
+        monkeypatch.setattr(server.app.ctx.updates, "list", lambda limit, of: [update])
         await server.create()
-        async with opened(browser, server) as page:
+        async with opened(browser, server, PHONE, has_touch=True, is_mobile=True) as page:
+            await until_text(page, "#detail table", "rejected: load: a NaN")
+            assert await page.evaluate("innerWidth") == PHONE["width"], "a wide table scrolls in its card"
             await until_text(page, "#warned", "sholder_pan, which this session does not have")
             await page.click("#record:enabled")
             await until_text(page, "#recorded", "recording")
