@@ -15,6 +15,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 # Strings are stepped over, so that a constant is only found where a value stands.
 _CONSTANT = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN)')
+# Bytes; none that means something has as many, and reading a MiB of brackets keeps every robot waiting for 0.1 s.
+LARGEST = 1 << 17
 # Words of errors may be shorter strings that happen to have been sent; only their quoted form is taken out.
 _LONG = 6
 _WORD = re.compile("[A-Za-z_]+")
@@ -32,10 +34,12 @@ def read_body(request: Request, model: type[Model]) -> Model:
     """The body, which has to be there.
 
     Raises:
-        InvalidBody: missing, of another content type, not JSON, or not what the model wants.
+        InvalidBody: missing, too long, of another content type, not JSON, or not what the model wants.
     """
     if not request.body:
         raise _invalid("missing", "Field required")
+    if len(request.body) > LARGEST:
+        raise _invalid("too_long", f"Body should have at most {LARGEST} bytes")
     kind = request.headers.get("content-type")
     if kind is not None and not _is_json(kind):
         raise _invalid("content_type", "Content-Type should be application/json")

@@ -2,6 +2,7 @@
 
 import json
 
+from service.routes.body import LARGEST
 from service.words import printable
 
 # No types: nothing that is sent is refused.
@@ -11,7 +12,7 @@ REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that
 def reason_of(body: bytes) -> str:
     """The printable text of ``{"reason": "..."}``, or what stands in for it."""
     try:
-        found = json.loads(body) if body else None
+        found = json.loads(body) if 0 < len(body) <= LARGEST else None
     except (ValueError, RecursionError):
         found = None
     reason = found.get("reason") if isinstance(found, dict) else None

@@ -24,7 +24,13 @@ async def until(claim: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [(b'{"reason": "a hand"}', "a hand"), (b"{", "asked for over HTTP"), (b"", "asked for over HTTP")],
+    [
+        (b'{"reason": "a hand"}', "a hand"),
+        (b"{", "asked for over HTTP"),
+        (b"", "asked for over HTTP"),
+        (b'{"reason": "' + b"x" * 200_000 + b'"}', "asked for over HTTP"),
+    ],
+    ids=["a reason", "no JSON", "nothing", "too long"],
 )
 async def test_one_session_is_stopped_and_latched_and_the_others_are_not(server, body: bytes, reason: str) -> None:
     for name in ("a", "b"):

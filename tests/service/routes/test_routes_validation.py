@@ -41,6 +41,11 @@ async def test_what_is_not_json_is_told_with_its_position(server, text, position
     assert entry == {"loc": ["body", position], "msg": "JSON decode error", "type": "json_invalid"}
 
 
+async def test_a_long_body_is_refused_unread(server):
+    [entry] = await refused(server, data="[" * 200_000, headers={"content-type": "application/json"})
+    assert (entry["type"], entry["loc"]) == ("too_long", ["body"])
+
+
 async def test_bytes_that_are_no_text_are_not_json(server):
     [entry] = await refused(server, data=b'{"session_id": "\xff\xfe"}', headers={"content-type": "application/json"})
     assert entry["type"] == "json_invalid"
