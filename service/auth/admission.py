@@ -14,13 +14,17 @@ from service.auth.caller import Caller
 from service.auth.keys import Key, KeyFile
 from service.auth.own_key import OwnKey
 from service.auth.tickets import Tickets
-from service.auth.tokens import BadToken, SecretFile, Tokens
+from service.auth.tokens import BadToken, SecretFile, TokenOver, Tokens
 from service.auth.watched import FileUnusable
 from service.errors import Unauthorized
 
 log = logging.getLogger(__name__)
 
 HOW = "send X-API-Key: rjk_... or Authorization: Bearer ...; `robojax token new` makes a key on the server's machine"
+
+
+class Over(Unauthorized):
+    """A key or token that did let somebody in, and has expired: no guess, so it is always told."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Admissions:
         if key is None:
             raise Unauthorized(f"this key is not known here (any more); {HOW}")
         if key.is_over(self._clock()):
-            raise Unauthorized("this key has expired; `robojax token new` makes another on the server's machine")
+            raise Over("this key has expired; `robojax token new` makes another on the server's machine")
         return Admission(key.caller, lambda: self._has(key))
 
     def _has(self, key: Key) -> bool:
@@ -135,7 +139,8 @@ class Admissions:
                 raise BadToken("this server takes no tokens; use a key")
             bearer = tokens.read(sent, self._clock())
         except BadToken as error:
-            raise Unauthorized(f"the token does not count: {error}") from None
+            kind = Over if isinstance(error, TokenOver) else Unauthorized
+            raise kind(f"the token does not count: {error}") from None
         return Admission(bearer.caller, lambda: self._now_tokens() == tokens and self._clock() < bearer.expires_at)
 
     def _by_ticket(self, sent: str) -> Admission:

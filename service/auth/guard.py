@@ -8,7 +8,7 @@ from typing import Any
 
 from sanic import HTTPResponse, Request
 
-from service.auth.admission import Admission, Admissions
+from service.auth.admission import Admission, Admissions, Over
 from service.auth.attempts import Attempts
 from service.auth.caller import ANYBODY, STRANGER
 from service.auth.roles import Role
@@ -104,6 +104,8 @@ class Guard:
 
     def _refused(self, request: "Request[Any, Any]", error: Unauthorized) -> None:
         wait = self._attempts.wait(request.ip, time.monotonic())
+        if wait > 0 and isinstance(error, Over):
+            return  # whoever wants to stop a robot has to learn why it does not
         if wait > 0:
             raise TooManyRequests("too many attempts from this address were refused", wait)
         log.warning("%s %s from %s is refused: %s", request.method, request.path[:200], request.ip, error)

@@ -29,6 +29,10 @@ class BadToken(Exception):
     """A token that lets nobody in; the text says why, without any of it."""
 
 
+class TokenOver(BadToken):
+    """It did let somebody in, and has expired."""
+
+
 @dataclass(frozen=True)
 class Bearer:
     """Who a token stands for, and until when in seconds since 1970."""
@@ -88,7 +92,7 @@ class Tokens:
         if not all(type(value) is int and abs(value) < 1 << 53 for value in times.values()):
             raise BadToken(f"{', '.join(times)} have to be whole numbers")
         if times["exp"] <= now:
-            raise BadToken("it has expired")
+            raise TokenOver("it has expired")
         if max(times["iat"], times.get("nbf", times["iat"])) > now + LEEWAY:
             raise BadToken("it is not valid yet")
         longest = max(times["exp"] - times["iat"], times["exp"] - now)

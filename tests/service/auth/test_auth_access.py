@@ -175,6 +175,9 @@ async def test_refusals_say_how_and_are_limited_per_address_while_keys_go_on_wor
         assert answer.status == 429
         assert 1 <= int(answer.headers["retry-after"]) <= 6
     assert (await server.call("GET", "/sessions", "alice"))[0] == 200
+    over = server.file.new("late", Role.VIEWER, "late", time.time() - 86400, days=0.5)
+    status, told = await server.call("POST", "/debug/emergency_stop", headers={"x-api-key": over})
+    assert (status, "has expired" in told["detail"]) == (401, True)
     refused = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
     assert len(refused) == BURST
     assert guess not in caplog.text
