@@ -24,7 +24,7 @@ from service.stage import Stage
 from service.transport.memory import MemoryTransport
 
 FRAME = np.random.default_rng(0).integers(0, 255, (32, 32, 3)).astype(np.uint8)
-POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 60.0}
+POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
 NAMES = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
 
 
