@@ -23,9 +23,10 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 # 5: nothing there for these ARGS.
 HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/test_docs.py tests/test_floors.py tests/test_layers.py tests/test_notebooks.py \
-  $(addprefix tests/service/,arrays auth cli recording routes ui) \
-  $(patsubst %,tests/service/test_%.py,destinations hostile_requests interrupted loading logs policy_places records \
-    session_cycles settings)
+  $(addprefix tests/service/,arrays auth cli recording routes ui safety/test_bad_input.py \
+    transport/test_acceptance_checklist.py) \
+  $(patsubst %,tests/service/test_%.py,crash_recovery destinations finite_numbers hostile_requests interrupted loading \
+    logs policy_places real_policy records session_cycles settings)
 BESIDE := --numprocesses 2 --dist worksteal
 test: setup-dev rendering ## the whole test suite
 	@$(BIN)/python -m pytest $(BESIDE) tests/jaxmodels $(ARGS) || [ $$? = 5 ]
