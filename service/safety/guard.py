@@ -1,7 +1,8 @@
 """What stands between a policy and its robot: every chunk is judged whole before its first action, every command again.
 
-Finite and of the right shape is never a matter of mode: anything else is refused. The rest (position, step, velocity,
-acceleration, jerk, and the seam to what was commanded before) is brought inside or refused, as the limits say.
+Finite, of the right shape and not far outside of every range is no matter of mode: else it is refused. The rest
+(position, step, velocity, acceleration, jerk, and the seam to what was commanded before) is brought inside or refused,
+as the limits say.
 """
 
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ class Guard:
         self._shown = limits.shown()
 
     def form(self, answer: object) -> tuple[str, str] | None:
-        """Code and text of why a policy's answer is no chunk: (1, t, a) finite floats; None when it is one."""
+        """Code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is one."""
         reason = text = None
         if not isinstance(answer, np.ndarray):
             reason, text = "shape", f"the policy returned a {type(answer).__name__}, wanted an array {self._shape}"
@@ -99,10 +100,27 @@ class Guard:
             if not is_finite.all():
                 bad = int(answer.size - is_finite.sum())
                 reason, text = "not_finite", f"the policy returned {bad} values that are not finite"
+            else:
+                reason, text = self._unbelievable(answer[0])
         if reason is None or text is None:
             return None
         self.refused.add(reason)
         return reason, text
+
+    def _unbelievable(self, chunk: np.ndarray) -> tuple[str, str] | tuple[None, None]:
+        if self.limits.believable is None:
+            return None, None
+        low, high = self.limits.believable
+        least, most = chunk.min(axis=0), chunk.max(axis=0)
+        wild = (least < low) | (most > high)
+        if not wild.any():
+            return None, None
+        place = int(np.flatnonzero(wild)[0])
+        worst = float(least[place] if least[place] < low[place] else most[place])
+        return "wild", (
+            f"the policy wants joint {self.limits.names[place]!r} at {worst:.4g}, further out than its range is wide: "
+            "it is broken, or counts in another unit"
+        )
 
     def judge(self, chunk: np.ndarray, before: Motion, first: int = 0) -> Judged:
         """Judge a chunk (t, a) of finite floats whose actions before ``first`` are over and will not be done."""

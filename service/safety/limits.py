@@ -37,6 +37,9 @@ class MotionLimits:
         mode: whether what leaves them is brought inside, or refused whole.
         origin: joint to where its limits came from, the most trusted first; ``none`` where nobody says anything.
         unmatched: joints of the limits file that the session does not have.
+        believable: (2, a) the lowest and highest value that a working policy may ask for, inside the limits or not.
+            Further out than a joint's own range is wide, the policy is broken, or counts in another unit: going to the
+            end of the range at limited speed would be no answer to that. None where no range is known.
     """
 
     names: tuple[str, ...]
@@ -49,6 +52,7 @@ class MotionLimits:
     mode: Mode = "clamp"
     origin: Mapping[str, str] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
+    believable: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         wrong = [
@@ -122,8 +126,27 @@ def motion_limits(
         origin[joint.name] = ", ".join(sources) or "none"
     low, high, step, velocity, acceleration, jerk = np.array(rows, np.float64).reshape(-1, 6).T.copy()
     return MotionLimits(
-        table.names, low, high, step, velocity, acceleration, jerk, asked.mode, origin, tuple(unmatched)
+        table.names,
+        low,
+        high,
+        step,
+        velocity,
+        acceleration,
+        jerk,
+        asked.mode,
+        origin,
+        tuple(unmatched),
+        _believable(joints, data),
     )
+
+
+def _believable(joints: Sequence[Joint], data: Sequence[tuple[float, float] | None]) -> np.ndarray:
+    # Not the limits of a file: those may keep a joint to a small part of what its policy rightly asks for.
+    unknown = (-math.inf, math.inf)
+    own = [(joint.low, joint.high) for joint in joints]
+    ranges = np.array([found if found != unknown else data[place] or unknown for place, found in enumerate(own)])
+    low, high = ranges.reshape(-1, 2).T
+    return np.stack([low - (high - low), high + (high - low)])
 
 
 def _limits_of(

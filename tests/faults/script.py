@@ -26,7 +26,7 @@ class Script:
     """The test's side: the folder of a policy, and what it shall do.
 
     ``says("nan", times=1)``: the next chunk holds a NaN, those after it are good. Modes: ``good``, ``nan``, ``inf``,
-    ``shape``, ``outside``, ``jump``, ``raise``, ``memory``, ``hang`` (until the next word).
+    ``shape``, ``wild``, ``outside``, ``jump``, ``raise``, ``memory``, ``hang`` (until the next word).
     """
 
     def __init__(self, folder: Path, **settings: Any):
@@ -80,8 +80,11 @@ class FollowedPolicy(ScriptedPolicy):
                 chunk[0, CHUNK - 1, 0] = -np.inf
             case "shape":
                 return chunk[:, :, :5]
+            case "wild":
+                chunk[0, -1, 3] = 1000.0
             case "outside":
-                chunk[:] += np.where(np.arange(6) % 2, 1000.0, -1000.0)
+                # Not so far that it is broken rather than outside.
+                chunk[:] += np.where(np.arange(6) % 2, 95.0, -95.0)
             case "jump":
                 chunk[0, CHUNK // 2 :] += 80.0
             case "raise":

@@ -23,7 +23,7 @@ Make = Callable[..., Any]
 SHIPPED = ROOT / "service" / "demo" / "policy"
 
 
-@pytest.mark.parametrize("mode", ["nan", "inf", "shape"])
+@pytest.mark.parametrize("mode", ["nan", "inf", "shape", "wild"])
 async def test_f07_a_chunk_that_cannot_be_done_is_refused_whole_and_three_in_a_row_are_a_stop(
     scripted: Process, script: Callable[..., Script], arms: Make, mode: str, moment: random.Random
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.joints import SO100, JointTable
+from service.joints import SO100, Joint, JointTable
 from service.safety.clamping import Clamping
 from service.safety.guard import Guard, Motion
 from service.safety.limits import Asked, Mode, MotionLimits, motion_limits
@@ -246,3 +246,33 @@ def test_judging_costs_little() -> None:
     assert cost(judging.limit, calm[0], calm[1]) < 60e-6
     assert cost(judging.judge, calm, rest) < 300e-6
     assert cost(judging.judge, wild, rest) < 3e-3
+
+
+@pytest.mark.parametrize("mode", ["clamp", "refuse"])
+@pytest.mark.parametrize(("joint", "value"), [(0, 301.0), (3, -301.0), (5, 201.0), (5, -101.0), (2, 1e30)])
+def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, joint: int, value: float) -> None:
+    guarding = guard(limits(mode))
+    plan = line(0.0)
+    plan[-1, joint] = value
+    form = guarding.form(plan[None])
+    assert form is not None
+    assert form[0] == "wild"
+    assert TABLE.names[joint] in form[1]
+    assert guarding.refused.by_reason() == {"wild": 1}
+
+
+def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
+    # It may keep a joint to a small part of what its policy rightly asks for.
+    narrow = motion_limits(TABLE, Asked(file=LimitsFile("f", {"Rotation": Said(low=-1.0, high=1.0, origin="f")})))
+    plan = line(0.0)
+    plan[:, 0] = 90.0
+    assert guard(narrow).form(plan[None]) is None
+
+
+def test_without_any_known_range_nothing_is_unbelievable() -> None:
+    table = JointTable([Joint("a", 0), Joint("b", 1)])
+    unlimited = motion_limits(table, Asked())
+    assert Guard(unlimited, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 1e9, np.float32)) is None
+    of_data = motion_limits(table, Asked(), ([-1.0, 0.0], [1.0, 2.0]))
+    assert Guard(of_data, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 1e9, np.float32)) is not None
+    assert Guard(of_data, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 2.5, np.float32)) is None
