@@ -232,7 +232,9 @@ class Session:
             self.emergency_stop(reason or "no reason given")
             return
         stage = self._move(move, reason)
-        if move is not Move.LINK_BACK:
+        if move in (Move.LINK_BACK, Move.RECOVERED):
+            logger.info("session %s goes on", self.id)
+        else:
             logger.warning("session %s is %s: %s", self.id, stage, reason)
         if move in (Move.FAILED, Move.EXPIRED):
             self._halt()
