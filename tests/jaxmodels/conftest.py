@@ -26,7 +26,7 @@ from jaxmodels.features import Feature
 from jaxmodels.layers.embeddings import sinusoidal
 from jaxmodels.normalization import from_stats
 from jaxmodels.policies.act import Act, ActConfig
-from jaxmodels.weights import flatten
+from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "lerobot_act"
 
@@ -112,15 +112,24 @@ def random_stats(features: tuple[Feature, ...], seed: int = 0) -> dict[str, dict
 
 
 def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Initial weights with biases, norms and statistics moved away from 0 and 1, so that a wrong one shows."""
+    """Weights as large as initial ones, biases, norms and statistics away from 0 and 1, so that a wrong one shows.
+
+    NumPy draws them: JAX would compile a program for each shape, 12 s of them for a ResNet-18.
+    """
     rng = np.random.default_rng(seed)
-    weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(seed))).items()}
-    return {
-        name: array + np.float32(0.1) * np.abs(rng.standard_normal(array.shape)).astype(np.float32)
-        if array.ndim == 1
-        else array
-        for name, array in weights.items()
-    }
+    weights = {}
+    for name, array in blueprint(lambda: Act(config, rngs=nnx.Rngs(0))).shapes.items():
+        x = rng.standard_normal(array.shape).astype(np.float32)
+        if name.endswith("latent_encoder.positions"):
+            weights[name] = sinusoidal(*array.shape[1:])[None]
+        elif len(array.shape) == 1:
+            weights[name] = np.float32(name.endswith((".scale", ".variance"))) + np.float32(0.1) * np.abs(x)
+        elif name.endswith(".kernel"):
+            size = 0.6 if len(array.shape) == 2 else 1.4  # of dense layers and of convolutions
+            weights[name] = x * np.float32(size / np.sqrt(np.prod(array.shape[:-1])))
+        else:
+            weights[name] = x
+    return weights
 
 
 def make_checkpoint(config: ActConfig, seed: int = 0, **sidecar: Any) -> Checkpoint:
