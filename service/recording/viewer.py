@@ -20,7 +20,7 @@ class Viewer:
             ImportError: Rerun is not installed.
             RuntimeError: the viewer does not start.
         """
-        import rerun
+        import rerun  # pyright: ignore[reportMissingImports] - an extra
 
         self._rerun: Any = rerun
         self._facts = facts

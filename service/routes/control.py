@@ -9,7 +9,7 @@ from service.auth.roles import Role
 from service.routes.answers import answer
 from service.routes.context import Request
 from service.routes.ownership import session_of
-from service.routes.reason import REASON, reason_of
+from service.routes.reason import REASON, reason_in
 from service.routes.route import Route
 from service.sessions import Listed, Sessions
 
@@ -45,7 +45,7 @@ async def emergency_stop_session(request: Request, session_id: str) -> HTTPRespo
     the session is, the stop happens.
     """
     sessions = request.app.ctx.sessions
-    await sessions.emergency_stop(reason_of(request.body), session_id)
+    await sessions.emergency_stop(await reason_in(request), session_id)
     log.warning("emergency stop of session %s by %s", session_id, caller_of(request).name)
     return answer({"message": f"Emergency stop of session {session_id}", "stopped": [session_id], **sessions.caveat()})
 
@@ -86,6 +86,7 @@ ROUTES = (
         optional_body=REASON,
         errors=(404,),
         is_stop=True,
+        is_streamed=True,
         role=Role.VIEWER,
     ),
 )

@@ -15,7 +15,7 @@ from service.errors import InvalidRequest
 from service.routes.answers import answer
 from service.routes.context import Request
 from service.routes.ownership import session_of, sessions_of
-from service.routes.reason import REASON, reason_of
+from service.routes.reason import REASON, reason_in
 from service.routes.route import Query, Route
 from service.transport.address import Kind
 
@@ -48,7 +48,7 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     happens, for the sessions of others too; `stopped` names those that the caller may see.
     """
     sessions = request.app.ctx.sessions
-    stopped = await sessions.emergency_stop(reason_of(request.body))
+    stopped = await sessions.emergency_stop(await reason_in(request))
     own = {session.id for session in sessions_of(request)}
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
     told = {"message": f"Emergency stop of {len(stopped)} sessions", "count": len(stopped)}
@@ -121,7 +121,14 @@ def _resident_megabytes() -> float | None:
 
 ROUTES = (
     Route(
-        "POST", "/debug/emergency_stop", emergency_stop, "Debug", optional_body=REASON, is_stop=True, role=Role.VIEWER
+        "POST",
+        "/debug/emergency_stop",
+        emergency_stop,
+        "Debug",
+        optional_body=REASON,
+        is_stop=True,
+        is_streamed=True,
+        role=Role.VIEWER,
     ),
     Route("GET", "/debug/system", get_system_info, "Debug"),
     Route(

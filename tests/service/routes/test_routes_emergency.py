@@ -48,6 +48,30 @@ async def test_one_session_is_stopped_and_latched_and_the_others_are_not(server,
     assert (await server.call("POST", "/sessions/nobody/emergency_stop"))[0] == 404
 
 
+@pytest.mark.parametrize("path", ["/sessions/arm/emergency_stop", "/debug/emergency_stop"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Content-Length: 99999999\r\n\r\n",
+        b'Content-Length: 2000000\r\n\r\n{"reason": "' + b"x" * 400_000,
+        b'Content-Length: 30\r\n\r\n{"reas',
+        b'Transfer-Encoding: chunked\r\n\r\n6\r\n{"reas\r\n',
+    ],
+    ids=["too long to take", "longer than anybody reads", "stalled", "stalled chunks"],
+)
+async def test_no_body_keeps_a_stop_waiting(server, path: str, rest: bytes) -> None:
+    await server.create()
+    await server.call("POST", "/sessions/arm/start")
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + rest)
+    began = time.monotonic()
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+    assert time.monotonic() - began < 1, "the deadline of a request is ten"
+    writer.close()
+    found = (await server.call("GET", "/sessions/arm"))[1]
+    assert (found["status"], found["stats"]["emergency_stop"]) == ("stopped", "asked for over HTTP")
+
+
 async def test_a_stop_over_http_is_heard_before_anything_is_sent_when_the_loop_was_blocked(server) -> None:
     await server.create("arm", rate=50)
     link = server.transport.link
