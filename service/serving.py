@@ -11,6 +11,7 @@ from typing import Any
 import uvloop
 from sanic import Sanic
 
+from service.limits import Connections
 from service.punctual import PunctualProtocol
 
 # Answers under way may end, then connections are cut. Together with what the sessions take to hold
@@ -63,6 +64,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
         with listener:
             app.config.OWN_ADDRESS = listener.getsockname()[:2]
             app.config.OWN_PORT = listener.getsockname()[1]
+            app.config.setdefault("CONNECTIONS", Connections())
             server = await app.create_server(
                 sock=listener,
                 protocol=PunctualProtocol,
