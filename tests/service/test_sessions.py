@@ -591,7 +591,7 @@ async def test_bad_input_is_dropped_counted_and_never_becomes_a_command(rig: Rig
 
 
 async def test_commands_stay_within_the_range_of_each_joint(rig: Rig) -> None:
-    rig.policy.step = 90.0
+    rig.policy.step = 9.0
     link = await rig.running()
     await until(lambda: len(link.sent) > 25)
     for sent in link.sent:
