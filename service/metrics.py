@@ -1,6 +1,10 @@
 """Figures for Prometheus: requests are counted as they come, sessions are read when somebody asks."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -39,6 +43,7 @@ _LABELLED: Mapping[str, tuple[str, str, str]] = {
     "inputs_dropped": ("inputs_dropped", "reason", "Frames and joint values that were not usable"),
 }
 _ATTEMPTS = 5
+_SESSION = re.compile(rb'[{,]session="([^"]*)"')
 _PREPARING = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
     ("forwards", "Forward passes", lambda served: served.forwards),
@@ -54,6 +59,9 @@ class Metrics:
 
     def __init__(self, sessions: Callable[[], Sequence[Listed]], models: Callable[[], Sequence[ServedModel]]):
         self._registry = CollectorRegistry()
+        self._thread = ThreadPoolExecutor(1, "figures")
+        self._is_free = asyncio.Semaphore(1)
+        self._next: asyncio.Task[bytes] | None = None
         self._registry.register(_Sessions(sessions))
         self._registry.register(_Models(models))
         labels = ("method", "route", "status")
@@ -79,13 +87,40 @@ class Metrics:
         for step, seconds in steps.items():
             self._preparing.labels(step.replace(" ", "_")).observe(seconds)
 
-    def text(self) -> bytes:
-        """Everything, in Prometheus's text format; called in a thread: with many sessions it takes 60 ms."""
+    async def text(self, own: Collection[str] | None = None) -> bytes:
+        """Everything, in Prometheus's text format; of sessions only ``own``, or all of them when None.
+
+        With many sessions it takes 60 ms, so it is written in a thread, and one thread only, at most half of the time:
+        several that want the interpreter keep every tick waiting. Whoever asks meanwhile shares the next one.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(self._written(), name="figures")
+        text = await asyncio.shield(self._next)
+        if own is None:
+            return text
+        names = {name.encode() for name in own}
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _only, text, names)
+
+    async def _written(self) -> bytes:
+        await self._is_free.acquire()
+        self._next = None  # who asks from here on wants figures that are newer than these
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        try:
+            return await loop.run_in_executor(self._thread, self._generated)
+        finally:
+            loop.call_later(time.monotonic() - began, self._is_free.release)
+
+    def _generated(self) -> bytes:
         for _ in range(_ATTEMPTS):
             # Sessions live on while they are read: one that comes or goes at that moment ends the reading.
             with suppress(RuntimeError):
                 return generate_latest(self._registry)
         return generate_latest(self._registry)
+
+
+def _only(text: bytes, own: Collection[bytes]) -> bytes:
+    found = ((line, _SESSION.search(line)) for line in text.splitlines(keepends=True))
+    return b"".join(line for line, session in found if session is None or session[1] in own)
 
 
 class _Sessions(Collector):

@@ -12,6 +12,7 @@ from typing import Any
 from tests.faults.arm import Arm, is_moving
 from tests.faults.processes import Process, robot, rooms, server
 from tests.faults.proxy import fault_proxy
+from tests.faults.robot import FRAMES
 from tests.faults.script import Script
 
 Make = Callable[..., Any]
@@ -85,7 +86,8 @@ async def test_f02_a_half_open_link_is_noticed_by_its_heartbeat_within_11_s(
         await arm.moves()
         first = arm.history.pose.read(arm.history.motions(healed)[0][1])
         assert first is not None
-        assert first.seen_at > healed
+        # The robot's own link was whole: the pose that came with its newest frame may be that frame older.
+        assert first.seen_at > healed - 1 / FRAMES
 
 
 async def test_f03_a_stalled_camera_holds_within_350_ms(
