@@ -318,7 +318,10 @@ class _EmptyHub(BaseHTTPRequestHandler):
     """A Hub that can be reached and has nothing: what is asked of it is no fault of the server's."""
 
     def do_GET(self) -> None:
-        self.send_error(404)
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")  # by which its clients know
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     do_HEAD = do_POST = do_GET
 
