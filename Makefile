@@ -24,9 +24,9 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/test_docs.py tests/test_floors.py tests/test_layers.py tests/test_notebooks.py \
   $(addprefix tests/service/,arrays auth cli recording routes ui safety/test_bad_input.py \
+    edge/test_destinations.py edge/test_policy_places.py engine/test_loading.py engine/test_real_policy.py sessions/test_interrupted.py sessions/test_records.py \
     transport/test_acceptance_checklist.py) \
-  $(patsubst %,tests/service/test_%.py,crash_recovery destinations finite_numbers hostile_requests interrupted loading \
-    logs policy_places real_policy records session_cycles settings)
+  $(patsubst %,tests/service/test_%.py,crash_recovery finite_numbers hostile_requests logs session_cycles settings)
 BESIDE := --numprocesses 2 --dist worksteal
 test: setup-dev rendering ## the whole test suite
 	@$(BIN)/python -m pytest $(BESIDE) tests/jaxmodels $(ARGS) || [ $$? = 5 ]

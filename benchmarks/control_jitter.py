@@ -5,8 +5,8 @@
 
 Two kinds of rounds take turns in one process, on one event loop:
 
-- sessions: real sessions (``service.sessions``), each with its control loop, joints, queue and the policy on the
-  device thread; every command is encoded as a joint_update and written to a loopback socket of its own.
+- sessions: real sessions (``service.sessions.sessions``), each with its control loop, joints, queue and the policy on
+  the device thread; every command is encoded as a joint_update and written to a loopback socket of its own.
 - bare: as many loops that sleep until an absolute deadline, encode the same kind of joint_update and write it to
   such a socket. No control, no policy.
 
@@ -35,8 +35,8 @@ import numpy as np
 import uvloop
 
 import jaxmodels
-from service.engine import Engine
-from service.sessions import Listed, NewSession, Sessions, SessionSettings
+from service.engine.engine import Engine
+from service.sessions.sessions import Listed, NewSession, Sessions, SessionSettings
 from service.stats import Recent
 from service.transport.base import Inbox, JointValue, LinkUp, Made, Rooms
 from service.transport.messages import JointUpdate

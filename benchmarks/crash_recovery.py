@@ -40,7 +40,7 @@ from typing import Any
 import aiohttp
 
 from service.app import create_app
-from service.scripted_policy import ScriptedLoader
+from service.engine.scripted_policy import ScriptedLoader
 from service.serving import listen, run, serving
 from service.settings import Settings
 from service.transport.rooms import RoomTable
@@ -123,7 +123,7 @@ class Campaign:
         self._rooms = rooms
         self._table = table
         self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(["service.app", "service.scripted_policy", __name__])
+        self._processes.set_forkserver_preload(["service.app", "service.engine.scripted_policy", __name__])
 
     @asynccontextmanager
     async def life(self) -> AsyncIterator[tuple[aiohttp.ClientSession, Any]]:

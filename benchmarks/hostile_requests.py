@@ -272,7 +272,7 @@ async def running_session(app: Any, transport: Any, create: Any) -> AsyncIterato
 
 async def make_beside(app: Any) -> Any:
     """The session that runs beside the requests."""
-    from service.request import NewSession
+    from service.sessions.request import NewSession
 
     return await app.ctx.sessions.create(NewSession(BESIDE, "p", "http://rooms", rate=RATE))
 
@@ -281,7 +281,7 @@ def serve() -> None:
     """The child: prints its address, then one line of figures for each line it reads; ends with its input."""
     import jaxmodels
     from service.app import create_app
-    from service.scripted_policy import ScriptedLoader
+    from service.engine.scripted_policy import ScriptedLoader
     from service.serving import listen, serving
     from service.settings import Settings
     from service.transport.memory import MemoryTransport

@@ -23,8 +23,8 @@ import uvloop
 
 from jaxmodels import Requirements
 from service.app import create_app
-from service.control_loop import sleep_until
-from service.scripted_policy import ScriptedPolicy
+from service.engine.scripted_policy import ScriptedPolicy
+from service.motion.control_loop import sleep_until
 from service.serving import listen, run
 from service.settings import Settings
 from service.stats import Recent

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from service.app import create_app
-from service.scripted_policy import ScriptedLoader
+from service.engine.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
@@ -74,7 +74,7 @@ async def measure() -> dict[str, object]:
     app = create_app(Settings(state="off"), transport=transport, load=ScriptedLoader())
     lateness: dict[bool, list[float]] = {False: [], True: []}
     async with serving(app, listen("127.0.0.1", 0)) as url:
-        from service.request import NewSession
+        from service.sessions.request import NewSession
 
         sessions = app.ctx.sessions
         session = await sessions.create(NewSession("arm", "a/b", "http://rooms.example", rate=RATE))

@@ -26,11 +26,11 @@ import uvloop
 from control_jitter import SHIPPED, SocketTransport, jaxmodels_loader, processor, robot, sink, summary
 from safetensors.numpy import load_file, save_file
 
-from service.engine import Engine
-from service.probation import ProbationSettings
-from service.rollout import Rollout, RolloutSettings
-from service.sessions import NewSession, Sessions, SessionSettings
+from service.engine.engine import Engine
+from service.sessions.sessions import NewSession, Sessions, SessionSettings
 from service.stats import Recent
+from service.updates.probation import ProbationSettings
+from service.updates.rollout import Rollout, RolloutSettings
 
 RESULTS = Path(__file__).parent / "results" / "policy_swap.json"
 # Of one session and round; a larger ring would take longer to make than a tick.

@@ -9,9 +9,9 @@ from typing import Any
 from sanic import Blueprint, HTTPResponse
 from sanic.config import Config
 
-from service.limits import ConnectionLimits, Connections
-from service.origins import Origins, harden, preflight
-from service.punctual import FULL, PunctualProtocol
+from service.edge.limits import ConnectionLimits, Connections
+from service.edge.origins import Origins, harden, preflight
+from service.edge.punctual import FULL, PunctualProtocol
 from service.routes import (
     control,
     debug,
@@ -61,7 +61,7 @@ def configuration(settings: Settings) -> Config:
     config.update(
         REQUEST_MAX_SIZE=settings.max_body,
         RESPONSE_TIMEOUT=settings.answer_deadline,
-        # Sanic's own request timeout starts anew with every byte; service.punctual has the deadline that counts.
+        # Sanic's own request timeout starts anew with every byte; service.edge.punctual has the deadline that counts.
         REQUEST_TIMEOUT=settings.request_deadline,
         REQUEST_DEADLINE=settings.request_deadline,
         CONNECTIONS=Connections(

@@ -19,7 +19,6 @@ from hooks.errors import StoreError
 from hooks.receiving.rates import Rates
 from hooks.sending.resolver import PinnedResolver, resolve
 from hooks.sending.targets import danger, layers
-from service.allowance import Admit, Allowance
 from service.api import PREFIXES, ROUTES, api, configuration, watch
 from service.arrays.limits import ArrayLimits
 from service.auth.access import guard_of
@@ -27,21 +26,23 @@ from service.auth.places import is_loopback
 from service.auth.roles import Role
 from service.auth.room_keys import RoomKeys
 from service.auth.watched import FileUnusable
-from service.destinations import AddressRules, Destinations
-from service.engine import Engine, LoadPolicy, Policy
-from service.forwards import ForwardLimits
-from service.limits import Creates
-from service.loading import Inspection
+from service.edge.allowance import Admit, Allowance
+from service.edge.destinations import AddressRules, Destinations
+from service.edge.limits import Creates
+from service.edge.origins import Origins
+from service.edge.policy_places import PolicyPlaces
+from service.engine.engine import Engine, LoadPolicy, Policy
+from service.engine.loading import Inspection
+from service.engine.policy_reader import PolicyReader, ReadRequirements
+from service.engine.progress import Durations
+from service.engine.worker import call_in_thread
 from service.logs import RecentLogs, keeping
 from service.metrics import Metrics
-from service.models import Models
+from service.models.forwards import ForwardLimits
+from service.models.models import Models
+from service.models.served_model import LoadModel, Model
 from service.openapi import full_document, specified_document
-from service.origins import Origins
-from service.policy_places import PolicyPlaces
-from service.policy_reader import PolicyReader, ReadRequirements
-from service.progress import Durations
 from service.recording.recordings import Recordings
-from service.records import SCHEMA, SessionRecords
 from service.routes import docs
 from service.routes.answers import install_errors
 from service.routes.context import App, Context
@@ -49,16 +50,15 @@ from service.routes.ui import live_blueprint
 from service.safety.limits import Asked
 from service.safety.sources import read_limits
 from service.safety.watchdog import Patience
-from service.served_model import LoadModel, Model
-from service.sessions import Sessions, SessionSettings
+from service.sessions.records import SCHEMA, SessionRecords
+from service.sessions.sessions import Sessions, SessionSettings
 from service.settings import Settings, SettingsError
 from service.state import alone_in, state_folder
 from service.transport.base import Transport
 from service.transport.client import RoomsTransport
 from service.transport.server import TransportSettings, add_transport
 from service.ui.live import Live
-from service.webhooks import Webhooks
-from service.worker import call_in_thread
+from service.updates.webhooks import Webhooks
 
 # Routes that are not of the table, and the role that each wants. Deliveries and the management of webhooks have their
 # own secrets and tokens.

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from jaxmodels import Requirements
-from service.engine import Policy
-from service.served_model import Model
+from service.engine.engine import Policy
+from service.models.served_model import Model
 
 Fit = Literal["fits", "fits, thinking less often", "does not fit"]
 

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.drive import Drive
-from service.served_model import ServedModel
-from service.sessions import Listed
+from service.models.served_model import ServedModel
+from service.motion.drive import Drive
+from service.sessions.sessions import Listed
 from service.stage import Stage
 from service.stats import BOUNDS, Recent
 

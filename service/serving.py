@@ -11,8 +11,8 @@ from typing import Any
 import uvloop
 from sanic import Sanic
 
-from service.limits import Connections
-from service.punctual import PunctualProtocol
+from service.edge.limits import Connections
+from service.edge.punctual import PunctualProtocol
 
 # Answers under way may end, then connections are cut. Together with what the sessions take to hold
 # their robots and leave their rooms (3.5 s at most) this stays below five seconds.

@@ -9,7 +9,7 @@ from service.auth.keys import KeyFile
 from service.auth.places import is_loopback, keys_path, secret_path
 from service.auth.tokens import SecretFile
 from service.auth.watched import FileUnusable
-from service.origins import Origins
+from service.edge.origins import Origins
 from service.settings import Settings, SettingsError
 
 

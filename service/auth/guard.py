@@ -12,8 +12,8 @@ from service.auth.admission import Admission, Admissions, Over
 from service.auth.attempts import Attempts
 from service.auth.caller import ANYBODY, STRANGER
 from service.auth.roles import Role
+from service.edge.origins import Origins
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
-from service.origins import Origins
 
 log = logging.getLogger(__name__)
 

@@ -79,7 +79,7 @@ def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
     """The limits that a session would have with the settings of here, and joints of the file that it does not have."""
     from service.cli.serve import settings_or_end
     from service.errors import ServiceError
-    from service.joints import table_for
+    from service.motion.joints import table_for
     from service.safety.limits import Asked, motion_limits
     from service.safety.sources import read_limits
 

@@ -42,7 +42,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     # Most of what takes long to import is not needed to refuse.
     from service.app import create_app
     from service.errors import ModelError
-    from service.webhooks import StartFailed
+    from service.updates.webhooks import StartFailed
 
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
     try:

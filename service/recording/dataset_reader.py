@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from service.joints import SO100
+from service.motion.joints import SO100
 from service.recording import layout
 from service.recording.steps import Encoded, Facts, Picture, RecordingError, Step
 from service.recording.video import VideoReader

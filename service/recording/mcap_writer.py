@@ -11,10 +11,10 @@ from mcap.data_stream import RecordBuilder
 from mcap.records import DataEnd, Footer
 from mcap.writer import MCAP0_MAGIC, CompressionType, Writer
 
+from service.motion.tap import Tick
 from service.recording import channels
 from service.recording.jpeg import JpegEncoder
 from service.recording.subject import END, HEAD, Subject
-from service.tap import Tick
 
 LIBRARY = "robojax"
 CHUNK_BYTES = 1 << 20

@@ -13,10 +13,10 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from service.engine.worker import yield_to_others
+from service.motion.tap import Tick
 from service.recording import channels
 from service.recording.subject import Subject
-from service.tap import Tick
-from service.worker import yield_to_others
 
 logger = logging.getLogger(__name__)
 

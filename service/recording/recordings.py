@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
+from service.engine.worker import call_in_thread
 from service.errors import InvalidRequest, RecordingRefused, UnknownRecording, UnknownSession
 from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits
 from service.recording.subject import Subject, bounds, feature_names
-from service.request import NewSession
-from service.session import Session
-from service.sessions import Listed
+from service.sessions.request import NewSession
+from service.sessions.session import Session
+from service.sessions.sessions import Listed
 from service.settings import Settings
 from service.stage import MOVING
 from service.state import state_folder
-from service.worker import call_in_thread
 
 logger = logging.getLogger(__name__)
 

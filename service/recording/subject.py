@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from service.joints import SO100, Joint
+from service.motion.joints import SO100, Joint
 
 # LeRobot's name of the robot whose joints these are.
 SO100_ROBOT = "so100_follower"

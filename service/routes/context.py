@@ -11,18 +11,18 @@ import sanic
 from sanic.config import Config
 
 from service.auth.guard import Guard
-from service.limits import Creates
+from service.edge.limits import Creates
+from service.edge.policy_places import PolicyPlaces
+from service.engine.policy_reader import PolicyReader
 from service.logs import RecentLogs
 from service.metrics import Metrics
-from service.models import Models
-from service.policy_places import PolicyPlaces
-from service.policy_reader import PolicyReader
+from service.models.models import Models
 from service.recording.recordings import Recordings
-from service.sessions import Sessions
+from service.sessions.sessions import Sessions
 from service.settings import Settings
 from service.transport.rooms import RoomTable
 from service.ui.live import Live
-from service.updates import Updates
+from service.updates.updates import Updates
 
 
 @dataclass

@@ -11,7 +11,7 @@ from service.routes.context import Request
 from service.routes.ownership import session_of
 from service.routes.reason import REASON, reason_in
 from service.routes.route import Route
-from service.sessions import Listed, Sessions
+from service.sessions.sessions import Listed, Sessions
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from sanic import HTTPResponse
 from service.arrays.forms import FORMS, form_of_answer, form_of_body
 from service.auth.roles import Role
 from service.errors import ServiceError
-from service.forwards import Ask
+from service.models.forwards import Ask
 from service.routes.answers import answer
 from service.routes.context import Request
 from service.routes.pieces import discard, read_pieces, send_pieces

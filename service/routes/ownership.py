@@ -3,7 +3,7 @@
 from service.auth.caller import caller_of
 from service.errors import UnknownSession
 from service.routes.context import Request
-from service.sessions import Listed
+from service.sessions.sessions import Listed
 
 
 def sessions_of(request: Request) -> list[Listed]:

@@ -7,13 +7,13 @@ from sanic import HTTPResponse
 from jaxmodels import Requirements
 from service.auth.roles import Role
 from service.errors import InvalidRequest, PolicyError
-from service.fit import fit, misfits
-from service.request import NewSession, SessionSettings
 from service.routes.answers import answer
 from service.routes.body import InvalidBody, read_body, without
 from service.routes.context import Request
 from service.routes.route import Route
 from service.schemas import PolicyCheck, PolicyCheckRequest
+from service.sessions.fit import fit, misfits
+from service.sessions.request import NewSession, SessionSettings
 
 
 async def check_policy(request: Request) -> HTTPResponse:

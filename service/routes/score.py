@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from sanic import HTTPResponse
 
 from service.auth.roles import Role
-from service.interrupted import Interrupted
 from service.routes.answers import answer
 from service.routes.body import read_body
 from service.routes.context import Request
 from service.routes.ownership import session_of
 from service.routes.route import Route
 from service.schemas import ScoreRequest
+from service.sessions.interrupted import Interrupted
 
 
 class Score:

@@ -5,13 +5,13 @@ from sanic import HTTPResponse
 from service.auth.caller import ANYBODY, Caller, caller_of
 from service.auth.roles import Role
 from service.errors import ServiceError, SessionExists, UnknownSession
-from service.request import NewSession
 from service.routes.answers import answer
 from service.routes.body import InvalidBody, read_body, without
 from service.routes.context import Request
 from service.routes.ownership import session_of, sessions_of
 from service.routes.route import Route
 from service.schemas import CreateSessionRequest, CreateSessionResponse, NewSessionRequest, SessionStatusResponse
+from service.sessions.request import NewSession
 
 
 async def list_sessions(request: Request) -> HTTPResponse:

@@ -7,7 +7,7 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import caller_of
 from service.auth.roles import Role
-from service.origins import Origins
+from service.edge.origins import Origins
 from service.routes.context import Request
 from service.routes.route import Route
 from service.ui.files import POLICY, File, read_files

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from service.errors import InvalidRequest
-from service.joints import SO100, Joint, JointTable, plain
+from service.motion.joints import SO100, Joint, JointTable, plain
 from service.safety.sources import LimitsFile, Said
 
 Mode = Literal["clamp", "refuse"]

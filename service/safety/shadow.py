@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from jaxmodels import Requirements
-from service.engine import Engine, LoadPolicy, Served, Sizes
+from service.engine.engine import Engine, LoadPolicy, Served, Sizes
 from service.errors import PolicyError, PolicyFailed
-from service.request import NewSession
+from service.sessions.request import NewSession
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from service.destinations import Destinations
+from service.edge.destinations import Destinations
 from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Kind
 from service.transport.base import Inbox, JointValue, Made, Rooms

@@ -18,8 +18,8 @@ from service.auth.caller import caller_of
 from service.auth.guard import Guard
 from service.auth.roles import Role as KeyRole
 from service.auth.tickets import LIFETIME
-from service.limits import Connections
-from service.origins import Origins, harden, preflight
+from service.edge.limits import Connections
+from service.edge.origins import Origins, harden, preflight
 from service.serving import listen, run, serving
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from service.sessions import Listed
+from service.sessions.sessions import Listed
 
 # Upper edges in milliseconds; the last bin is open.
 EDGES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)

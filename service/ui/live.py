@@ -14,7 +14,7 @@ from sanic.exceptions import RequestCancelled, WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import Caller
-from service.sessions import Listed, Sessions
+from service.sessions.sessions import Listed, Sessions
 from service.stage import Stage
 from service.ui.figures import detail_of, line_of
 from service.ui.message import BadMessage, Look, Part, Stop, pack, parse

@@ -7,9 +7,9 @@ from itertools import islice
 
 import numpy as np
 
-from service.session import Session
-from service.sessions import Listed
-from service.tap import Tick
+from service.motion.tap import Tick
+from service.sessions.session import Session
+from service.sessions.sessions import Listed
 
 # Ticks kept for a viewer that joins, or that falls behind: ten seconds at 50 Hz.
 KEPT = 512

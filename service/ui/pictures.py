@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from service.engine.worker import call_in_thread
 from service.ui.onlooker import Frame, Onlooker
-from service.worker import call_in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import pytest
 from service.app import create_app
 from service.arrays.forms import FORMS
 from service.arrays.limits import ArrayLimits
+from service.engine.scripted_policy import ScriptedLoader
 from service.errors import InvalidRequest
 from service.routes.answers import answer
-from service.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings, SettingsError, load_settings
 from service.transport import wire

@@ -12,8 +12,8 @@ import pytest
 
 from service.api import ROUTES
 from service.app import create_app
+from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
 from service.openapi import specified_document
-from service.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport

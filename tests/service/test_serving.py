@@ -8,7 +8,7 @@ import pytest
 from sanic import Sanic
 
 from service.app import create_app
-from service.scripted_policy import ScriptedLoader
+from service.engine.scripted_policy import ScriptedLoader
 from service.serving import CannotListen, listen, serving, url_of
 from service.settings import Settings
 from service.transport.memory import MemoryTransport

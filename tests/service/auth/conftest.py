@@ -13,8 +13,8 @@ import pytest
 from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
+from service.engine.scripted_policy import ScriptedLoader
 from service.routes.context import App
-from service.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.demo.units import HIGH, JOINTS, LOW, to_radians, to_wire
-from service.joints import SO100
+from service.motion.joints import SO100
 
 poses = st.lists(st.floats(-4, 4), min_size=6, max_size=6).map(np.array)
 

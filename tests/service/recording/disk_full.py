@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 
 from service.app import create_app
-from service.scripted_policy import ScriptedLoader
+from service.engine.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryLink, MemoryTransport

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from service.joints import SO100
+from service.motion.joints import SO100
+from service.motion.tap import Tick
 from service.recording.recorder import Recorder
 from service.recording.subject import Subject, bounds, feature_names
-from service.tap import Tick
 
 RATE = 20.0
 

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
+from service.engine.scripted_policy import ScriptedPolicy
 from service.recording.open_loop import Misfit, play
 from service.recording.plot import save_plot
 from service.recording.sources import open_source
-from service.scripted_policy import ScriptedPolicy
 
 NEEDS = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=8, action_steps=4)
 

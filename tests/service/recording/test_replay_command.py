@@ -6,7 +6,7 @@ from jaxmodels import Requirements
 from service.cli.commands import COMMANDS
 from service.cli.recordings import app
 from service.cli.replay import replay
-from service.scripted_policy import ScriptedPolicy
+from service.engine.scripted_policy import ScriptedPolicy
 
 WIDTH = {"COLUMNS": "200"}
 

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from service.app import create_app
+from service.engine.scripted_policy import ScriptedLoader
 from service.routes.context import App
-from service.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport

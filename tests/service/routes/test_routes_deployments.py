@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from service.app import create_app
+from service.engine.scripted_policy import ScriptedPolicy
 from service.errors import TransportError
-from service.probation import ProbationSettings
 from service.schemas import Deployment, Quarantined
-from service.scripted_policy import ScriptedPolicy
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
+from service.updates.probation import ProbationSettings
 from tests.stub_hub import StubHub
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
@@ -104,9 +104,9 @@ async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncItera
 
 @pytest.fixture(autouse=True)
 def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("service.webhooks.FOLDER_LOOK", 0.05)
-    # What a busy machine misses takes no policy back here; tests/service/test_rollout.py has that.
-    monkeypatch.setattr("service.webhooks.ProbationSettings", partial(ProbationSettings, missed=1.0))
+    monkeypatch.setattr("service.updates.webhooks.FOLDER_LOOK", 0.05)
+    # What a busy machine misses takes no policy back here; tests/service/updates/test_rollout.py has that.
+    monkeypatch.setattr("service.updates.webhooks.ProbationSettings", partial(ProbationSettings, missed=1.0))
     monkeypatch.delenv("WEBHOOK_SECRET", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from service.app import create_app
-from service.scripted_policy import ScriptedLoader
+from service.engine.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
 

@@ -6,7 +6,7 @@ import pytest
 from sanic.response import text
 
 from service.app import PREFIXES, ROUTES
-from service.origins import Origins
+from service.edge.origins import Origins
 
 
 class Wire:

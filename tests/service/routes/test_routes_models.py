@@ -15,8 +15,8 @@ import pytest
 
 import jaxmodels
 from service.app import create_app
+from service.engine.scripted_policy import ScriptedLoader
 from service.errors import ModelError
-from service.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport

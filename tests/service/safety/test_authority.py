@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
+from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.errors import RobotTaken
-from service.request import NewSession
+from service.motion.tap import Tick
 from service.safety.lease import Leases, robot_of
-from service.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
-from service.session import Session
+from service.sessions.request import NewSession
+from service.sessions.session import Session
 from service.stage import Stage
-from service.tap import Tick
 
 
 class Onlooker:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.buffer import Buffer
-from service.joints import SO100, JointTable
+from service.motion.buffer import Buffer
+from service.motion.joints import SO100, JointTable
 from service.transport.base import BadInput, LinkEvent, Rooms
 from service.transport.joint_rooms import JointInput
 from service.transport.wire import WireError, parse

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.joints import SO100, Joint, JointTable
+from service.motion.joints import SO100, Joint, JointTable
 from service.safety.clamping import Clamping
 from service.safety.guard import Guard, Motion
 from service.safety.limits import Asked, Mode, MotionLimits, motion_limits

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.buffer import Buffer, Snapshot
-from service.control import Control, Step
 from service.errors import InvalidRequest
-from service.joints import SO100, JointTable
-from service.pace import Pace
+from service.motion.buffer import Buffer, Snapshot
+from service.motion.control import Control, Step
+from service.motion.joints import SO100, JointTable
+from service.motion.pace import Pace
 from service.safety.limits import Asked, motion_limits
 from service.safety.ramp import Ramp
 from service.safety.sources import LimitsFile, Said

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from service.changeover import differences
+from service.engine.scripted_policy import SO100_REQUIREMENTS
 from service.errors import InvalidRequest
-from service.fit import limits_of
-from service.joints import SO100, Joint, JointTable, table_for
-from service.request import NewSession, SessionSettings
+from service.motion.joints import SO100, Joint, JointTable, table_for
 from service.safety.limits import Asked, MotionLimits, motion_limits
 from service.safety.sources import LimitsError, LimitsFile, Said, read_limits
-from service.scripted_policy import SO100_REQUIREMENTS
+from service.sessions.fit import limits_of
+from service.sessions.request import NewSession, SessionSettings
 from service.settings import SettingsError, load_settings
+from service.updates.changeover import differences
 
 TABLE = JointTable(SO100)
 UNKNOWN = table_for(3, requested=["waist", "elbow", "finger"])

@@ -7,12 +7,12 @@ import time
 import numpy as np
 import pytest
 
+from service.engine.scripted_policy import ScriptedPolicy
 from service.errors import MoveRefused
-from service.request import NewSession, SessionSettings
+from service.motion.tap import Tick
 from service.safety.watchdog import Patience
-from service.scripted_policy import ScriptedPolicy
+from service.sessions.request import NewSession, SessionSettings
 from service.stage import Stage
-from service.tap import Tick
 from service.transport.base import BadInput, RobotLeft
 from service.transport.memory import MemoryLink
 from tests.service.safety.conftest import POSE

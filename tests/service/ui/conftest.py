@@ -17,8 +17,8 @@ from jaxmodels.errors import CheckpointError
 from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
+from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
 from service.routes.context import App
-from service.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryLink, MemoryTransport

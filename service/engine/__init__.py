@@ -1,0 +1,1 @@
+"""Policies in memory: loading, compiling, and the threads they run in."""

@@ -1,0 +1,1 @@
+"""Models that are no policies, served over HTTP."""

@@ -1,0 +1,398 @@
+"""One robot's control: what to send at each tick, when to ask the policy, when to hold."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.motion.actions import ActionQueue, EnsembledActions
+from service.motion.asking import Asking, InFlight
+from service.motion.buffer import Buffer, Lack, Snapshot
+from service.motion.grid import Grid
+from service.motion.holding import OF_POLICY, Hold, Holding
+from service.motion.pace import Pace
+from service.safety.guard import Guard, Motion
+from service.safety.limits import MotionLimits, motion_limits
+from service.safety.ramp import Ramp
+from service.stats import Recent, Tally
+
+# Differences of what a policy asks for must be numbers, whatever it asks for.
+_WILDEST = 1e30
+# Code of an obstacle: the link is up, and takes no command.
+CHOKED = "link_choked"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one tick asks for: a command to send now (a,), and a snapshot to infer from."""
+
+    command: np.ndarray | None = None
+    ask: Snapshot | None = None
+
+
+class Control:
+    """Decides; never sleeps, sends or computes. Every method takes the time.
+
+    Every chunk passes the guard before its first action can be sent, and every command of a motion passes it again.
+    What the policy wanted is kept beside what the guard made of it, for whoever judges the policy.
+
+    Attributes:
+        guard: holds chunks and commands to the limits; always there.
+        fault: set when the policy raised too often in a row; the session ends in an error then.
+        stop_wanted: code and text of why the robot has to be stopped until somebody resets it.
+        is_running: between ``begin`` and ``halt``.
+        command: the last command given out (a,), or None.
+        starvations: how often the queue ran dry in the middle of a motion.
+        missed_ticks: ticks that were skipped because a wake-up came too late for them.
+        ticks, chunks: how many there were.
+        rejected: chunks refused because they were not finite, not of the right shape, or outside the limits.
+        rejected_for: code of the newest of them: ``not_finite``, ``shape``, ``position``, ``seam``, ...
+        largest_step: (a,) the largest change that the policy wanted of each joint from one tick to the next since it
+            was last set to zeros, before the guard. After a pause, of what was commanded and where the robot is the
+            nearer one counts.
+        lateness: seconds from a tick's deadline to its run.
+        late_by_chunk: how many actions of each of the newest chunks were over when it came.
+    """
+
+    def __init__(self, buffer: Buffer, pace: Pace, limits: MotionLimits | None = None):
+        """Without limits, those that the joint table knows hold."""
+        self.pace = pace
+        self.period = 1 / pace.rate
+        self.guard = Guard(
+            limits or motion_limits(buffer.joints), rate=pace.rate, action_rate=pace.action_rate, chunk=pace.chunk
+        )
+        self.fault: str | None = None
+        self.stop_wanted: tuple[str, str] | None = None
+        self.is_running = False
+        self.command: np.ndarray | None = None
+        self.largest_step = np.zeros(pace.width, np.float32)
+        self.starvations = self.missed_ticks = self.ticks = self.chunks = 0
+        self.rejected = 0
+        self.rejected_for: str | None = None
+        self.lateness = Recent(pace.samples)
+        self.late_by_chunk = Recent(64)
+        action_period = 1 / pace.action_rate
+        # Each action twice, side by side: as the guard lets it pass, and as the policy wanted it.
+        self.actions: ActionQueue = (
+            ActionQueue(action_period, self.period)
+            if pace.ensemble is None
+            else EnsembledActions(action_period, pace.ensemble, self.period)
+        )
+        self._buffer = buffer
+        self._grid = Grid(self.period)
+        self._asking = Asking(pace)
+        self._holding = Holding(pace.hold_repeats)
+        self._failures = 0
+        self._is_moving = False
+        self._is_dry = False
+        self._moved_at = 0.0
+        self._refused_since: float | None = None
+        # The newest commands of this motion, before them the pose that it began from; empty when the robot stands.
+        self._trail: deque[np.ndarray] = deque(maxlen=3)
+        self._wanted: np.ndarray | None = None
+        self._obstacles: dict[str, str] = {}
+
+    # What happens to a session.
+
+    def begin(self, now: float) -> None:
+        """Start, or start anew: the first tick is now, and nothing of an earlier motion is left."""
+        self._grid.begin(now)
+        self._flush()
+        self._trail.clear()
+        self._holding.end()
+        self._failures = 0
+        self._refused_since = None
+        self.clear(CHOKED)
+        self.fault = self.stop_wanted = None
+        self.is_running = True
+
+    def halt(self, now: float, *, always_hold: bool = False) -> Step:
+        """Stop. The step is to be done at once; the ticks that follow repeat the hold.
+
+        A robot that was never commanded is not told to hold, unless ``always_hold``. One that stands, and of which
+        nobody knows where it is now, is told nothing: where it was may be far away.
+        """
+        is_known = self.is_running or self._holding.left > 0 or self._buffer.is_felt
+        if not self.is_running and not self._holding.left:
+            self._grid.begin(now, is_done=True)
+        self.is_running = False
+        self._flush()
+        self._holding.at_once(is_known and (always_hold or self.command is not None))
+        return Step(command=self._hold_pose())
+
+    @property
+    def hold(self) -> Hold | None:
+        """Why the robot is held, or None while it may move."""
+        return self._holding.hold
+
+    @property
+    def holds(self) -> Tally:
+        """How often each reason held the robot."""
+        return self._holding.counts
+
+    @property
+    def latency(self) -> Recent:
+        """Seconds from asking to answer, on the event loop's side."""
+        return self._asking.latency
+
+    @property
+    def discarded(self) -> int:
+        """Answers that came back after a hold or a stop and were thrown away."""
+        return self._asking.discarded
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether ticks have nothing to do until ``begin``."""
+        return not self.is_running and not self._holding.left
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an inference is in flight."""
+        return self._asking.request is not None
+
+    def obstruct(self, code: str, text: str) -> None:
+        """Something outside (a lost link, a compile) forbids motion until ``clear`` of the same code."""
+        self._obstacles[code] = text
+
+    def clear(self, code: str) -> None:
+        """That obstacle is gone."""
+        self._obstacles.pop(code, None)
+
+    # Ticks.
+
+    def next_deadline(self, now: float) -> float:
+        """When the next tick is due: on the grid of ``begin``."""
+        return self._grid.next_deadline(now)
+
+    def tick(self, now: float) -> Step:
+        """Do the newest tick that is due; older ones that nobody woke up for are skipped and counted."""
+        due = None if self.is_idle else self._grid.take(now)
+        if due is None:
+            return Step()
+        self.lateness.add(due.late)
+        self.missed_ticks += due.missed
+        self.ticks += 1
+        if due.missed * self.period > self.pace.starved_after:
+            self._holding.rest()
+        if not self.is_running:
+            return Step(command=self._hold_pose())
+        obstacle = self._obstacle(now)
+        if obstacle is not None:
+            self._enter_hold(obstacle, now)
+            self._flush()
+            return Step(command=self._hold_pose())
+        return self._move(due.deadline, now)
+
+    def _obstacle(self, now: float) -> Lack | None:
+        for code, text in self._obstacles.items():
+            return Lack(code, text)
+        return self._buffer.lacking(now)
+
+    def _move(self, deadline: float, now: float) -> Step:
+        taken = self.actions.take(deadline, now)
+        if taken is None:
+            self._wait_for_policy(now)
+            return Step(command=self._hold_pose(), ask=self._ask(now))
+        allowed, wanted = taken[: self.pace.width], taken[self.pace.width :]
+        pose = self._buffer.pose
+        assert pose is not None, "a chunk is only asked for when every joint is known"
+        self._note(wanted, pose)
+        if not self._trail:
+            self._trail.append(pose)
+        self.command = self.guard.limit(allowed, self._trail[-1])
+        self._trail.append(self.command)
+        self._holding.end()
+        self._moved_at = now
+        self._is_moving, self._is_dry = True, False
+        return Step(command=self.command, ask=self._ask(now))
+
+    def told(self, is_taken: bool, now: float) -> None:
+        """Whether a link that is up took the newest command; when not, the robot is where it was sent before."""
+        if is_taken:
+            self._refused_since = None
+            self.clear(CHOKED)
+        elif not self.is_running:
+            self._holding.repeat()
+        elif self._is_moving:
+            self._trail[-1] = self.command = self._trail[-2]
+            self._refused_since = self._refused_since or now
+            if now - self._refused_since > self.pace.starved_after:
+                limit = self.pace.starved_after * 1e3
+                self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
+        elif CHOKED in self._obstacles:
+            self._holding.left += 1  # until it is taken
+
+    def _note(self, wanted: np.ndarray, pose: np.ndarray) -> None:
+        if self.command is not None:
+            # A robot that stood may have been moved by hand; a gripper that holds something is never where it was sent.
+            other = self._wanted if self._is_moving else pose
+            step = np.abs(wanted - self.command)
+            if other is not None:
+                np.minimum(step, np.abs(wanted - other), out=step)
+            np.maximum(self.largest_step, step, out=self.largest_step)
+        self._wanted = wanted
+
+    def _wait_for_policy(self, now: float) -> None:
+        if self.hold is not None and self.hold.code not in OF_POLICY:
+            self._holding.hold = None  # the robot can be seen again; the policy has yet to answer
+        if not self._is_moving:
+            return
+        if self._trail:
+            self._trail.append(self._trail[-1])  # it is told nothing, so it goes where it was sent and rests
+        if not self._is_dry and not len(self.actions):
+            self._is_dry = True
+            self.starvations += 1
+        waited = now - self._moved_at
+        if waited > self.pace.starved_after:
+            latest = self.latency.percentile(50)
+            known = "" if latest is None else f"; an inference takes {latest * 1e3:.0f} ms"
+            text = f"no action for {waited * 1e3:.0f} ms, limit {self.pace.starved_after * 1e3:.0f} ms{known}"
+            self._enter_hold(Lack("starved", text), now)
+
+    # Asking the policy.
+
+    def _ask(self, now: float) -> Snapshot | None:
+        if not self._asking.is_wanted(self.actions):
+            return None
+        snapshot = self._buffer.snapshot(now)
+        if isinstance(snapshot, Lack):
+            return None
+        self._asking.ask(snapshot, now)
+        return snapshot
+
+    def hurry(self) -> None:
+        """What is in flight is not wanted, another chunk is, at the next tick; what is planned is done until then."""
+        self._asking.hurry()
+        self._failures = 0
+
+    def answer(self, chunk: object, now: float, *, fade: int | None = None) -> None:
+        """The policy's answer to the snapshot asked with: (1, t, a). Refused whole, or brought inside the limits.
+
+        ``fade`` says that it is the first of another policy, and how many of its actions lead over from what the one
+        before planned; nothing else of that remains.
+        """
+        request = self._asking.close()
+        if request is None:
+            return
+        wrong = self.guard.form(chunk)
+        if wrong is not None:
+            self._reject(*wrong, now)
+            return
+        assert isinstance(chunk, np.ndarray)
+        seen_at = request.snapshot.seen_at
+        wanted = np.clip(chunk[0], -_WILDEST, _WILDEST).astype(np.float32)
+        plan = np.concatenate([wanted, wanted], axis=1)
+        if fade is not None:
+            plan = self.actions.faded(plan, seen_at, now, fade)
+        motion, first = self._motion(seen_at, now)
+        judged = self.guard.judge(plan[:, : self.pace.width], motion, first)
+        if judged.actions is None:
+            self._reject(judged.reason or "", judged.text, now)
+            return
+        if judged.clamped:
+            plan[:, : self.pace.width] = judged.actions
+            if self.actions.is_between and first:
+                # Ticks take points between the action before and this one, so that one is where the motion comes from.
+                plan[first - 1, : self.pace.width] = motion.position
+        if fade is not None:
+            self.actions.clear()
+        self._take(plan, request, now)
+
+    def _take(self, plan: np.ndarray, request: InFlight, now: float) -> None:
+        self._failures = 0
+        self._asking.took(now - request.asked_at)
+        self.chunks += 1
+        late = self.actions.late
+        usable = self.actions.push(plan, request.snapshot.seen_at, now)
+        self.late_by_chunk.add(self.actions.late - late)
+        if not usable:
+            covered = self.pace.chunk / self.pace.action_rate
+            age = now - request.snapshot.seen_at
+            text = (
+                f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
+            )
+            self._enter_hold(Lack("policy_late", text), now)
+
+    def _motion(self, seen_at: float, now: float) -> tuple[Motion, int]:
+        """What a chunk follows, and its first action that can still be done."""
+        first, share = self.actions.first_after(self._grid.next_deadline(now) - self.period, seen_at)
+        first = min(first, self.pace.chunk)
+        rest = np.zeros(self.pace.width)
+        pose = self._buffer.pose
+        if not self._trail:
+            assert pose is not None, "a chunk is only asked for when every joint is known"
+            return Motion(pose, rest, rest), first
+        newest, older, oldest = (
+            (self._trail[-1], self._trail[-2], self._trail[0]) if len(self._trail) > 1 else (self._trail[0],) * 3
+        )
+        velocity = (newest - older).astype(np.float64) * self.pace.rate
+        bend = None if self.actions.is_between else (newest - 2 * older + oldest).astype(np.float64) * self.pace.rate**2
+        # On the grid of actions: where it was when the action before `first` was due.
+        position = newest - velocity * (1 - share) * self.actions.period
+        return Motion(position, velocity, bend, is_at_rest=False), first
+
+    def refuse(self, text: str, now: float) -> None:
+        """The policy raised instead of answering."""
+        if self._asking.close() is not None:
+            self._fail("policy_failed", text, now)
+
+    def withdraw(self) -> None:
+        """The request was not carried out, and that is nobody's fault."""
+        self._asking.request = None
+
+    def _reject(self, reason: str, text: str, now: float) -> None:
+        self.rejected += 1
+        self.rejected_for = reason
+        self._fail("policy_invalid", text, now)
+
+    def _fail(self, code: str, text: str, now: float) -> None:
+        self._failures += 1
+        self._enter_hold(Lack(code, text), now)
+        self._flush()
+        if self._failures >= self.pace.failures_allowed:
+            text = f"{text} ({self._failures} times in a row)"
+            if code == "policy_invalid":
+                self.stop_wanted = (code, text)
+            else:
+                self.fault = text
+
+    # Holding.
+
+    def _enter_hold(self, lack: Lack, now: float) -> None:
+        ramp = None
+        if self.hold is None and self._is_moving:
+            ramp = self._ramp(now)
+            if ramp is None:
+                self._trail.clear()
+        self._holding.enter(lack, now, is_moving=self._is_moving, ramp=ramp)
+        self.actions.clear()
+        self._is_moving = False
+
+    def _ramp(self, now: float) -> Ramp | None:
+        # After a pause the arm rests already, perhaps elsewhere than where it was sent.
+        is_over = now - self._moved_at > max(self.pace.starved_after, 2 * self.period)
+        if self.pace.on_hold == "hold" or len(self._trail) < 2 or is_over:
+            return None
+        newest, older = self._trail[-1], self._trail[-2]
+        return Ramp(self.guard.limits, newest, (newest - older).astype(np.float64) * self.pace.rate, self.pace.rate)
+
+    def _hold_pose(self) -> np.ndarray | None:
+        slower = self._holding.slowing()
+        if slower is not None:
+            self._trail.append(slower)
+            self.command = slower
+            return slower
+        if not self._holding.take():
+            return None
+        self._trail.clear()
+        pose = self._buffer.pose
+        if pose is not None:
+            self.command = pose
+        return pose
+
+    def _flush(self) -> None:
+        """Nothing planned before this moment may still move the robot."""
+        self.actions.clear()
+        self._asking.part()
+        self._is_moving = self._is_dry = False
+        self._wanted = None

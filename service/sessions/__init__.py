@@ -1,0 +1,1 @@
+"""Sessions: what one is made of, which there are, and what survives the server."""

@@ -1,0 +1,98 @@
+"""Whether a policy fits what a session asks for; everything that does not is said at once."""
+
+from dataclasses import replace
+
+from jaxmodels import Requirements
+from service.errors import PolicyError
+from service.motion.joints import JointTable, table_for
+from service.motion.pace import Pace
+from service.safety.limits import MotionLimits, motion_limits
+from service.sessions.request import NewSession, SessionSettings
+
+
+def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) -> tuple[JointTable, Pace]:
+    """The joints and the pace of a session with this policy.
+
+    The tick rate is the request's, else the policy's own, else the default. Actions keep the rate that the
+    policy was trained at when the checkpoint says so: asking for more ticks makes motion smoother, not faster.
+
+    Raises:
+        PolicyError: the policy does not fit; lists every reason.
+        InvalidRequest: the request's joint names do not fit.
+    """
+    wrong = misfits(requirements, new)
+    if wrong:
+        raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(wrong))
+    table = table_for(
+        requirements.action,
+        checkpoint=requirements.joint_names,
+        requested=new.joint_names,
+        ranges=settings.joint_ranges,
+    )
+    rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)
+    pace = Pace(
+        rate=rate,
+        action_rate=requirements.rate or rate,
+        action_steps=requirements.action_steps,
+        chunk=requirements.chunk,
+        width=requirements.action,
+        ensemble=requirements.temporal_ensemble_coeff,
+        hold_repeats=settings.hold_repeats,
+        on_hold=settings.on_hold,
+        starved_after=settings.starved_after,
+        failures_allowed=settings.failures_allowed,
+        samples=settings.samples,
+    )
+    return table, pace
+
+
+def limits_of(
+    table: JointTable, requirements: Requirements, new: NewSession, settings: SessionSettings
+) -> MotionLimits:
+    """How far and how fast the joints of a session may be commanded.
+
+    Raises:
+        InvalidRequest: the request names a joint that is not there, or the limits contradict each other.
+    """
+    asked = replace(settings.motion, requested=new.max_relative_target)
+    return motion_limits(table, asked, requirements.action_range)
+
+
+def misfits(requirements: Requirements, new: NewSession) -> list[str]:
+    """Everything of a request that this policy cannot do with; names of joints are for ``fit``."""
+    return [*_type_misfits(requirements, new), *_camera_misfits(requirements, new), *_width_misfits(requirements)]
+
+
+def _type_misfits(requirements: Requirements, new: NewSession) -> list[str]:
+    if new.policy_type == requirements.policy_type:
+        return []
+    return [
+        f"it is of type {requirements.policy_type!r}, the request says {new.policy_type!r}; "
+        f"send policy_type {requirements.policy_type!r}"
+    ]
+
+
+def _camera_misfits(requirements: Requirements, new: NewSession) -> list[str]:
+    wanted, sent = set(requirements.cameras), set(new.camera_names)
+    if wanted == sent:
+        return []
+    differences = []
+    if wanted - sent:
+        differences.append(f"camera_names lacks {sorted(wanted - sent)}")
+    if sent - wanted:
+        differences.append(f"camera_names has {sorted(sent - wanted)}, which it does not know")
+    return [f"{' and '.join(differences)}; send camera_names {sorted(wanted)}"]
+
+
+def _width_misfits(requirements: Requirements) -> list[str]:
+    misfits = []
+    if requirements.environment_state is not None:
+        misfits.append("it reads observation.environment_state, which no room carries; use one without it")
+    if requirements.state is not None and requirements.state != requirements.action:
+        misfits.append(
+            f"its state has {requirements.state} values and its actions {requirements.action}; "
+            "the joint room carries one value per action, so both must be equal"
+        )
+    if requirements.action < 1 or requirements.chunk < 1:
+        misfits.append(f"its chunks are {requirements.chunk} steps of {requirements.action} values")
+    return misfits

@@ -1,0 +1,171 @@
+"""A session of a process that ended: what is known of it, until somebody restarts or forgets it."""
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import NoReturn
+
+from service.engine.engine import Engine, LoadPolicy
+from service.engine.progress import Progress
+from service.errors import MoveRefused
+from service.motion.drive import Drive
+from service.motion.tap import Tap
+from service.sessions.request import NewSession
+from service.sessions.session_record import SessionRecord
+from service.sessions.status import About, SessionStatus, queue_of, status_of
+from service.stage import Lifecycle, Move, Stage
+from service.transport.base import Rooms
+from service.updates.changeover import Changeover
+
+
+class Interrupted:
+    """Stands where the session stood and answers as one: it has no policy and no rooms, and moves nothing.
+
+    All that were acknowledged and not deleted come back as this, after a kill and after an orderly end alike: whoever
+    made them finds them, with their reason, and decides. None goes on by itself, as nobody knows what happened beside
+    the robot meanwhile.
+
+    Attributes:
+        record: as it was last written down.
+        is_over, drive: as of a session that has let go of everything.
+        figures: each gives a part of the stats.
+    """
+
+    is_over = True
+    drive: Drive | None = None
+
+    def __init__(
+        self, record: SessionRecord, engine: Engine, load: LoadPolicy, latch: str | None = None, failure: str = ""
+    ):
+        """``failure`` says what came of trying to bring it back."""
+        self.record = record
+        self.policies = Changeover(record.new, engine, load, self._undriven)
+        self.progress = Progress(record.new.policy_path, engine.durations)
+        self.progress.tell("interrupted")
+        self.created_at = time.monotonic()
+        self.figures: list[Callable[[], Mapping[str, object]]] = []
+        self._life = Lifecycle(record.new.session_id, latch)
+        self._life.stage = Stage.INTERRUPTED
+        self._life.reason = f"{why(record)}; {failure}" if failure else why(record)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.record.new.session_id
+
+    @property
+    def new(self) -> NewSession:
+        """What was asked for."""
+        return self.record.new
+
+    @property
+    def rooms(self) -> Rooms:
+        """Those it was in."""
+        return self.record.rooms()
+
+    @property
+    def stage(self) -> Stage:
+        """Interrupted, or deleted."""
+        return self._life.stage
+
+    @property
+    def reason(self) -> str | None:
+        """What ended it, or the text of its emergency stop."""
+        return self._life.latch or self._life.reason
+
+    @property
+    def latch(self) -> str | None:
+        """The text of an emergency stop that waits for its reset."""
+        return self._life.latch
+
+    @property
+    def is_latched(self) -> bool:
+        """Whether an emergency stop waits for its reset."""
+        return self._life.latch is not None
+
+    def status(self) -> SessionStatus:
+        """What the API says of it; JSON-ready."""
+        return status_of(self._about(), None, time.monotonic())
+
+    def queue(self) -> dict[str, object]:
+        """Nothing."""
+        return queue_of(self._about(), None, time.monotonic())
+
+    def _about(self) -> About:
+        figures: dict[str, object] = {
+            "interrupted": self._life.reason,
+            "created_at": _in_words(self.record.created_at),
+            "interrupted_at": _in_words(self.record.changed_at),
+        }
+        for told in self.figures:
+            figures |= told()
+        return About(
+            new=self.new,
+            stage=self.stage,
+            reason=self.reason,
+            latch=self.latch,
+            is_over=True,
+            progress=self.progress,
+            age=time.monotonic() - self.created_at,
+            rooms=self.rooms,
+            policies=self.policies,
+            figures=figures,
+        )
+
+    def check_restart(self) -> None:
+        """Refuse to bring it back where that is not possible.
+
+        Raises:
+            MoveRefused: an emergency stop is latched, or it was asked for something that this version does not know.
+        """
+        self._life.check(Move.RESTART)
+        if self.record.is_newer:
+            unknown = f" ({', '.join(sorted(self.record.wishes))})" if self.record.wishes else ""
+            raise MoveRefused(
+                f"session {self.id!r} was made by a newer robojax, with something this one does not know{unknown}; "
+                "use that one, or delete the session"
+            )
+
+    def start(self) -> NoReturn:
+        """Raises MoveRefused: it has to be restarted first."""
+        self._life.check(Move.START)
+        raise AssertionError("the table has no start from here")
+
+    def stop(self) -> NoReturn:
+        """Raises MoveRefused: nothing moves."""
+        self._life.check(Move.STOP)
+        raise AssertionError("the table has no stop from here")
+
+    def emergency_stop(self, reason: str) -> None:
+        """Latch it: what comes of it later does not move before a reset."""
+        self._life.move(Move.EMERGENCY_STOP, reason)
+
+    def reset(self) -> None:
+        """Take the latch off."""
+        self._life.move(Move.RESET)
+
+    def begin_end(self) -> None:
+        """It is forgotten."""
+        self._life.move(Move.DELETE)
+
+    def attach(self, tap: Tap) -> Callable[[], None]:
+        """Raises MoveRefused: there is nothing to look at."""
+        raise self.refusal()
+
+    def _undriven(self) -> Drive:
+        raise self.refusal()
+
+    def refusal(self) -> MoveRefused:
+        """For whoever wants something of a policy or a robot that are not there."""
+        return MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; restart it first")
+
+
+def why(record: SessionRecord) -> str:
+    """What ended it, in words."""
+    how = "was shut down" if record.is_shut_down else "ended"
+    reason = f" ({record.reason})" if record.reason else ""
+    return f"the server {how} while it was {record.stage}{reason}"
+
+
+def _in_words(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

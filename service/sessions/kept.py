@@ -1,0 +1,73 @@
+"""How one session of this process is written down, and which of its rooms were made for it."""
+
+from contextlib import suppress
+from dataclasses import replace
+from uuid import uuid4
+
+from service.errors import NotKept
+from service.sessions.records import Orphan, SessionRecords
+from service.sessions.session import Session
+from service.sessions.session_record import SessionRecord
+from service.stage import Stage
+
+
+class Kept:
+    """The record of one session, as it changes. Nothing here waits for the disk but ``add``."""
+
+    def __init__(self, records: SessionRecords, record: SessionRecord):
+        self.record = record
+        self._records = records
+        self._is_dropped = False
+        records.put(record)
+
+    def __contains__(self, room: object) -> bool:
+        """Whether this server made this room, now or before it was killed."""
+        return room in self.record.made
+
+    async def add(self, room: str) -> None:
+        """This room is about to be made: whoever comes after a kill has to know whose it is."""
+        if room not in self.record.made and not self._is_dropped:
+            self.record = replace(self.record, made=(*self.record.made, room))
+            self._records.put(self.record)
+        # Rooms that are made again when a link comes back must not wait for a disk to be repaired.
+        with suppress(NotKept):
+            await self._records.written()
+
+    def note(self, session: Session) -> None:
+        """Write down how it stands. One that failed before it was ready was never promised to anybody: it goes."""
+        if self._is_dropped or session.stage is Stage.DELETED:
+            return
+        is_ready = self.record.is_ready or session.stage not in (Stage.INITIALIZING, Stage.ERROR)
+        if not is_ready and session.stage is Stage.ERROR:
+            self.drop()
+            return
+        reason = None if session.is_latched else session.reason
+        self.record = replace(self.record, stage=str(session.stage), reason=reason, is_ready=is_ready)
+        self._records.put(self.record)
+
+    def shut_down(self) -> None:
+        """The server ends in order; it stood as it was noted last. One that never was ready goes: its maker is told."""
+        if not self.record.is_ready:
+            self.drop()
+        elif not self._is_dropped:
+            self.record = replace(self.record, is_shut_down=True)
+            self._records.put(self.record)
+
+    def drop(self) -> None:
+        """Forget it."""
+        self._is_dropped = True
+        self._records.drop(self.record.new.session_id)
+
+
+def orphan_of(record: SessionRecord) -> Orphan | None:
+    """The rooms that this server made for a session, which are to go; None when it made none."""
+    if not record.made:
+        return None
+    cameras = set(record.rooms().cameras.values())
+    return Orphan(
+        id=uuid4().hex,
+        url=record.new.transport_server_url,
+        workspace_id=record.rooms().workspace_id,
+        rooms=record.made,
+        cameras=tuple(room for room in record.made if room in cameras),
+    )

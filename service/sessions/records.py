@@ -1,0 +1,246 @@
+"""What a server has to know of its sessions after it was killed: on the disk before anything is acknowledged."""
+
+import asyncio
+import json
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from service.errors import NotKept
+from service.sessions.session_record import SessionRecord, from_json
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = (
+    """CREATE TABLE sessions (id TEXT PRIMARY KEY, record TEXT NOT NULL) STRICT;
+CREATE TABLE latches (id TEXT PRIMARY KEY, reason TEXT NOT NULL, owner TEXT) STRICT;
+CREATE TABLE orphans (id TEXT PRIMARY KEY, record TEXT NOT NULL) STRICT""",
+)
+# Seconds that an answer waits for the disk; a robot was stopped before.
+PATIENCE = 2.0
+# The same while the server ends.
+LAST_PATIENCE = 0.5
+# Seconds until what could not be written is tried again by itself.
+RETRY = 1.0
+LATCHES = 10_000
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """Rooms of a session that was to be deleted, until it is sure that they are gone.
+
+    Attributes:
+        rooms: their ids; video rooms and joint rooms have no id in common.
+        cameras: which of them are video rooms.
+        tries: starts of a server that did not get rid of them.
+    """
+
+    id: str
+    url: str
+    workspace_id: str
+    rooms: tuple[str, ...]
+    cameras: tuple[str, ...]
+    tries: int = 0
+
+
+class Database(Protocol):
+    """Runs transactions on a thread of its own; all of one is on the disk when ``run`` returns, or nothing."""
+
+    def run_now(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
+    async def run(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Latch:
+    """An emergency stop of a session id that nobody has reset yet, and whose session it was."""
+
+    reason: str
+    owner: str | None
+
+
+class SessionRecords:
+    """The records of one server. Without a database nothing outlives the process, and latches only a deletion.
+
+    What is noted is written by the next transaction, and those that wait meanwhile share the one after that: a hundred
+    sessions that are stopped at once are one commit. What cannot be written stays noted and is tried again.
+
+    Attributes:
+        found: what the server before left, oldest first.
+        orphans: rooms that it did not get rid of.
+        latches: by session id; they outlive their sessions.
+        trouble: why nothing can be written now, or None.
+    """
+
+    def __init__(self, database: Database | None = None, broken: type[Exception] = OSError):
+        """Read what is there.
+
+        Args:
+            broken: what the database raises when it cannot write.
+
+        Raises:
+            broken: it cannot be read.
+        """
+        self.found: Sequence[SessionRecord] = ()
+        self.orphans: Sequence[Orphan] = ()
+        self.latches: dict[str, Latch] = {}
+        self.trouble: str | None = None
+        self._database = database
+        self._broken = broken
+        # (table, id) -> what is written there, or None: its row goes.
+        self._noted: dict[tuple[str, str], tuple[Any, ...] | None] = {}
+        self._number = self._done = 0
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._more = asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+        if database is not None:
+            self.found, self.latches, self.orphans = database.run_now(_load)
+
+    def put(self, record: SessionRecord) -> None:
+        """Note how a session stands."""
+        self._note("sessions", record.new.session_id, (replace(record, changed_at=time.time()).as_json(),))
+
+    def drop(self, session_id: str) -> None:
+        """Forget a session; its latch stays."""
+        self._note("sessions", session_id, None)
+
+    def latch(self, session_id: str, latch: Latch) -> None:
+        """Keep an emergency stop until it is reset."""
+        if self.latches.get(session_id) == latch:
+            return
+        self.latches[session_id] = latch
+        self._note("latches", session_id, (latch.reason, latch.owner))
+        if len(self.latches) > LATCHES:
+            oldest = next(iter(self.latches))
+            logger.error("the emergency stop of session %s is forgotten: more than %d are latched", oldest, LATCHES)
+            self.unlatch(oldest)
+
+    def unlatch(self, session_id: str) -> None:
+        """It was reset."""
+        if self.latches.pop(session_id, None) is not None:
+            self._note("latches", session_id, None)
+
+    def leave(self, orphan: Orphan) -> None:
+        """Rooms that are to go."""
+        self._note("orphans", orphan.id, (json.dumps(asdict(orphan)),))
+
+    def swept(self, orphan: Orphan) -> None:
+        """They are gone."""
+        self._note("orphans", orphan.id, None)
+
+    async def written(self, patience: float = PATIENCE) -> None:
+        """Return when all that was noted until now is on the disk; it is waited for as many seconds.
+
+        Raises:
+            NotKept: it is not, and why. It is still tried.
+        """
+        if self._database is None or self._done == self._number:
+            return
+        written = asyncio.get_running_loop().create_future()
+        self._waiting.append((self._number, written))
+        self._more.set()  # when the last try failed, this one does not wait for the next
+        try:
+            await asyncio.wait_for(written, patience)
+        except TimeoutError:
+            self.trouble = self.trouble or f"the disk of the server's state folder has not answered for {patience:g} s"
+            raise NotKept(f"{self.trouble}; try again when it does") from None
+
+    async def close(self) -> None:
+        """Write what is noted and let go of the file."""
+        if self._database is None:
+            return
+        try:
+            await self.written(LAST_PATIENCE)
+        except NotKept as error:
+            logger.error("the last of the sessions is not written down: %s", error)
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+        if self._done == self._number:
+            self._database.close()
+
+    def _note(self, table: str, id: str, row: tuple[Any, ...] | None) -> None:
+        if self._database is None:
+            return
+        self._noted.pop((table, id), None)
+        self._noted[table, id] = row
+        self._number += 1
+        self._more.set()
+        if self._writer is None:
+            self._writer = asyncio.get_running_loop().create_task(self._write(), name="session records")
+
+    async def _write(self) -> None:
+        assert self._database is not None
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            batch, self._noted, number = self._noted, {}, self._number
+            try:
+                if batch:
+                    await self._database.run(_store, batch)
+            except self._broken as error:
+                # What was noted since is newer.
+                self._noted = {**batch, **self._noted}
+                if self.trouble is None:
+                    logger.error("what happens to sessions is not written down: %s", error)
+                # Where the file is is this machine's own business.
+                why = str(error.__cause__) if isinstance(error.__cause__, sqlite3.Error) else "its log says why"
+                self.trouble = f"the server cannot write its state folder ({why})"
+                self._answer(
+                    number, NotKept(f"{self.trouble}; free its disk, or restart it with another folder for --state")
+                )
+                asyncio.get_running_loop().call_later(RETRY, self._more.set)
+            else:
+                if self.trouble is not None:
+                    logger.warning("what happened to sessions is written down again")
+                self.trouble, self._done = None, number
+                self._answer(number, None)
+
+    def _answer(self, number: int, error: NotKept | None) -> None:
+        waiting, self._waiting = self._waiting, []
+        for asked, future in waiting:
+            if asked > number:
+                self._waiting.append((asked, future))
+            elif not future.done():
+                future.set_result(None) if error is None else future.set_exception(error)
+
+
+_COLUMNS = {"sessions": ("record",), "latches": ("reason", "owner"), "orphans": ("record",)}
+
+
+def _store(connection: sqlite3.Connection, batch: Mapping[tuple[str, str], tuple[Any, ...] | None]) -> None:
+    for (table, id), row in batch.items():
+        if row is None:
+            connection.execute(f"DELETE FROM {table} WHERE id = ?", (id,))
+            continue
+        names = _COLUMNS[table]
+        connection.execute(
+            f"INSERT INTO {table} (id, {', '.join(names)}) VALUES (?{', ?' * len(names)}) "
+            f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in names)}",
+            (id, *row),
+        )
+
+
+def _load(connection: sqlite3.Connection) -> tuple[list[SessionRecord], dict[str, Latch], list[Orphan]]:
+    found, orphans = [], []
+    for row in connection.execute("SELECT id, record FROM sessions ORDER BY rowid"):
+        try:
+            found.append(from_json(row["record"]))
+        except ValueError as error:
+            # It stays where it is: whoever wrote it can still read it.
+            logger.error("session %s is not listed: %s", row["id"], error)
+    latches = {
+        row["id"]: Latch(row["reason"], row["owner"])
+        for row in connection.execute("SELECT * FROM latches ORDER BY rowid")
+    }
+    for row in connection.execute("SELECT id, record FROM orphans ORDER BY rowid"):
+        try:
+            told = json.loads(row["record"])
+            told["rooms"], told["cameras"] = tuple(told["rooms"]), tuple(told["cameras"])
+            orphans.append(Orphan(**told))
+        except (ValueError, TypeError, KeyError) as error:
+            logger.error("rooms %s are left as they are: %s", row["id"], error)
+    return found, latches, orphans

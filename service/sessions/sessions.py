@@ -1,0 +1,397 @@
+"""The store of sessions: create, look up, move, delete, and leave all of them in time."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeAlias
+from uuid import uuid4
+
+from service.engine.engine import Engine, LoadPolicy
+from service.errors import MoveRefused, NotKept, ServiceError, SessionExists, TooManySessions, UnknownSession
+from service.safety.lease import Leases
+from service.sessions.interrupted import Interrupted
+from service.sessions.kept import Kept, orphan_of
+from service.sessions.orphans import Orphans
+from service.sessions.records import LAST_PATIENCE, PATIENCE, Latch, Orphan, SessionRecords
+from service.sessions.request import NewSession, SessionSettings
+from service.sessions.session import Session, Tell
+from service.sessions.session_record import SessionRecord
+from service.sessions.status import SessionStatus
+from service.stage import MOVING, Stage
+from service.transport.base import Transport
+
+__all__ = ["Admit", "Listed", "NewSession", "Session", "SessionSettings", "SessionStatus", "Sessions"]
+
+logger = logging.getLogger(__name__)
+
+Listed: TypeAlias = Session | Interrupted
+Admit: TypeAlias = Callable[[NewSession], Awaitable[None]]
+# Interrupted ones that nobody restarts or deletes, per session that the settings allow; the oldest are forgotten.
+INTERRUPTED_KEPT = 4
+
+
+class Sessions:
+    """All sessions of one process. It owns the engine and the records from here on: ``close`` ends them too.
+
+    Whatever is asked of it is on the disk before it returns, robots are stopped before that is waited for. When it
+    cannot be written, no session is made, and everything else is done and said by ``caveat``.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        load: LoadPolicy,
+        engine: Engine,
+        settings: SessionSettings | None = None,
+        tell: Tell = lambda event, about: None,
+        admit: Admit | None = None,
+        records: SessionRecords | None = None,
+    ):
+        """Those that a process before this one left are listed as interrupted.
+
+        Args:
+            tell: hears of every session what ``service.sessions.session.EVENTS`` lists, and when one is gone.
+            admit: refuses what this server does for nobody (``service.edge.allowance``), before anything is done.
+            records: nothing outlives the process without.
+        """
+        self.engine = engine
+        self.settings = settings or SessionSettings()
+        self._transport = transport
+        self._load = load
+        self._tell = tell
+        self._admit = admit
+        self._leases = Leases()
+        self._records = records or SessionRecords()
+        self._sessions: dict[str, Listed] = {}
+        self._kept: dict[str, Kept] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+        self._leaving: list[Session] = []
+        self._orphans = Orphans(transport, self._records)
+        self._orphans.clean(self._records.orphans)
+        self._list_interrupted()
+
+    def _list_interrupted(self) -> None:
+        found = self._records.found
+        listed = found[-INTERRUPTED_KEPT * self.settings.max_sessions :]
+        for record in found[: len(found) - len(listed)]:
+            logger.warning("session %s, which nobody restarted or deleted, is forgotten", record.new.session_id)
+            self._records.drop(record.new.session_id)
+        for record in listed:
+            self._sessions[record.new.session_id] = self._interrupted(record)
+
+    def _interrupted(self, record: SessionRecord, failure: str = "") -> Interrupted:
+        return Interrupted(record, self.engine, self._load, self._latch(record.new), failure)
+
+    def _latch(self, new: NewSession) -> str | None:
+        latch = self._records.latches.get(new.session_id)
+        if latch is None or latch.owner == new.owner:
+            return latch.reason if latch else None
+        return "an emergency stop of a session of this id"  # whose it was, and why, is not this one's business
+
+    async def create(self, new: NewSession) -> Session:
+        """Make a session and wait until it is ready; it takes the place of a failed or interrupted one of its owner.
+
+        Cancelling this only ends the waiting: the session goes on and is listed.
+
+        Raises:
+            InvalidRequest: a field cannot be used.
+            SessionExists: the id is taken.
+            TooManySessions: there are as many as the settings allow.
+            NotKept: it cannot be written down; no room was made.
+            PolicyError: the policy cannot be loaded or does not fit; no room was made.
+            TransportError: the rooms cannot be made or joined; those made were removed.
+        """
+        self.settings.check(new)
+        if self._admit is not None:
+            await self._admit(new)
+        existing = self._sessions.get(new.session_id)
+        if existing is not None and existing.new.owner != new.owner:
+            raise SessionExists(f"session {new.session_id!r} exists already")
+        if existing is not None and not isinstance(existing, Interrupted) and not _has_failed(existing):
+            state = "being deleted; try again when it is gone" if existing.stage is Stage.DELETED else existing.stage
+            raise SessionExists(f"session {new.session_id!r} exists already: it is {state}")
+        self._check_place()
+        before = existing if isinstance(existing, Interrupted) else None
+        is_ours = new.workspace_id is None
+        # Named here, so that whoever comes after a kill knows where its rooms are.
+        record = SessionRecord(replace(new, workspace_id=str(uuid4())) if is_ours else new)
+        rooms = _all_rooms(record)
+        made = rooms if is_ours else tuple(room for room in rooms if before and _has_made(before.record, record, room))
+        self._sessions.pop(new.session_id, None)
+        self._forget_old_failures()
+        return await self._begin(replace(record, made=made), before)
+
+    async def _revive(self, before: Interrupted) -> Session:
+        before.check_restart()
+        self.settings.check(before.new)
+        if self._admit is not None:
+            await self._admit(before.new)
+        if self._sessions.get(before.id) is not before:
+            raise MoveRefused(f"session {before.id!r} was restarted or deleted meanwhile")
+        self._check_place()
+        again = replace(before.record, stage=str(Stage.INITIALIZING), reason=None, is_shut_down=False)
+        return await self._begin(again, before)
+
+    def _check_place(self) -> None:
+        if self._is_closing:
+            raise MoveRefused("the server is shutting down; no session can be made")
+        living = sum(not _has_failed(session) for session in self._living())
+        if living >= self.settings.max_sessions:
+            raise TooManySessions(f"{living} sessions, and no more are allowed; delete one first")
+
+    async def _begin(self, record: SessionRecord, before: Interrupted | None) -> Session:
+        session_id = record.new.session_id
+        # In one transaction with the record that takes the place of the one that knew of these rooms.
+        orphan = None if before is None else _left_by(before.record, record)
+        if orphan is not None:
+            self._records.leave(orphan)
+        kept = self._kept[session_id] = Kept(self._records, record)
+        session = self._sessions[session_id] = Session(
+            record.new,
+            transport=self._transport,
+            engine=self.engine,
+            load=self._load,
+            settings=self.settings,
+            tell=self._heard,
+            leases=self._leases,
+            made=kept,
+            latch=self._latch(record.new),
+        )
+        # Asked now: it may be ready before the task begins.
+        await self._see_through(self._settle(session, kept, before, orphan, is_promised=record.is_ready))
+        return session
+
+    async def _settle(
+        self, session: Session, kept: Kept, before: Interrupted | None, orphan: Orphan | None, *, is_promised: bool
+    ) -> None:
+        try:
+            if not is_promised:
+                await self._records.written()
+            await session.ready()
+        except ServiceError as error:
+            if isinstance(error, NotKept) and session.stage is not Stage.DELETED:
+                session.begin_end()
+                await session.end()
+            # Unless somebody deleted it, or made another one, meanwhile.
+            if self._kept.get(session.id) is kept:
+                self._could_not(error, session, kept, before)
+                if orphan is not None:
+                    self._records.swept(orphan)
+            await self._written()
+            raise
+        await self._written()
+        if orphan is not None:
+            self._orphans.clean([orphan])
+
+    def _could_not(self, error: ServiceError, session: Session, kept: Kept, before: Interrupted | None) -> None:
+        if before is not None:
+            kept.drop()
+            del self._kept[before.id]
+            self._sessions[before.id] = self._interrupted(before.record, f"it could not be brought back: {error}")
+            self._records.put(before.record)
+        elif isinstance(error, NotKept):
+            kept.drop()
+            del self._kept[session.id], self._sessions[session.id]
+
+    def _forget_old_failures(self) -> None:
+        failed = [session.id for session in self._living() if _has_failed(session)]
+        for session_id in failed[: max(len(failed) - self.settings.failed_kept + 1, 0)]:
+            del self._sessions[session_id]
+            if (kept := self._kept.pop(session_id, None)) is not None:
+                kept.drop()
+
+    def get(self, session_id: str) -> Listed:
+        """The session of this id.
+
+        Raises:
+            UnknownSession: there is none.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.stage is Stage.DELETED:
+            raise UnknownSession(f"Session {session_id} not found")
+        return session
+
+    def live(self, session_id: str) -> Session:
+        """The session of this id, with its policy and rooms.
+
+        Raises:
+            UnknownSession: there is none.
+            MoveRefused: it is interrupted.
+        """
+        session = self.get(session_id)
+        if isinstance(session, Interrupted):
+            raise session.refusal()
+        return session
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server is shutting down."""
+        return self._is_closing
+
+    def list(self) -> list[Listed]:
+        """All sessions, oldest first; failed and interrupted ones too."""
+        return [session for session in self._sessions.values() if session.stage is not Stage.DELETED]
+
+    def _living(self) -> "list[Session]":
+        return [session for session in self._sessions.values() if isinstance(session, Session)]
+
+    def has_running_robot(self) -> bool:
+        """Whether any session moves its robot, or would if its link came back."""
+        return any(session.stage in MOVING for session in self._sessions.values())
+
+    def caveat(self) -> Mapping[str, str]:
+        """What an answer has to say beside: that something is not written down. Empty when all is."""
+        if self._records.trouble is None:
+            return {}
+        return {"warning": f"not written down, so it is lost if the server is killed: {self._records.trouble}"}
+
+    # What is asked of one.
+
+    async def start(self, session_id: str) -> Listed:
+        """Let a session move its robot."""
+        session = self.get(session_id)
+        session.start()
+        return await self._noted(session)
+
+    async def stop(self, session_id: str) -> Listed:
+        """Stop a session's robot."""
+        session = self.get(session_id)
+        session.stop()
+        return await self._noted(session)
+
+    async def restart(self, session_id: str) -> Listed:
+        """Start a session anew. An interrupted one is loaded and joins its rooms, and then waits for its start."""
+        session = self.get(session_id)
+        if isinstance(session, Interrupted):
+            return await self._revive(session)
+        session.restart()
+        return await self._noted(session)
+
+    async def reset(self, session_id: str) -> Listed:
+        """Take the latch of an emergency stop off."""
+        session = self.get(session_id)
+        session.reset()
+        self._records.unlatch(session_id)
+        return await self._noted(session)
+
+    async def delete(self, session_id: str) -> None:
+        """Stop a session's robot, leave and remove its rooms. Cancelling this only ends the waiting.
+
+        The latch of an emergency stop stays with the id.
+        """
+        session = self.get(session_id)
+        session.begin_end()
+        if isinstance(session, Interrupted):
+            record = session.record
+            self._records.drop(session_id)
+        else:
+            kept = self._kept.pop(session_id)
+            record = kept.record
+            kept.drop()
+        orphan = orphan_of(record)
+        if orphan is not None:
+            self._records.leave(orphan)
+        await self._see_through(self._end(session, orphan))
+
+    async def emergency_stop(self, reason: str, session_id: str | None = None) -> "list[str]":
+        """Latch an emergency stop on one session, or on all of them; returns their ids."""
+        # Those that are being deleted, too: the latch is their successors'.
+        stopped = list(self._sessions.values()) if session_id is None else [self.get(session_id)]
+        for session in stopped:
+            session.emergency_stop(reason)
+        for session in stopped:
+            self._note(session)
+        await self._written()
+        return [session.id for session in stopped if session.stage is not Stage.DELETED]
+
+    # Writing down.
+
+    def _heard(self, event: str, about: dict[str, object]) -> None:
+        """Something happened to a session: whoever has to hear of it does, and it is written down soon."""
+        session = self._sessions.get(str(about["session_id"]))
+        if session is not None:
+            self._note(session)
+        self._tell(event, about)
+
+    def _note(self, session: Listed) -> None:
+        if session.latch is not None and session.id not in self._records.latches:
+            self._records.latch(session.id, Latch(session.latch, session.new.owner))
+        if isinstance(session, Session) and (kept := self._kept.get(session.id)) is not None:
+            kept.note(session)
+
+    async def _noted(self, session: Listed) -> Listed:
+        self._note(session)
+        await self._written()
+        return session
+
+    async def _written(self) -> None:
+        with suppress(NotKept):  # logged there; the answer says it
+            await self._records.written(LAST_PATIENCE if self._is_closing else PATIENCE)
+
+    # The end.
+
+    async def _see_through(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
+    async def _end(self, session: Listed, orphan: Orphan | None = None) -> None:
+        """Wait until it has let go of everything."""
+        has_left = isinstance(session, Session) and await session.end()
+        if self._sessions.get(session.id) is session:
+            del self._sessions[session.id]
+        self._tell("session.deleted", {"session_id": session.id, "policy_path": session.new.policy_path})
+        if orphan is not None and has_left:
+            self._records.swept(orphan)
+        await self._written()
+        if orphan is not None and not has_left:
+            self._orphans.clean([orphan])
+
+    def begin_close(self) -> None:
+        """Stop every robot before this returns, and begin to leave; ``close`` waits for it."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._leaving = [session for session in self._living() if session.stage is not Stage.DELETED]
+        for session in self._leaving:
+            session.begin_end()
+
+    async def close(self) -> None:
+        """Stop every robot at once, then leave all rooms and end the engine; takes less than 5 s.
+
+        Sessions that nobody deleted are interrupted ones of the next start.
+        """
+        self.begin_close()
+        for kept in self._kept.values():
+            kept.shut_down()
+        await asyncio.gather(*(self._end(session) for session in self._leaving))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._orphans.close()
+        await self.engine.close()
+        await self._records.close()
+
+
+def _has_failed(session: Session) -> bool:
+    return session.stage is Stage.ERROR and session.is_over
+
+
+def _all_rooms(record: SessionRecord) -> tuple[str, ...]:
+    rooms = record.rooms()
+    return (*rooms.cameras.values(), rooms.joint_input, rooms.joint_output)
+
+
+def _left_by(before: SessionRecord, now: SessionRecord) -> Orphan | None:
+    """The rooms of a session that is replaced which the new one does not use."""
+    return orphan_of(replace(before, made=tuple(room for room in before.made if not _has_made(before, now, room))))
+
+
+def _has_made(before: SessionRecord, now: SessionRecord, room: str) -> bool:
+    """Whether a room of the session from before is one of the session now, and was made by this server."""
+    old, new = before.new, now.new
+    is_same_place = (old.transport_server_url, old.workspace_id) == (new.transport_server_url, new.workspace_id)
+    return is_same_place and room in before.made and room in _all_rooms(now)

@@ -1,0 +1,1 @@
+"""How a policy takes over in a running session, and is taken back."""

@@ -1,0 +1,160 @@
+"""A policy that has just taken over, watched until it has proved itself or something speaks against it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.motion.drive import Drive
+from service.sessions.session import Session
+from service.stage import Stage
+from service.updates.changeover import Held
+from service.updates.gates import Verdict
+
+
+@dataclass(frozen=True)
+class ProbationSettings:
+    """What a new policy is allowed; times in seconds.
+
+    Attributes:
+        seconds: how long it has to run before the one before is not gone back to by itself any more.
+        patience: how long a robot that stands still is waited for.
+        step: how far a command may change from one tick to the next, as a part of the joint's range; at least 1.5 times
+            what the policy before did.
+        starvations: how often it may let the queue run dry.
+        missed: part of the ticks that may be missed (two in any case).
+    """
+
+    seconds: float = 30.0
+    patience: float = 60.0
+    step: float = 0.15
+    starvations: int = 2
+    missed: float = 0.02
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Figures of a drive at one moment."""
+
+    starvations: int
+    missed_ticks: int
+    ticks: int
+    late: int
+    chunks: int
+
+    @classmethod
+    def of(cls, drive: Drive) -> "Counters":
+        """As they are now."""
+        control = drive.control
+        return cls(control.starvations, control.missed_ticks, control.ticks, control.actions.late, control.chunks)
+
+    def cost(self, drive: Drive) -> Mapping[str, object]:
+        """What came since, JSON-ready."""
+        now, chunks = Counters.of(drive), drive.control.chunks - self.chunks
+        usual = round(self.late / self.chunks * chunks, 2) if self.chunks else None
+        return {
+            "ticks": now.ticks - self.ticks,
+            "missed_ticks": now.missed_ticks - self.missed_ticks,
+            "starvations": now.starvations - self.starvations,
+            "late_actions": now.late - self.late,
+            "late_actions_usual": usual,
+            "chunks": chunks,
+        }
+
+
+class Probation:
+    """One policy's; it begins when it is made.
+
+    Attributes:
+        drive: of the session.
+        held: the policy.
+        first: the session's figures when it took over.
+        back: the way back, begun at the moment an inference failed: a few more failures would end the session.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        drive: Drive,
+        allowed: np.ndarray,
+        settings: ProbationSettings,
+        go_back: Callable[[], Coroutine[Any, Any, Verdict]],
+    ):
+        """Whatever fails from now on is the new policy's.
+
+        Args:
+            allowed: (a,) how far a command may change from one tick to the next; infinite where nothing is known.
+        """
+        self.drive = drive
+        self.held: Held | None = session.policies.running
+        self.first = Counters.of(drive)
+        self.back: asyncio.Task[Verdict] | None = None
+        self._session = session
+        self._settings = settings
+        self._allowed = np.maximum(allowed, 1.5 * drive.control.largest_step)
+        # An emergency stop or an error from before it took over is not its fault.
+        self._was_latched, self._had_failed = session.is_latched, session.stage is Stage.ERROR
+        self._trouble: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        drive.control.largest_step[:] = 0
+
+        def happened(code: str, text: str) -> None:
+            if not self._trouble.done():
+                self._trouble.set_result((code, text))
+                self.back = asyncio.create_task(go_back())
+
+        drive.thinking.guard = happened
+
+    async def wait(self) -> tuple[str, str] | None:
+        """Code and text of why it must not stay, or None when its time is over. Only time in which it runs counts."""
+        settings, drive, session = self._settings, self.drive, self._session
+        pause = min(0.1, settings.seconds / 10)
+        ran, still_since = 0.0, time.monotonic()
+        try:
+            while ran < settings.seconds:
+                done, _ = await asyncio.wait([self._trouble], timeout=pause)
+                if done:
+                    return self._trouble.result()
+                if session.is_over or session.stage is Stage.DELETED:
+                    if session.stage is Stage.ERROR:
+                        return "session", f"the session ended on its probation: {session.reason}"
+                    return None
+                if (found := self._of_session() or self._of_figures()) is not None:
+                    return found
+                if session.stage is Stage.RUNNING and drive.control.hold is None:
+                    ran, still_since = ran + pause, time.monotonic()
+                elif time.monotonic() - still_since > settings.patience:
+                    # A robot that stands still proves nothing, and must not keep other robots' policies waiting.
+                    return None
+            return None
+        finally:
+            drive.thinking.guard = None
+
+    def _of_session(self) -> tuple[str, str] | None:
+        session = self._session
+        self._was_latched &= session.is_latched
+        self._had_failed &= session.stage is Stage.ERROR
+        if session.policies.running is not self.held:
+            return "taken_back", "another policy was asked for on its probation"
+        if session.is_latched and not self._was_latched:
+            return "emergency_stop", f"an emergency stop came on its probation: {session.reason}"
+        if session.stage is Stage.ERROR and not self._had_failed:
+            return "error", f"the session failed on its probation: {session.reason}"
+        return None
+
+    def _of_figures(self) -> tuple[str, str] | None:
+        settings, drive = self._settings, self.drive
+        now = Counters.of(drive)
+        if (dry := now.starvations - self.first.starvations) > settings.starvations:
+            return "starved", f"the queue ran dry {dry} times on its probation"
+        missed, ticks = now.missed_ticks - self.first.missed_ticks, now.ticks - self.first.ticks
+        if missed > max(2, settings.missed * ticks):
+            return "missed_ticks", f"{missed} of {ticks} ticks were missed on its probation"
+        step = drive.control.largest_step
+        if (step > self._allowed).any():
+            joint = int(np.argmax(step / self._allowed))
+            text = f"was sent {float(step[joint]):.3g} further in one tick, allowed are {self._allowed[joint]:.3g}"
+            return "jump", f"joint {drive.table.names[joint]!r} {text}"
+        return None

@@ -1,0 +1,151 @@
+"""A session with a compiled policy instead of a scripted one."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmodels
+from jaxmodels.checkpoints import lerobot
+from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
+from jaxmodels.features import ACTION, STATE, Feature
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies.act.config import SMALL_CNN, ActConfig
+from jaxmodels.policies.act.model import Act
+from jaxmodels.weights import flatten
+from service.engine.engine import Engine
+from service.errors import PolicyError
+from service.sessions.sessions import NewSession, Sessions
+from service.stage import Stage
+from service.transport.memory import MemoryTransport
+
+FRAME = np.random.default_rng(0).integers(0, 255, (32, 32, 3)).astype(np.uint8)
+POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
+NAMES = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile_cache() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")
+        yield
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained small ACT at 50 Hz, saved as any policy is."""
+    config = ActConfig(
+        input_features=(Feature(STATE, "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32))),
+        output_features=(Feature(ACTION, "ACTION", (6,)),),
+        chunk_size=20,
+        n_action_steps=5,
+        vision_backbone=SMALL_CNN,
+        pretrained_backbone_weights=None,
+        dim_model=32,
+        n_heads=2,
+        dim_feedforward=32,
+        n_encoder_layers=1,
+        n_decoder_layers=1,
+        use_vae=False,
+    )
+    joints = {"mean": np.full(6, 30, np.float32), "std": np.full(6, 10, np.float32)}
+    pixels = {"mean": np.full((3, 1, 1), 0.5, np.float32), "std": np.full((3, 1, 1), 0.2, np.float32)}
+    normalization = from_stats(
+        config.input_features,
+        config.output_features,
+        config.normalization_mapping,
+        {STATE: joints, ACTION: joints, "observation.images.front": pixels},
+    )
+    weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
+    folder = tmp_path_factory.mktemp("policies") / "small"
+    lerobot.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=50.0, joint_names=NAMES)))
+    return folder
+
+
+def load(
+    path: str,
+    revision: str | None = None,
+    /,
+    *,
+    like: object = None,
+    on_progress: Callable[[str], None] | None = None,
+):
+    return jaxmodels.load_policy(path, revision, on_progress=on_progress)
+
+
+async def until(claim: Callable[[], bool], within: float = 30.0) -> None:
+    end = time.monotonic() + within
+    while not claim():
+        assert time.monotonic() < end, "it never came true"
+        await asyncio.sleep(0.005)
+
+
+async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_process(policy_folder: Path) -> None:
+    transport = MemoryTransport()
+    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
+    try:
+        session = await sessions.create(NewSession("s", str(policy_folder), "memory://"))
+        link = transport.link
+
+        async def robot() -> None:
+            while True:
+                link.deliver_frame("front", FRAME)
+                link.deliver_joints(POSE)
+                await asyncio.sleep(0.02)
+
+        robot_task = asyncio.create_task(robot())
+        await sessions.start("s")
+        await until(lambda: len(link.sent) > 30)
+        status = session.status()
+        assert status.stats["rate"] == 50
+        assert status.inference_stats is not None
+        assert str(status.inference_stats["device"]).startswith(jaxmodels.load_policy(policy_folder).device[:3])
+        observation = {
+            "observation.images.front": FRAME[None],
+            "observation.state": np.array([list(POSE.values())], np.float32),
+        }
+        expected = jaxmodels.load_policy(policy_folder).act(observation)[0]
+        low, high = np.array([-100] * 5 + [0]), np.full(6, 100)
+        allowed = np.clip(expected, low, high)
+        for sent in link.sent:
+            command = np.array([joint.value for joint in sent.joints])
+            assert np.abs(allowed - command).max(axis=1).min() < 1e-3
+        robot_task.cancel()
+    finally:
+        await sessions.close()
+
+
+async def test_frames_of_another_size_are_compiled_for_while_the_robot_is_held(policy_folder: Path) -> None:
+    transport = MemoryTransport()
+    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
+    try:
+        session = await sessions.create(NewSession("s", str(policy_folder), "memory://"))
+        link = transport.link
+        link.deliver_joints(POSE)
+        await sessions.start("s")
+
+        async def robot() -> None:
+            while True:
+                link.deliver_frame("front", np.zeros((30, 40, 3), np.uint8))
+                await asyncio.sleep(0.02)
+
+        robot_task = asyncio.create_task(robot())
+        await until(lambda: len(link.sent) > 10)
+        assert session.stage is Stage.RUNNING
+        assert "compiling" in session.status().stats["holds"]  # type: ignore[operator]
+        robot_task.cancel()
+    finally:
+        await sessions.close()
+
+
+async def test_a_folder_without_a_policy_is_refused_with_the_reason(tmp_path: Path) -> None:
+    sessions = Sessions(transport=MemoryTransport(), load=load, engine=Engine(switch_interval=None))
+    try:
+        with pytest.raises(PolicyError, match=r"cannot be loaded: .*config\.json"):
+            await sessions.create(NewSession("s", str(tmp_path), "memory://"))
+    finally:
+        await sessions.close()

@@ -1,0 +1,196 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmodels import TemporalEnsembler
+from service.motion.actions import ActionQueue, EnsembledActions
+
+PERIOD = 0.05
+
+
+def numbered(length: int, first: float = 0.0) -> np.ndarray:
+    return np.arange(first, first + length, dtype=np.float32)[:, None]
+
+
+def first_of(action: np.ndarray | None) -> float | None:
+    return None if action is None else float(action[0])
+
+
+@pytest.mark.parametrize(
+    ("tick_period", "moment", "found"),
+    [
+        (None, 10.0, (1, 1.0)),
+        (None, 10.29, (4, 1.0)),
+        (None, 10.25, (3, 1.0)),  # halfway: the one before was done
+        (None, 9.5, (0, 1.0)),
+        (0.05, 10.25, (3, 0.5)),
+        (0.05, 10.3, (4, 1.0)),
+        (0.05, 9.8, (0, 1.0)),
+    ],
+)
+def test_a_chunk_goes_on_with_the_first_action_after_a_moment(
+    tick_period: float | None, moment: float, found: tuple[int, float]
+) -> None:
+    first, share = ActionQueue(0.1, tick_period).first_after(moment + 1e-9, 10.0)
+    assert (first, share) == (found[0], pytest.approx(found[1], abs=1e-6))
+
+
+def test_each_tick_gives_the_action_that_is_due() -> None:
+    queue = ActionQueue(PERIOD)
+    queue.push(numbered(4), seen_at=10.0, now=10.0)
+    ticks = [10.0 + number * PERIOD for number in range(5)]
+    assert [first_of(queue.take(tick, tick)) for tick in ticks] == [0, 1, 2, 3, None]
+    assert (queue.late, queue.consumed, len(queue)) == (0, 4, 0)
+
+
+def test_late_actions_are_dropped_and_counted() -> None:
+    queue = ActionQueue(PERIOD)
+    usable = queue.push(numbered(10), seen_at=10.0, now=10.18)
+    assert (usable, queue.late) == (6, 4)
+    assert first_of(queue.take(10.2, 10.2)) == 4
+
+
+def test_a_chunk_that_is_wholly_late_gives_nothing() -> None:
+    queue = ActionQueue(PERIOD)
+    assert queue.push(numbered(10), seen_at=10.0, now=11.0) == 0
+    assert queue.late == 10
+    assert queue.take(11.0, 11.0) is None
+
+
+def test_after_a_pause_the_expired_actions_are_dropped_and_not_sent_in_a_burst() -> None:
+    queue = ActionQueue(PERIOD)
+    queue.push(numbered(100), seen_at=0.0, now=0.0)
+    assert first_of(queue.take(0.0, 0.0)) == 0
+    assert first_of(queue.take(2.0, 2.0)) == 40
+    assert queue.late == 39
+
+
+def test_a_new_chunk_replaces_what_is_left_in_step_with_time() -> None:
+    queue = ActionQueue(PERIOD)
+    queue.push(numbered(10), seen_at=0.0, now=0.0)
+    queue.take(0.0, 0.0)
+    queue.take(0.05, 0.05)
+    queue.push(numbered(10, first=100), seen_at=0.05, now=0.08)
+    assert first_of(queue.take(0.1, 0.1)) == 101
+    assert queue.consumed == 1
+
+
+def test_due_times_say_what_is_left() -> None:
+    queue = ActionQueue(PERIOD)
+    queue.push(numbered(3), seen_at=1.0, now=1.04)
+    assert queue.due_times() == pytest.approx([1.05, 1.10])
+    queue.clear()
+    assert queue.due_times() == []
+    assert queue.take(1.1, 1.1) is None
+
+
+def test_the_phase_between_frames_and_ticks_never_costs_an_action() -> None:
+    for phase in np.linspace(0, PERIOD, 41):
+        queue = ActionQueue(PERIOD)
+        queue.push(numbered(50), seen_at=0.0, now=0.0)
+        jitter = np.random.default_rng(0).uniform(0, 0.4 * PERIOD, 40)
+        given_out = [first_of(queue.take(phase + n * PERIOD, phase + n * PERIOD + jitter[n])) for n in range(40)]
+        assert None not in given_out
+        assert np.diff([value for value in given_out if value is not None]).tolist() == [1] * 39
+
+
+@given(
+    period=st.sampled_from([0.005, 0.02, 0.05, 1 / 30]),
+    tick_share=st.sampled_from([1.0, 0.5, 1.7]),
+    start=st.floats(0, 1e6),
+    chunks=st.lists(st.tuples(st.integers(0, 30), st.floats(0, 0.5), st.integers(1, 40)), min_size=1, max_size=5),
+    lateness=st.lists(st.floats(0, 0.999), min_size=1, max_size=20),
+)
+def test_no_action_is_ever_given_out_later_than_its_due_time_and_one_period(
+    period: float, tick_share: float, start: float, chunks: list, lateness: list[float]
+) -> None:
+    tick_period = period * tick_share
+    queue = ActionQueue(period, tick_period)
+    arrivals = {tick: (delay, length) for tick, delay, length in chunks}
+    for tick in range(60):
+        deadline = start + tick * tick_period
+        now = deadline + lateness[tick % len(lateness)] * tick_period
+        if tick in arrivals:
+            delay, length = arrivals[tick]
+            # Each action is its own due time, so that the property can be read off what comes out.
+            due = (now - delay) + np.arange(length) * period
+            queue.push(due[:, None], seen_at=now - delay, now=now)
+        action = queue.take(deadline, now)
+        if action is not None:
+            assert now - float(action[0]) <= 1.01 * period + 1e-6
+            assert float(action[0]) - now <= 0.501 * period + 1e-6
+
+
+def test_faster_ticks_move_between_actions_at_the_speed_that_was_trained() -> None:
+    queue = ActionQueue(0.04, 0.01)
+    queue.push(numbered(3), seen_at=0.0, now=0.0)
+    taken = [first_of(queue.take(tick * 0.01, tick * 0.01)) for tick in range(12)]
+    assert taken[:9] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2])
+    # The last action is held for its own period.
+    assert taken[9:] == [2, 2, 2]
+    assert queue.take(0.13, 0.13) is None
+    assert queue.late == 0
+
+
+def test_slower_ticks_skip_actions_at_the_speed_that_was_trained() -> None:
+    queue = ActionQueue(0.02, 0.04)
+    queue.push(numbered(10), seen_at=0.0, now=0.0)
+    assert [first_of(queue.take(tick * 0.04, tick * 0.04)) for tick in range(5)] == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("coefficient", [0.01, 0.0, -0.05, 0.5])
+def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -> None:
+    random = np.random.default_rng(1)
+    theirs = TemporalEnsembler(coefficient, 8)
+    ours = EnsembledActions(PERIOD, coefficient)
+    for tick in range(30):
+        chunk = random.normal(size=(8, 3)).astype(np.float32)
+        now = tick * PERIOD
+        ours.push(chunk, seen_at=now, now=now)
+        expected = theirs.update(chunk[None])[0]
+        actual = ours.take(now, now)
+        assert actual is not None
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ensembling_aligns_predictions_by_the_moment_they_are_for() -> None:
+    queue = EnsembledActions(PERIOD, 0.0)
+    queue.push(numbered(10), seen_at=0.0, now=0.0)
+    queue.take(0.0, 0.0)
+    # The same plan seen three ticks later, and answered two ticks after that, changes nothing.
+    queue.push(numbered(10, first=3), seen_at=3 * PERIOD, now=5 * PERIOD)
+    assert first_of(queue.take(5 * PERIOD, 5 * PERIOD)) == 5
+    queue.push(numbered(10, first=16), seen_at=6 * PERIOD, now=6 * PERIOD)
+    assert first_of(queue.take(6 * PERIOD, 6 * PERIOD)) == pytest.approx((6 + 6 + 16) / 3)
+
+
+def test_clearing_forgets_the_predictions_of_an_ensemble() -> None:
+    queue = EnsembledActions(PERIOD, 0.0)
+    queue.push(numbered(10), seen_at=0.0, now=0.0)
+    queue.clear()
+    queue.push(numbered(10, first=50), seen_at=0.0, now=0.0)
+    assert first_of(queue.take(0.0, 0.0)) == 50
+
+
+def test_a_chunk_of_another_policy_leads_over_from_the_old_one() -> None:
+    queue = ActionQueue(0.1)
+    queue.push(np.zeros((10, 2), np.float32), 0.0, 0.0)
+    other = np.full((10, 2), 4, np.float32)
+    # Seen at the old chunk's action 2, answered at its action 4: actions 2 to 4 of the new chunk are led over.
+    faded = queue.faded(other, 0.2, 0.4, 3)
+    assert faded[:, 0].tolist() == [0, 0, 1, 2, 3, 4, 4, 4, 4, 4]
+    assert other.min() == 4, "the chunk itself is left as it is"
+    # Fewer actions are left of the old one than asked for.
+    assert queue.faded(other, 0.7, 0.7, 9)[:5, 1].tolist() == [1, 2, 3, 4, 4]
+
+
+def test_with_nothing_left_to_lead_over_from_a_chunk_stays_as_it_is() -> None:
+    queue = ActionQueue(0.1)
+    other = np.full((4, 2), 4, np.float32)
+    assert queue.faded(other, 0.0, 0.0, 3) is other
+    queue.push(np.zeros((3, 2), np.float32), 0.0, 0.0)
+    assert queue.faded(other, 0.3, 0.3, 3) is other
+    assert queue.faded(other, 0.1, 0.1, 0) is other
+    queue.clear()
+    assert queue.faded(other, 0.1, 0.1, 3) is other

@@ -1,0 +1,423 @@
+"""Control with a scripted world and no clock: time is a number that the test moves."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.motion.buffer import Buffer, Snapshot
+from service.motion.control import Control, Step
+from service.motion.control_loop import ControlLoop
+from service.motion.joints import SO100, JointTable
+from service.motion.pace import Pace
+
+FRAME = np.zeros((8, 8, 3), np.uint8)
+POSE = {joint.name: 10.0 + joint.index for joint in SO100}
+PACE = Pace(rate=20, action_rate=20, action_steps=20, chunk=20, width=6)
+
+
+def plan(snapshot: Snapshot, chunk: int = 20) -> np.ndarray:
+    steps = np.arange(1, chunk + 1, dtype=np.float32)[None, :, None]
+    return snapshot.joints[None, None, :] + steps
+
+
+@dataclass
+class World:
+    """A robot, a camera and a policy around a control, at a time that only moves when told to.
+
+    Attributes:
+        sees: whether frames come in, at every tick.
+        latency: seconds the policy takes.
+        policy: what it answers; an exception's text when it is a string.
+    """
+
+    pace: Pace = PACE
+    sees: bool = True
+    latency: float = 0.01
+    policy: Callable[[Snapshot], object] = plan
+    now: float = 100.0
+    sent: list[tuple[float, list[float]]] = field(default_factory=list)
+    asked: list[float] = field(default_factory=list)
+    answers: list[tuple[float, Snapshot]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.buffer = Buffer(["front"], JointTable(SO100))
+        self.control = Control(self.buffer, self.pace)
+        self.buffer.put_joints(POSE, self.now)
+
+    def do(self, step: Step) -> None:
+        if step.command is not None:
+            self.sent.append((self.now, step.command.tolist()))
+        if step.ask is not None:
+            assert not self.answers, "two requests in flight"
+            self.asked.append(self.now)
+            self.answers.append((self.now + self.latency, step.ask))
+
+    def run(self, seconds: float, *, late: float = 0.0) -> "World":
+        """Tick as a loop would, every wake-up ``late`` seconds behind its deadline."""
+        end = self.now + seconds
+        while True:
+            idle = self.control.is_idle
+            wake = float("inf") if idle else max(self.control.next_deadline(self.now) + late, self.now)
+            if self.answers and self.answers[0][0] <= min(wake, end):
+                self.now, snapshot = self.answers.pop()
+                answer = self.policy(snapshot)
+                if isinstance(answer, str):
+                    self.control.refuse(answer, self.now)
+                else:
+                    self.control.answer(answer, self.now)
+                continue
+            if wake > end + 1e-9:
+                self.now = end
+                return self
+            self.now = wake
+            if self.sees:
+                self.buffer.put_frame("front", FRAME, self.now)
+            self.do(self.control.tick(self.now))
+
+    def begin(self) -> "World":
+        self.control.begin(self.now)
+        return self
+
+    def commands(self, since: float = 0.0) -> list[list[float]]:
+        return [command for at, command in self.sent if at >= since]
+
+
+def test_a_session_that_sees_and_feels_sends_one_action_per_tick() -> None:
+    world = World().begin().run(3.0)
+    times = [at for at, _ in world.sent]
+    assert np.diff(times) == pytest.approx(0.05)
+    assert len(times) == 60  # 61 ticks, the first of which only asks
+    assert world.control.starvations == 0
+    assert world.control.hold is None
+
+
+def test_nothing_moves_before_every_camera_and_all_joints_were_seen() -> None:
+    world = World(sees=False).begin().run(1.0)
+    assert world.sent == []
+    assert world.asked == []
+    assert world.control.hold is not None
+    assert world.control.hold.text == "camera 'front': no frame yet"
+    world.sees = True
+    world.run(0.2)
+    assert world.sent
+    assert world.control.hold is None
+
+
+def test_actions_are_those_of_their_own_time() -> None:
+    world = World(latency=0.12, pace=replace(PACE, action_steps=100, chunk=100))
+    world.policy = lambda snapshot: plan(snapshot, 100)
+    world.begin().run(0.5)
+    # Seen at t, answered at t + 0.12: actions 0, 1 and 2 are over, the tick at t + 0.15 does action 3.
+    assert [round(command[0] - POSE["Rotation"]) for _, command in world.sent] == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert world.control.actions.late == 3
+
+
+@pytest.mark.parametrize("latency", [0.001, 0.04, 0.11, 0.3])
+def test_the_next_chunk_is_asked_for_before_the_queue_runs_dry(latency: float) -> None:
+    world = World(latency=latency).begin().run(10.0)
+    assert world.control.starvations == 0
+    assert world.control.chunks > 5
+    assert np.diff([at for at, _ in world.sent]) == pytest.approx(0.05)
+
+
+def test_only_so_many_actions_of_a_chunk_are_done_as_the_policy_was_made_for() -> None:
+    world = World(latency=0.001, pace=replace(PACE, action_steps=5)).begin().run(5.0)
+    assert np.diff(world.asked[1:]) == pytest.approx(5 * 0.05)
+
+
+def test_a_slower_policy_than_its_chunk_never_moves_and_says_so() -> None:
+    world = World(latency=1.5).begin().run(6.0)
+    assert world.sent == []
+    assert world.control.hold is not None
+    assert world.control.hold.code == "policy_late"
+    assert "1500 ms after its frame" in world.control.hold.text
+    assert "covers only 1000 ms" in world.control.hold.text
+
+
+def test_a_stalled_camera_holds_at_the_measured_pose_four_times_and_then_is_silent() -> None:
+    world = World().begin().run(2.0)
+    stalled, world.sees = world.now, False
+    world.run(2.0)
+    measured = list(POSE.values())
+    held = [(at, command) for at, command in world.sent if command == measured]
+    assert len(held) == 4
+    assert held[0][0] - stalled == pytest.approx(0.35, abs=0.051)
+    assert np.diff([at for at, _ in held]) == pytest.approx(0.05)
+    assert world.sent[-1] == held[-1]
+    assert world.control.hold is not None
+    assert world.control.hold.code == "camera_stale"
+    assert world.control.holds.by_reason()["camera_stale"] == 1
+
+
+def test_a_camera_that_is_back_resumes_with_a_new_inference_and_nothing_of_the_old_plan() -> None:
+    world = World().begin().run(2.0)
+    world.sees = False
+    world.run(2.0)
+    back, world.sees = world.now, True
+    world.run(0.5)
+    assert [at for at in world.asked if at >= back]
+    first = world.commands(back)[0]
+    assert first[0] - POSE["Rotation"] <= 3
+    assert world.control.hold is None
+
+
+def test_an_answer_to_frames_from_before_a_hold_is_thrown_away() -> None:
+    world = World(latency=0.9).begin().run(0.1)
+    world.sees = False
+    world.run(0.6)
+    back, world.sees = world.now, True
+    world.run(0.5)
+    assert world.control.discarded == 1
+    assert world.commands() == []
+    assert world.asked[-1] > back
+
+
+BAD_CHUNKS = {
+    "nan": lambda snapshot: np.where(np.arange(20)[None, :, None] == 7, np.nan, plan(snapshot)).astype(np.float32),
+    "infinite": lambda snapshot: np.full((1, 20, 6), np.inf, np.float32),
+    "too wide": lambda snapshot: np.zeros((1, 20, 7), np.float32),
+    "too short": lambda snapshot: plan(snapshot)[:, :19],
+    "no batch": lambda snapshot: plan(snapshot)[0],
+    "two robots": lambda snapshot: np.repeat(plan(snapshot), 2, axis=0),
+    "whole numbers": lambda snapshot: plan(snapshot).astype(np.int32),
+    "no array": lambda snapshot: plan(snapshot).tolist(),
+    "nothing": lambda snapshot: None,
+    "an exception": lambda snapshot: "the policy raised ValueError",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CHUNKS)
+def test_nothing_of_a_bad_chunk_is_sent_and_the_robot_is_held(kind: str) -> None:
+    world = World(pace=replace(PACE, failures_allowed=100)).begin().run(1.2)
+    bad_since, world.policy = world.now, BAD_CHUNKS[kind]
+    world.run(2.0)
+    refused = next(at for at in world.asked if at >= bad_since) + world.latency
+    assert world.commands(refused) == [list(POSE.values())] * 4
+    assert world.control.hold is not None
+    assert world.control.hold.code == ("policy_failed" if kind == "an exception" else "policy_invalid")
+    world.policy = plan
+    world.run(1.0)
+    assert world.control.hold is None
+    assert world.control.fault is None
+
+
+@pytest.mark.parametrize("bad", ["nothing", "an exception"])
+def test_three_failures_in_a_row_end_the_motion_for_good_and_two_do_not(bad: str) -> None:
+    kinds = iter([bad, bad, "good", bad, bad, bad])
+    world = World()
+    world.policy = lambda snapshot: BAD_CHUNKS.get(next(kinds), plan)(snapshot)
+    world.begin()
+    while world.control.fault is None and world.control.stop_wanted is None:
+        world.run(0.05)
+    assert list(kinds) == []
+    if bad == "an exception":
+        assert world.control.fault == "the policy raised ValueError (3 times in a row)"
+        assert world.control.stop_wanted is None
+        return
+    assert world.control.fault is None, "an answer that is no chunk stops the robot; the session lives"
+    assert world.control.stop_wanted is not None
+    code, text = world.control.stop_wanted
+    assert code == "policy_invalid"
+    assert text.endswith("(3 times in a row)")
+    assert (world.control.rejected, world.control.rejected_for) == (5, "shape")
+
+
+def test_a_policy_that_gets_stuck_in_the_middle_of_a_motion_is_a_hold() -> None:
+    world = World().begin().run(3.0)
+    world.latency = 4.0
+    world.run(3.0)
+    assert world.control.starvations == 1
+    assert world.control.hold is not None
+    assert world.control.hold.code == "starved"
+    assert world.commands()[-4:] == [list(POSE.values())] * 4
+
+
+def test_a_short_wait_for_the_policy_is_counted_but_no_hold() -> None:
+    world = World(pace=replace(PACE, chunk=4, action_steps=4))
+    world.policy = lambda snapshot: plan(snapshot, 4)
+    world.begin().run(1.0)
+    world.latency = 0.16
+    world.run(0.4)
+    assert world.control.starvations >= 1
+    assert world.control.holds.by_reason() == {}
+
+
+def test_a_halt_holds_at_once_flushes_and_falls_silent() -> None:
+    world = World().begin().run(1.0)
+    sent = len(world.sent)
+    world.do(world.control.halt(world.now))
+    world.run(1.0)
+    assert world.commands()[sent:] == [list(POSE.values())] * 4
+    assert world.sent[sent][0] == world.sent[sent - 1][0]
+    assert world.control.is_idle
+
+
+def test_a_robot_that_never_moved_is_not_commanded_by_a_stop_but_by_an_emergency_stop() -> None:
+    world = World()
+    assert world.control.halt(world.now).command is None
+    assert world.control.is_idle
+    assert world.control.halt(world.now, always_hold=True).command is not None
+
+
+def test_a_robot_that_stands_is_not_sent_to_where_it_was_before_its_joints_were_lost() -> None:
+    world = World().run(0.5)
+    world.do(world.control.halt(world.now))
+    world.run(0.5)
+    told = len(world.sent)
+    world.buffer.distrust_joints()
+    world.do(world.control.halt(world.now, always_hold=True))
+    assert len(world.run(0.5).sent) == told
+
+
+def test_an_answer_that_comes_after_a_stop_moves_nothing() -> None:
+    world = World(latency=0.3).begin().run(0.1)
+    world.do(world.control.halt(world.now))
+    world.run(0.5)
+    world.begin().run(0.2)
+    assert world.sent == []
+    assert world.control.discarded == 1
+
+
+def test_a_late_wake_up_skips_missed_ticks_and_keeps_the_phase() -> None:
+    world = World().begin().run(1.0)
+    before, sent = world.now, len(world.sent)
+    world.now += 0.47  # nobody woke the loop for nine and a half ticks
+    world.buffer.put_frame("front", FRAME, world.now)
+    world.do(world.control.tick(world.now))
+    assert world.control.missed_ticks == 8
+    assert len(world.sent) == sent + 1
+    assert world.control.next_deadline(world.now) == pytest.approx(before + 0.5)
+    assert world.control.lateness.newest_ms == pytest.approx(420)
+
+
+def test_after_a_long_pause_there_is_one_hold_and_then_a_new_plan() -> None:
+    world = World().begin().run(1.0)
+    paused, sent = world.now, len(world.sent)
+    world.now += 2.0
+    world.do(world.control.tick(world.now))
+    assert world.commands()[sent:] == [list(POSE.values())]
+    world.run(1.0)
+    assert world.control.holds.by_reason() == {"camera_stale": 1}
+    assert len(world.commands(paused + 2.0)) <= 22
+    assert world.control.hold is None
+
+
+def test_a_tick_that_comes_twice_or_early_does_nothing() -> None:
+    world = World().begin().run(1.0)
+    assert world.control.tick(world.now) == Step()
+    assert world.control.tick(world.now + 0.01) == Step()
+
+
+def test_deadlines_do_not_drift() -> None:
+    world = World().begin()
+    start = world.now
+    world.run(100.0, late=0.004)
+    ticks = np.array([at for at, _ in world.sent]) - 0.004 - start
+    assert np.abs(ticks / 0.05 - np.round(ticks / 0.05)).max() < 1e-6
+    assert world.control.missed_ticks == 0
+    assert world.control.lateness.percentiles_ms(50, 99) == pytest.approx({"p50": 4, "p99": 4})
+
+
+def test_an_obstacle_holds_until_it_is_gone() -> None:
+    world = World().begin().run(1.0)
+    world.control.obstruct("link_lost", "room 'a' is lost: socket closed")
+    world.run(1.0)
+    assert world.control.hold is not None
+    assert (world.control.hold.code, world.control.hold.text) == ("link_lost", "room 'a' is lost: socket closed")
+    world.control.clear("link_lost")
+    back = world.now
+    world.run(1.0)
+    assert world.control.hold is None
+    assert len(world.commands(back)) >= 18
+
+
+def test_restarting_forgets_the_plan_the_hold_and_the_failures() -> None:
+    world = World(policy=BAD_CHUNKS["nan"]).begin().run(1.0)
+    assert world.control.stop_wanted is not None
+    world.policy = plan
+    world.begin().run(1.0)
+    assert world.control.stop_wanted is None
+    assert world.control.hold is None
+    assert len(world.sent) >= 18
+
+
+def test_a_faster_session_does_not_move_faster_than_the_policy_was_trained() -> None:
+    slow = World().begin().run(0.5)
+    fast = World(pace=replace(PACE, rate=100)).begin().run(0.5)
+    assert len(fast.sent) > 4 * len(slow.sent)
+    assert fast.sent[-1][1][0] == pytest.approx(slow.sent[-1][1][0], abs=1.01)
+    assert max(np.diff([command[0] for command in fast.commands()])) == pytest.approx(0.2, abs=0.01)
+
+
+def test_with_ensembling_the_policy_is_asked_at_every_tick() -> None:
+    world = World(pace=replace(PACE, ensemble=0.01, action_steps=1)).begin().run(1.0)
+    assert len(world.asked) == 21
+    assert world.control.starvations == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_happens_only_finite_commands_go_out_and_never_two_in_one_tick(data: st.DataObject) -> None:
+    world = World(pace=replace(PACE, failures_allowed=1000)).begin()
+    kinds = ["sees", "blind", "slow", "quick", "plan", *BAD_CHUNKS, "halt", "begin", "pause", "joints", "lost", "found"]
+    for kind in data.draw(st.lists(st.sampled_from(kinds), max_size=25)):
+        if kind in BAD_CHUNKS:
+            world.policy = BAD_CHUNKS[kind]
+        elif kind == "plan":
+            world.policy = plan
+        elif kind in ("sees", "blind"):
+            world.sees = kind == "sees"
+        elif kind in ("slow", "quick"):
+            world.latency = 0.7 if kind == "slow" else 0.01
+        elif kind == "halt":
+            world.do(world.control.halt(world.now))
+        elif kind == "begin":
+            world.begin()
+        elif kind == "pause":
+            world.now += 1.23
+        elif kind == "joints":
+            world.buffer.put_joints({"Jaw": float("nan"), "Elbow": 1e999, "Pitch": 5.0, "x": 1}, world.now)
+        elif kind == "lost":
+            world.control.obstruct("link_lost", "lost")
+        elif kind == "found":
+            world.control.clear("link_lost")
+        since = len(world.sent)
+        world.run(data.draw(st.floats(0, 0.5)))
+        assert all(np.isfinite(command).all() for _, command in world.sent)
+        times = [at for at, _ in world.sent[since:]]
+        slots = np.array([world.control._grid.slot(at) for at in times])
+        assert (np.diff(slots) >= 1).all(), times
+    if not world.control.is_running:
+        world.run(1.0)
+        assert world.control.is_idle
+
+
+async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothing_to_do() -> None:
+    world = World()
+    slept: list[float] = []
+
+    async def sleep(deadline: float) -> None:
+        slept.append(deadline)
+        world.now = max(world.now, deadline)
+        world.buffer.put_frame("front", FRAME, world.now)
+        if len(slept) == 10:
+            world.do(world.control.halt(world.now))
+
+    async def run() -> None:
+        loop = ControlLoop(world.control, world.do, clock=lambda: world.now, sleep=sleep)
+        task = asyncio.create_task(loop.run())
+        await loop.idle()
+        assert slept == []
+        world.begin()
+        loop.wake()
+        await loop.idle()
+        assert np.diff(slept) == pytest.approx(0.05)
+        task.cancel()
+
+    await run()
+    assert len(slept) >= 10

@@ -1,0 +1,91 @@
+"""Which policies are let in, and what is said of those that are not."""
+
+import json
+
+import numpy as np
+import pytest
+
+from service.motion.joints import SO100, Joint, JointTable
+from service.updates.gates import Limits, Trial, judge
+
+TABLE = JointTable(SO100)
+OLD = np.tile(np.array([10, 20, 30, 40, 50, 60], np.float32), (20, 1))
+
+
+def trial(chunk: np.ndarray, *, seconds: float = 0.01, **changes: object) -> Trial:
+    made = {"chunks": [OLD, chunk], "references": [OLD, OLD], "seconds": [seconds] * 5, "executed": 10, "budget": 0.5}
+    return Trial(**(made | changes))  # type: ignore[arg-type]
+
+
+def changed(step: int, joint: int, value: float) -> np.ndarray:
+    chunk = OLD.copy()
+    chunk[step, joint] = value
+    return chunk
+
+
+def test_the_same_answers_pass_with_their_figures() -> None:
+    verdict = judge(trial(OLD), TABLE, Limits())
+    assert verdict.reason is None
+    assert verdict.figures["difference"] == 0
+    assert verdict.figures["compared"] == 2
+    json.dumps(dict(verdict.figures), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "reason", "words"),
+    [
+        (changed(19, 2, np.nan), "not_finite", "1 of 240 values"),
+        (changed(0, 0, -np.inf), "not_finite", "not finite"),
+        (changed(3, 1, 121), "out_of_range", "'Pitch'"),
+        (changed(3, 5, -11), "out_of_range", "'Jaw'"),
+        (changed(9, 0, 61), "differs", "'Rotation'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_joint(chunk: np.ndarray, reason: str, words: str) -> None:
+    verdict = judge(trial(chunk), TABLE, Limits())
+    assert verdict.reason == reason
+    assert words in verdict.text
+
+
+def test_actions_that_are_never_executed_are_not_judged_by_where_they_are() -> None:
+    assert judge(trial(changed(10, 0, 1000)), TABLE, Limits()).reason is None
+
+
+def test_a_slow_one_is_refused_unless_the_running_one_is_as_slow() -> None:
+    assert judge(trial(OLD, seconds=0.24), TABLE, Limits()).reason is None
+    assert judge(trial(OLD, seconds=0.26), TABLE, Limits()).reason == "slow"
+    assert judge(trial(OLD, seconds=0.26, usual=0.25), TABLE, Limits()).reason is None
+    assert judge(trial(OLD, seconds=0.31, usual=0.25), TABLE, Limits()).reason == "slow"
+
+
+def test_without_anything_to_compare_with_the_other_gates_still_close() -> None:
+    alone = {"references": [None, None]}
+    passed = judge(trial(changed(0, 0, 100), **alone), TABLE, Limits())
+    assert passed.reason is None
+    assert "not compared" in passed.text
+    assert judge(trial(changed(0, 0, np.nan), **alone), TABLE, Limits()).reason == "not_finite"
+    assert judge(trial(changed(0, 0, 130), **alone), TABLE, Limits()).reason == "out_of_range"
+
+
+def test_a_joint_without_a_range_is_measured_by_how_far_the_running_policy_moves_it() -> None:
+    table = JointTable([Joint("lift", 0)])
+    old = np.linspace(0, 2, 20, dtype=np.float32)[:, None]
+    same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
+    assert judge(Trial(chunks=[old + 0.4], **same), table, Limits()).reason is None  # type: ignore[arg-type]
+    assert judge(Trial(chunks=[old + 0.6], **same), table, Limits()).reason == "differs"  # type: ignore[arg-type]
+
+
+def test_a_joint_without_a_range_that_stood_still_lately_may_differ_a_little() -> None:
+    table = JointTable([Joint("lift", 0), Joint("turn", 1)])
+    old = np.tile(np.array([1.5, 0.0], np.float32), (20, 1))
+    same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
+    assert judge(Trial(chunks=[old + 0.02], **same), table, Limits()).reason is None  # type: ignore[arg-type]
+    assert judge(Trial(chunks=[old + 0.06], **same), table, Limits()).reason == "differs"  # type: ignore[arg-type]
+
+
+def test_figures_of_an_action_that_is_as_large_as_numbers_go_can_be_told() -> None:
+    table = JointTable([Joint("lift", 0)])
+    old, wild = np.full((20, 1), -3e38, np.float32), np.full((20, 1), 3e38, np.float32)
+    verdict = judge(trial(wild, chunks=[wild], references=[old]), table, Limits())
+    assert verdict.reason == "differs"
+    json.dumps(dict(verdict.figures), allow_nan=False)
