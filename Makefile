@@ -24,8 +24,8 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/test_docs.py tests/test_floors.py tests/test_layers.py tests/test_notebooks.py \
   $(addprefix tests/service/,arrays auth cli recording routes ui safety/test_bad_input.py \
-    edge/test_destinations.py edge/test_policy_places.py engine/test_loading.py engine/test_real_policy.py sessions/test_interrupted.py sessions/test_records.py \
-    transport/test_acceptance_checklist.py) \
+    transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
+    $(patsubst %,engine/test_%.py,loading real_policy) $(patsubst %,sessions/test_%.py,interrupted records)) \
   $(patsubst %,tests/service/test_%.py,crash_recovery finite_numbers hostile_requests logs session_cycles settings)
 BESIDE := --numprocesses 2 --dist worksteal
 test: setup-dev rendering ## the whole test suite

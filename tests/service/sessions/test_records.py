@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.service.sessions.test_interrupted import NEW, after_a_kill, records_in
-from tests.service.sessions.test_interrupted import Server as Store
 
 from hooks.errors import StoreError
 from service.app import create_app
@@ -24,6 +22,8 @@ from service.state import StateTaken
 from service.transport.memory import MemoryTransport
 from tests.service.routes.conftest import Serve
 from tests.service.routes.conftest import serve as serve  # a fixture
+from tests.service.sessions.test_interrupted import NEW, after_a_kill, records_in
+from tests.service.sessions.test_interrupted import Server as Store
 
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 SLACK = 5.0  # this machine does other work, too
