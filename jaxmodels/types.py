@@ -4,6 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+# What an observation may hold besides features, for policies that continue a plan (`Requirements.takes_prefix`): the
+# rest of the plan that is being executed, un-normalised and aligned with the observation (b, t, a); how many of its
+# actions will have been executed when the answer comes (b,) int32, which the new chunk must begin with; and how many of
+# them there are (b,) int32, 0 for none: the answer is then that of a policy which was never given a plan.
+PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
+
 
 class Observation(NamedTuple):
     """What a policy sees, in the order of its config; a NamedTuple, so JAX knows it as a tree of arrays.
@@ -37,6 +43,8 @@ class Requirements:
         joint_names: names of the action's (and state's) joints in order, when the checkpoint says.
         rate: actions per second the policy was trained at, when the checkpoint says.
         temporal_ensemble_coeff: LeRobot's exponential weight of older predictions; None is off.
+        takes_prefix: whether an observation may hold the rest of the plan that is being executed (`PREFIX_ACTIONS`),
+            which the new chunk then continues: real-time chunking.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
     """
@@ -51,4 +59,5 @@ class Requirements:
     joint_names: tuple[str, ...] | None = None
     rate: float | None = None
     temporal_ensemble_coeff: float | None = None
+    takes_prefix: bool = False
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)

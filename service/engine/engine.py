@@ -283,13 +283,19 @@ class Engine:
                 _let_go(error)
                 raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)} {_in_short(error)}") from error
 
-    async def submit(self, served: Served, observation: Mapping[str, np.ndarray]) -> Inference:
+    async def submit(
+        self, served: Served, observation: Mapping[str, np.ndarray], *, due: float | None = None
+    ) -> Inference:
         """Run the policy on one observation (batch of 1), after those asked for before.
+
+        Args:
+            due: when the plan of whoever asks runs dry, on the monotonic clock; as soon as possible when None.
 
         Raises:
             PolicyFailed: the policy raised.
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
         """
+        del due  # first come, first served
         policy = served.policy
 
         def act() -> tuple[np.ndarray, Mapping[str, float]]:
