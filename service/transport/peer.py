@@ -22,6 +22,7 @@ from service.transport.video import Screen
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 2.0
+OPEN_TIMEOUT = 0.5  # the sockets of this machine are open by then; what STUN servers answer may take 5 s
 
 
 class BadSignal(Exception):
@@ -40,6 +41,8 @@ class Peer:
         servers = [RTCIceServer(urls=url) for url in ice_servers]
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=servers))
         self._adding: set[asyncio.Task[None]] = set()
+        self._gathering: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self.made_at = time.monotonic()
         self.connected_at: float | None = None
         self.has_video = False
@@ -75,7 +78,7 @@ class Peer:
         plain, named = split_mdns(offer)
         await self._take(RTCSessionDescription(plain, "offer"))
         _allow_loopback(self._pc)
-        await self._pc.setLocalDescription()
+        await self._gather()
         self.add_all(named)
         return self._description()
 
@@ -90,7 +93,7 @@ class Peer:
         fit_encoder(transceiver.sender, track)
         self.has_video = True
         _allow_loopback(self._pc)
-        await self._pc.setLocalDescription()
+        await self._gather()
         return self._description()
 
     async def accept(self, answer: str) -> None:
@@ -113,15 +116,35 @@ class Peer:
             task.add_done_callback(self._adding.discard)
 
     async def close(self) -> None:
-        """Close the connection and everything that still waits for it."""
+        """Close the connection and everything that still waits for it.
+
+        Whoever is cancelled meanwhile waits all the same: half a close would leave its sockets open for good.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        try:
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            await self._closing
+            raise
+
+    async def _close(self) -> None:
         for task in self._adding:
             task.cancel()
         await asyncio.gather(*self._adding, return_exceptions=True)
+        if self._gathering is not None:
+            await asyncio.wait([self._gathering], timeout=OPEN_TIMEOUT)
+            self._gathering.cancel()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._pc.close()
         except TimeoutError:
             log.warning("a peer connection did not close within %s s", CLOSE_TIMEOUT)
+
+    async def _gather(self) -> None:
+        # aioice forgets the sockets that it has opened when it is cancelled between two; `close` lets it finish.
+        self._gathering = asyncio.ensure_future(self._pc.setLocalDescription())
+        await asyncio.shield(self._gathering)
 
     def _description(self) -> str:
         # Only after setLocalDescription does it hold our candidates; what createOffer and createAnswer return has none.

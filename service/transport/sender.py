@@ -183,4 +183,7 @@ class CameraSender:
         gone = [self._peers.pop(consumer) for consumer in consumers if consumer in self._peers]
         for _, track in gone:
             track.stop()
-        await asyncio.gather(*(peer.close() for peer, _ in gone))
+        # A group, as gather would return at the first one when cancelled, and leave the others to nobody.
+        async with asyncio.TaskGroup() as group:
+            for peer, _ in gone:
+                group.create_task(peer.close())

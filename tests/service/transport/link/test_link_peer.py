@@ -1,0 +1,58 @@
+"""A peer connection that is closed while something goes on gives its sockets back."""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+from service.transport.camera import Camera, CameraTrack
+from service.transport.peer import Peer
+from service.transport.video import Screen
+
+TURNS = 8  # of the event loop: in each of them something else is going on when the cancellation comes
+
+
+def sockets() -> int:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+
+
+async def cancelled(work: Coroutine[Any, Any, Any], turns: int) -> None:
+    """Start it, and cancel it so many turns of the loop later."""
+    task = asyncio.create_task(work)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def connected() -> tuple[Peer, Peer]:
+    screen = Screen(lambda image, seen_at: None, lambda error: None)
+    producer, consumer = Peer([]), Peer([])
+    await producer.accept(await consumer.answer(await producer.offer(CameraTrack(Camera(25))), screen))
+    for peer in (producer, consumer):
+        while not peer.connected_at:
+            peer.changed.clear()
+            await peer.changed.wait()
+    return producer, consumer
+
+
+async def test_an_offer_that_is_cancelled_leaves_no_socket_open():
+    before = sockets()
+    for turns in range(TURNS):
+        peer = Peer([])
+        await cancelled(peer.offer(CameraTrack(Camera(25))), turns)
+        await peer.close()
+        assert sockets() == before, f"cancelled after {turns} turns of the loop"
+
+
+async def test_a_close_that_is_cancelled_leaves_no_socket_open():
+    before = sockets()
+    for turns in range(TURNS):
+        producer, consumer = await connected()
+        opened = sockets()
+        await cancelled(producer.close(), turns)
+        await cancelled(consumer.close(), turns)
+        assert sockets() == (before if turns else opened), f"cancelled after {turns} turns of the loop"
+        await asyncio.gather(producer.close(), consumer.close())
+        assert sockets() == before
