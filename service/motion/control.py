@@ -1,6 +1,5 @@
 """One robot's control: what to send at each tick, when to ask the policy, when to hold."""
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +10,9 @@ from service.motion.buffer import Buffer, Lack, Snapshot
 from service.motion.grid import Grid
 from service.motion.holding import OF_POLICY, Hold, Holding
 from service.motion.pace import Pace
+from service.motion.trail import Trail
 from service.safety.guard import Guard, Motion
 from service.safety.limits import MotionLimits, motion_limits
-from service.safety.ramp import Ramp
 from service.stats import Recent, Tally
 
 # Differences of what a policy asks for must be numbers, whatever it asks for.
@@ -87,8 +86,7 @@ class Control:
         self._is_dry = False
         self._moved_at = 0.0
         self._refused_since: float | None = None
-        # The newest commands of this motion, before them the pose that it began from; empty when the robot stands.
-        self._trail: deque[np.ndarray] = deque(maxlen=3)
+        self._trail = Trail(pace.rate)
         self._wanted: np.ndarray | None = None
         self._obstacles: dict[str, str] = {}
 
@@ -198,9 +196,9 @@ class Control:
         assert pose is not None, "a chunk is only asked for when every joint is known"
         self._note(wanted, pose)
         if not self._trail:
-            self._trail.append(pose)
-        self.command = self.guard.limit(allowed, self._trail[-1])
-        self._trail.append(self.command)
+            self._trail.add(pose)
+        self.command = self.guard.limit(allowed, self._trail.newest)
+        self._trail.add(self.command)
         self._holding.end()
         self._moved_at = now
         self._is_moving, self._is_dry = True, False
@@ -214,7 +212,7 @@ class Control:
         elif not self.is_running:
             self._holding.repeat()
         elif self._is_moving:
-            self._trail[-1] = self.command = self._trail[-2]
+            self.command = self._trail.take_back()
             self._refused_since = self._refused_since or now
             if now - self._refused_since > self.pace.starved_after:
                 limit = self.pace.starved_after * 1e3
@@ -237,8 +235,7 @@ class Control:
             self._holding.hold = None  # the robot can be seen again; the policy has yet to answer
         if not self._is_moving:
             return
-        if self._trail:
-            self._trail.append(self._trail[-1])  # it is told nothing, so it goes where it was sent and rests
+        self._trail.rest()
         if not self._is_dry and not len(self.actions):
             self._is_dry = True
             self.starvations += 1
@@ -317,19 +314,10 @@ class Control:
         """What a chunk follows, and its first action that can still be done."""
         first, share = self.actions.first_after(self._grid.next_deadline(now) - self.period, seen_at)
         first = min(first, self.pace.chunk)
-        rest = np.zeros(self.pace.width)
         pose = self._buffer.pose
-        if not self._trail:
-            assert pose is not None, "a chunk is only asked for when every joint is known"
-            return Motion(pose, rest, rest), first
-        newest, older, oldest = (
-            (self._trail[-1], self._trail[-2], self._trail[0]) if len(self._trail) > 1 else (self._trail[0],) * 3
-        )
-        velocity = (newest - older).astype(np.float64) * self.pace.rate
-        bend = None if self.actions.is_between else (newest - 2 * older + oldest).astype(np.float64) * self.pace.rate**2
-        # On the grid of actions: where it was when the action before `first` was due.
-        position = newest - velocity * (1 - share) * self.actions.period
-        return Motion(position, velocity, bend, is_at_rest=False), first
+        assert pose is not None, "a chunk is only asked for when every joint is known"
+        ahead = (1 - share) * self.actions.period
+        return self._trail.motion(pose, ahead=ahead, is_between=self.actions.is_between), first
 
     def refuse(self, text: str, now: float) -> None:
         """The policy raised instead of answering."""
@@ -361,25 +349,20 @@ class Control:
     def _enter_hold(self, lack: Lack, now: float) -> None:
         ramp = None
         if self.hold is None and self._is_moving:
-            ramp = self._ramp(now)
+            # After a pause the arm rests already, perhaps elsewhere than where it was sent.
+            is_over = now - self._moved_at > max(self.pace.starved_after, 2 * self.period)
+            if self.pace.on_hold == "ramp" and not is_over:
+                ramp = self._trail.ramp(self.guard.limits)
             if ramp is None:
                 self._trail.clear()
         self._holding.enter(lack, now, is_moving=self._is_moving, ramp=ramp)
         self.actions.clear()
         self._is_moving = False
 
-    def _ramp(self, now: float) -> Ramp | None:
-        # After a pause the arm rests already, perhaps elsewhere than where it was sent.
-        is_over = now - self._moved_at > max(self.pace.starved_after, 2 * self.period)
-        if self.pace.on_hold == "hold" or len(self._trail) < 2 or is_over:
-            return None
-        newest, older = self._trail[-1], self._trail[-2]
-        return Ramp(self.guard.limits, newest, (newest - older).astype(np.float64) * self.pace.rate, self.pace.rate)
-
     def _hold_pose(self) -> np.ndarray | None:
         slower = self._holding.slowing()
         if slower is not None:
-            self._trail.append(slower)
+            self._trail.add(slower)
             self.command = slower
             return slower
         if not self._holding.take():
