@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from aiortc import (
 from aiortc.sdp import candidate_from_sdp
 
 from service.transport.camera import CameraTrack, fit_encoder, vp8
+from service.transport.candidates import refusal, sorted_out
 from service.transport.video import Screen
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Peer:
                     transceiver.direction = "inactive"
 
         self._pc.on("track", receive)
-        plain, named = split_mdns(offer)
+        plain, named = sorted_out(offer)
         await self._take(RTCSessionDescription(plain, "offer"))
         _allow_loopback(self._pc)
         await self._gather()
@@ -104,7 +104,7 @@ class Peer:
         """
         if self._pc.signalingState != "have-local-offer":
             raise BadSignal(f"an answer came while the connection was {self._pc.signalingState}")
-        plain, named = split_mdns(answer)
+        plain, named = sorted_out(answer)
         await self._take(RTCSessionDescription(plain, "answer"))
         self.add_all(named)
 
@@ -166,6 +166,9 @@ class Peer:
             return  # the browser's end of candidates
         try:
             parsed = candidate_from_sdp(text.removeprefix("a=").removeprefix("candidate:"))
+            if (why := refusal(parsed.ip, parsed.port)) is not None:
+                log.info("candidate %r not used: %s", text, why)
+                return
             mid, index = candidate.get("sdpMid"), candidate.get("sdpMLineIndex")
             parsed.sdpMid = mid if isinstance(mid, str) else None
             parsed.sdpMLineIndex = index if isinstance(index, int) else 0 if parsed.sdpMid is None else None
@@ -178,59 +181,6 @@ class Peer:
         if self.state == "connected" and self.connected_at is None:
             self.connected_at = time.monotonic()
         self.changed.set()
-
-
-class EarlyCandidates:
-    """Candidates by sender, kept because they come by another way than the offer and may be there before it.
-
-    They are never cleared by an offer. A new offer of the same sender takes those of its own generation
-    (``usernameFragment``) and those that do not say; a candidate of an older generation does no harm.
-    """
-
-    def __init__(self, senders: int = 16, each: int = 64):
-        self._senders = senders
-        self._each = each
-        self._kept: dict[str, deque[Mapping[str, Any]]] = {}
-
-    def keep(self, sender: str, candidate: Mapping[str, Any]) -> None:
-        """Remember one; the oldest go when there are too many."""
-        kept = self._kept.pop(sender, None) or deque(maxlen=self._each)
-        kept.append(candidate)
-        self._kept[sender] = kept
-        while len(self._kept) > self._senders:
-            del self._kept[next(iter(self._kept))]
-
-    def forget(self, sender: str) -> None:
-        """The sender left."""
-        self._kept.pop(sender, None)
-
-    def fitting(self, sender: str, sdp: str) -> list[Mapping[str, Any]]:
-        """Those that belong to this description of the sender."""
-        fragments = {line.partition(":")[2].strip() for line in sdp.splitlines() if line.startswith("a=ice-ufrag:")}
-        return [
-            candidate
-            for candidate in self._kept.get(sender, ())
-            if not candidate.get("usernameFragment") or candidate["usernameFragment"] in fragments
-        ]
-
-
-def split_mdns(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
-    """An SDP without its ``.local`` candidates, and those as if they had trickled in.
-
-    aiortc resolves the ones inside a description before it goes on, a second each, and fails on the whole
-    description when the mDNS port cannot be had.
-    """
-    kept: list[str] = []
-    named: list[Mapping[str, Any]] = []
-    index = -1
-    for line in sdp.splitlines():
-        index += line.startswith("m=")
-        words = line.split()
-        if line.startswith("a=candidate:") and len(words) > 4 and words[4].endswith(".local"):
-            named.append({"candidate": line, "sdpMLineIndex": max(index, 0)})
-        else:
-            kept.append(line)
-    return "\r\n".join(kept) + "\r\n", named
 
 
 def _allow_loopback(connection: RTCPeerConnection) -> None:

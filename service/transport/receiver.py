@@ -8,11 +8,12 @@ import numpy as np
 
 from service.errors import TransportError
 from service.transport.base import EmergencyStop, Inbox, LinkDown, LinkUp
+from service.transport.candidates import EarlyCandidates
 from service.transport.connection import RoomConnection
 from service.transport.messages import EmergencyStop as StopMessage
 from service.transport.messages import Message, ParticipantLeft, WebrtcIce, WebrtcOffer
 from service.transport.pace import Pace
-from service.transport.peer import BadSignal, EarlyCandidates, Peer
+from service.transport.peer import BadSignal, Peer
 from service.transport.rest import RoomsApi
 from service.transport.video import Screen
 

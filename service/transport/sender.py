@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from service.errors import TransportError
 from service.transport.camera import Camera, CameraTrack
+from service.transport.candidates import EarlyCandidates
 from service.transport.connection import RoomConnection
 from service.transport.messages import (
     EmergencyStop,
@@ -18,7 +19,7 @@ from service.transport.messages import (
     WebrtcIce,
 )
 from service.transport.pace import Pace
-from service.transport.peer import BadSignal, EarlyCandidates, Peer
+from service.transport.peer import BadSignal, Peer
 from service.transport.rest import Presence, RoomsApi
 
 OFFER_AGAIN = 2.0  # the least seconds between two offers to one consumer that did not lead to a connection

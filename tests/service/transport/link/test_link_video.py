@@ -24,10 +24,11 @@ from aiortc.mediastreams import AudioStreamTrack, VideoStreamTrack
 from service.errors import TransportError
 from service.transport.address import Address, Kind
 from service.transport.base import LinkDown, LinkUp, Rooms
+from service.transport.candidates import EarlyCandidates, sorted_out
 from service.transport.client import RoomsTransport, running
 from service.transport.connection import RoomConnection
 from service.transport.messages import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
-from service.transport.peer import BadSignal, EarlyCandidates, Peer, split_mdns
+from service.transport.peer import BadSignal, Peer
 from service.transport.receiver import CameraReceiver
 from service.transport.rest import RoomsApi, http_session
 from service.transport.robot import connect_robot
@@ -377,12 +378,12 @@ def test_early_candidates_are_kept_by_sender_and_bounded():
 
 
 def test_mdns_candidates_leave_a_description_and_trickle_instead():
-    named, plain = "a=candidate:1 1 udp 5 abc.local 9 typ host", "a=candidate:2 1 udp 5 10.0.0.1 9 typ host"
+    named, plain = "a=candidate:1 1 udp 5 abc.local 50009 typ host", "a=candidate:2 1 udp 5 10.0.0.1 50009 typ host"
     sdp = f"v=0\r\nm=video 9\r\n{named}\r\n{plain}\r\n"
-    plain, named = split_mdns(sdp)
+    plain, named = sorted_out(sdp)
     assert "local" not in plain
     assert "10.0.0.1" in plain
-    assert named == [{"candidate": "a=candidate:1 1 udp 5 abc.local 9 typ host", "sdpMLineIndex": 0}]
+    assert named == [{"candidate": "a=candidate:1 1 udp 5 abc.local 50009 typ host", "sdpMLineIndex": 0}]
 
 
 async def test_an_unusable_candidate_harms_nothing(quick):
