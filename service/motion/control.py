@@ -308,7 +308,8 @@ class Control:
             text = (
                 f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
             )
-            self._enter_hold(Lack("policy_late", text), now)
+            # After a pause of the whole process its answer may be heard first, and what it saw is over like the frames.
+            self._enter_hold(self._obstacle(now) or Lack("policy_late", text), now)
 
     def _motion(self, seen_at: float, now: float) -> tuple[Motion, int]:
         """What a chunk follows, and its first action that can still be done."""

@@ -139,6 +139,18 @@ def test_a_slower_policy_than_its_chunk_never_moves_and_says_so() -> None:
     assert "covers only 1000 ms" in world.control.hold.text
 
 
+def test_a_pause_of_the_whole_process_is_one_hold_though_an_answer_was_under_way() -> None:
+    world = World(latency=0.03).begin().run(1.0)
+    while not world.answers:
+        world.run(world.control.next_deadline(world.now) - world.now)
+    before = world.control.holds.by_reason()
+    world.now += 2.0
+    world.sees = False
+    world.answers = [(world.now, world.answers[0][1])]
+    world.run(0.1)
+    assert world.control.holds.by_reason() == {**before, "camera_stale": 1}
+
+
 def test_a_stalled_camera_holds_at_the_measured_pose_four_times_and_then_is_silent() -> None:
     world = World().begin().run(2.0)
     stalled, world.sees = world.now, False
