@@ -1,12 +1,20 @@
 """Actions with the time each is due; late ones are dropped by arithmetic."""
 
 import math
+from collections import deque
 
 import numpy as np
 
+from service.motion.overlap import REPLACE, Overlap
+
+# Two chunks so close to whole actions apart (in actions) are whole actions apart.
+_WHOLE = 0.02
+# More actions than any inference takes.
+_REMEMBERED = 2048
+
 
 class ActionQueue:
-    """One chunk at a time: action i is due at ``seen_at + i * period``, and a new chunk replaces the rest of the old.
+    """One plan at a time: action i is due at ``seen_at + i * period``, and a new chunk is joined with the rest of it.
 
     A tick takes the action due nearest to it, so an action is at most half a period early; one that
     is more than a period late when its turn comes is never given out. When ticks come at another
@@ -16,16 +24,21 @@ class ActionQueue:
     Attributes:
         period: seconds from one action to the next.
         is_between: whether ticks take points between two actions.
-        consumed: actions of this chunk that were given out.
+        overlap: how a new chunk joins what is left.
+        consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
         late: actions dropped because their time was over, of all chunks.
     """
 
-    def __init__(self, period: float, tick_period: float | None = None):
+    def __init__(self, period: float, tick_period: float | None = None, overlap: Overlap = REPLACE):
         self.period = period
+        self.overlap = overlap
         self.consumed = 0
         self.late = 0
         self.is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
         self._chunk = np.zeros((0, 0), np.float32)
+        # Of how many predictions each action is made.
+        self._counts = np.zeros(0, np.int64)
+        self._taken: deque[float] = deque(maxlen=_REMEMBERED)
         self._seen_at = 0.0
         self._next = 0
 
@@ -33,11 +46,52 @@ class ActionQueue:
         """Actions left."""
         return len(self._chunk) - self._next
 
+    def join_by(self, overlap: Overlap) -> None:
+        """From the next chunk on; what is planned is one prediction then, whatever it was made of."""
+        self.overlap = overlap
+        self._counts = np.ones(len(self._chunk), np.int64)
+
+    def planned(self, seen_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """What is planned for the moments of a chunk that belongs to ``seen_at``, between two actions if need be.
+
+        Returns:
+            the first index of such a chunk that something is planned for, the actions (n, a) from there on, and of how
+            many predictions (n,) each of them is made. n is 0 when nothing is left of the plan.
+        """
+        if not len(self):
+            return 0, self._chunk[:0], self._counts[:0]
+        place = (seen_at - self._seen_at) / self.period
+        whole = math.floor(place + 0.5)
+        place = float(whole) if abs(place - whole) < _WHOLE else place
+        skipped = max(math.ceil(-place), 0)
+        begin, share = math.floor(place) + skipped, place - math.floor(place)
+        count = max(min(length - skipped, math.floor(len(self._chunk) - 1 - place) + 1 - skipped), 0)
+        counts = self._counts[begin : begin + count]
+        before = self._chunk[begin : begin + count]
+        if not share or not count:
+            return skipped, before, counts
+        after = self._chunk[begin + 1 : begin + 1 + count]
+        return skipped, before + np.float32(share) * (after - before), counts
+
+    def joined(self, chunk: np.ndarray, seen_at: float) -> np.ndarray:
+        """The chunk (t, a), each of its actions weighed against the one that is planned for its moment."""
+        first, planned, counts = self.planned(seen_at, len(chunk))
+        kept = 1 - np.asarray(self.overlap.share(counts), np.float64)
+        if not len(planned) or not kept.any():
+            return chunk
+        joined = np.array(chunk, np.float32)
+        part = joined[first : first + len(planned)]
+        part += kept.reshape(-1, 1) * (planned - part)
+        return joined
+
     def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
         """Take a chunk (t, a) whose first action belongs to ``seen_at``; returns how many are still usable.
 
-        It replaces what is left; what of it is already past is counted as late.
+        It replaces what is left (``joined`` weighs the two before); what of it is already past is counted as late.
         """
+        first, planned, counts = self.planned(seen_at, len(chunk))
+        self._counts = np.ones(len(chunk), np.int64)
+        self._counts[first : first + len(planned)] += counts
         self._chunk, self._seen_at, self.consumed = chunk, seen_at, 0
         self._next = 0
         self._next = min(max(math.floor(self._place(now) + 0.5), 0), len(chunk))
@@ -50,11 +104,10 @@ class ActionQueue:
         For a chunk of another policy: two that mean the same may still differ by a jolt. With nothing left to lead
         over from, the chunk as it is.
         """
-        shift = math.floor((seen_at - self._seen_at) / self.period + 0.5) if len(self) else -1
-        old = self._chunk[shift:] if shift >= 0 else self._chunk[:0]
+        skipped, old, _ = self.planned(seen_at, len(chunk))
         first = max(math.ceil((now - seen_at) / self.period), 0)
-        steps = min(steps, len(old) - first, len(chunk) - first)
-        if steps <= 0:
+        steps = min(steps, len(old) - first)
+        if steps <= 0 or skipped:
             return chunk
         weight = np.linspace(0, 1, steps + 2, dtype=np.float32)[1:-1, None]
         faded = np.array(chunk, np.float32)
@@ -78,10 +131,13 @@ class ActionQueue:
         index = math.floor(place + 0.5)
         if index < self._next and not (self.is_between and self.consumed):
             return None
+        before = self._next
         self._drop_until(index)
         if index == self._next:
             self._next += 1
-            self.consumed += 1
+            done = self._next - before if self.is_between and self.consumed else 1
+            self.consumed += done
+            self._taken.extend([deadline] * done)
         return self._between(place) if self.is_between else self._chunk[index]
 
     def first_after(self, moment: float, seen_at: float) -> tuple[int, float]:
@@ -95,13 +151,27 @@ class ActionQueue:
 
     def clear(self) -> None:
         """Forget all that is left; it does not count as late."""
-        self._chunk = self._chunk[:0]
+        self._chunk, self._counts = self._chunk[:0], self._counts[:0]
         self._next = 0
         self.consumed = 0
 
     def due(self, index: int) -> float:
         """When action ``index`` of this chunk is due."""
         return self._seen_at + index * self.period
+
+    @property
+    def dry_at(self) -> float | None:
+        """When all that is planned is done; None when that is now."""
+        return self.due(len(self._chunk)) if len(self) else None
+
+    def taken_since(self, moment: float) -> int:
+        """How many actions, of whatever chunk, were given out for ticks from this moment on."""
+        count = 0
+        for deadline in reversed(self._taken):
+            if deadline < moment - 1e-6:
+                break
+            count += 1
+        return count
 
     def due_times(self) -> list[float]:
         """When each action left is due."""
@@ -126,49 +196,3 @@ class ActionQueue:
         before = int(place)
         after = min(before + 1, len(self._chunk) - 1)
         return self._chunk[before] + (place - before) * (self._chunk[after] - self._chunk[before])
-
-
-class EnsembledActions(ActionQueue):
-    """Overlapping chunks averaged over time, as LeRobot's ACTTemporalEnsembler does, but aligned by due time.
-
-    Of the predictions for one moment the oldest weighs 1 and the k-th weighs exp(-coefficient * k). With
-    a new chunk at every tick this is LeRobot's recurrence to the letter; when inference takes longer
-    than a tick, a moment simply has fewer predictions.
-    Source: lerobot/policies/act/modeling_act.py, ACTTemporalEnsembler; Zhao et al., arXiv 2304.13705, algorithm 2.
-    """
-
-    def __init__(self, period: float, coefficient: float, tick_period: float | None = None):
-        super().__init__(period, tick_period)
-        self._coefficient = coefficient
-        self._counts = np.zeros(0, np.int64)
-
-    def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
-        """Average the chunk into what is there."""
-        # Whole actions between the first of the old chunk and the first of the new one.
-        shift = max(math.floor((seen_at - self._seen_at) / self.period + 0.5), 0) if len(self._chunk) else 0
-        old, counts = self._chunk[shift:], self._counts[shift:]
-        overlap = min(len(old), len(chunk))
-        merged = np.array(chunk, np.float32)
-        new_counts = np.ones(len(chunk), np.int64)
-        if overlap:
-            seen = counts[:overlap]
-            weight = np.exp(-self._coefficient * seen)
-            before = self._summed(seen)
-            merged[:overlap] = (old[:overlap] * before[:, None] + chunk[:overlap] * weight[:, None]) / (
-                before + weight
-            )[:, None]
-            new_counts[:overlap] = seen + 1
-        self._counts = new_counts
-        return super().push(merged, seen_at, now)
-
-    def clear(self) -> None:
-        """Forget all predictions."""
-        super().clear()
-        self._counts = self._counts[:0]
-
-    def _summed(self, counts: np.ndarray) -> np.ndarray:
-        """Sum of the first ``counts`` weights of the series exp(-coefficient * k)."""
-        if self._coefficient == 0:
-            return counts.astype(np.float64)
-        ratio = math.exp(-self._coefficient)
-        return (1 - ratio**counts) / (1 - ratio)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,11 +26,13 @@ class Snapshot:
         frames: camera to picture, uint8 (h, w, 3).
         joints: (a,) float32, in the order of the joint table.
         seen_at: when the oldest of the frames was seen.
+        prefix: what is left of the plan, for a policy that continues it, as ``jaxmodels.types.PREFIX_ACTIONS`` says.
     """
 
     frames: Mapping[str, np.ndarray]
     joints: np.ndarray
     seen_at: float
+    prefix: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:

@@ -1,15 +1,16 @@
 """One robot's control: what to send at each tick, when to ask the policy, when to hold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from service.motion.actions import ActionQueue, EnsembledActions
+from service.motion.actions import ActionQueue
 from service.motion.asking import Asking, InFlight
 from service.motion.buffer import Buffer, Lack, Snapshot
 from service.motion.grid import Grid
 from service.motion.holding import OF_POLICY, Hold, Holding
 from service.motion.pace import Pace
+from service.motion.prefix import prefix_of
 from service.motion.trail import Trail
 from service.safety.guard import Guard, Motion
 from service.safety.limits import MotionLimits, motion_limits
@@ -17,16 +18,25 @@ from service.stats import Recent, Tally
 
 # Differences of what a policy asks for must be numbers, whatever it asks for.
 _WILDEST = 1e30
+# What of a pace may change while a robot moves.
+ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
 # Code of an obstacle: the link is up, and takes no command.
 CHOKED = "link_choked"
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one tick asks for: a command to send now (a,), and a snapshot to infer from."""
+    """What one tick asks for.
+
+    Attributes:
+        command: (a,) to be sent now.
+        ask: to infer from.
+        due: when the plan runs dry unless the answer is there; None when there is no plan.
+    """
 
     command: np.ndarray | None = None
     ask: Snapshot | None = None
+    due: float | None = None
 
 
 class Control:
@@ -70,13 +80,8 @@ class Control:
         self.rejected_for: str | None = None
         self.lateness = Recent(pace.samples)
         self.late_by_chunk = Recent(64)
-        action_period = 1 / pace.action_rate
         # Each action twice, side by side: as the guard lets it pass, and as the policy wanted it.
-        self.actions: ActionQueue = (
-            ActionQueue(action_period, self.period)
-            if pace.ensemble is None
-            else EnsembledActions(action_period, pace.ensemble, self.period)
-        )
+        self.actions = ActionQueue(1 / pace.action_rate, self.period, pace.overlap)
         self._buffer = buffer
         self._grid = Grid(self.period)
         self._asking = Asking(pace)
@@ -91,6 +96,18 @@ class Control:
         self._obstacles: dict[str, str] = {}
 
     # What happens to a session.
+
+    def adjust(self, pace: Pace) -> None:
+        """Another way to join chunks, or other moments to ask for them, from the next chunk on.
+
+        Raises:
+            ValueError: it has another rate, chunk or width, which is another control.
+        """
+        if replace(pace, **{name: getattr(self.pace, name) for name in ADJUSTABLE}) != self.pace:
+            raise ValueError(f"only {', '.join(ADJUSTABLE)} can be adjusted")
+        if pace.overlap != self.pace.overlap:
+            self.actions.join_by(pace.overlap)
+        self.pace = self._asking.pace = pace
 
     def begin(self, now: float) -> None:
         """Start, or start anew: the first tick is now, and nothing of an earlier motion is left."""
@@ -132,6 +149,11 @@ class Control:
     def latency(self) -> Recent:
         """Seconds from asking to answer, on the event loop's side."""
         return self._asking.latency
+
+    @property
+    def asking(self) -> dict[str, object]:
+        """When it asks, and how late answers are; JSON-ready."""
+        return self._asking.figures(self.actions.period)
 
     @property
     def discarded(self) -> int:
@@ -190,7 +212,7 @@ class Control:
         taken = self.actions.take(deadline, now)
         if taken is None:
             self._wait_for_policy(now)
-            return Step(command=self._hold_pose(), ask=self._ask(now))
+            return self._asked(self._hold_pose(), now)
         allowed, wanted = taken[: self.pace.width], taken[self.pace.width :]
         pose = self._buffer.pose
         assert pose is not None, "a chunk is only asked for when every joint is known"
@@ -202,7 +224,7 @@ class Control:
         self._holding.end()
         self._moved_at = now
         self._is_moving, self._is_dry = True, False
-        return Step(command=self.command, ask=self._ask(now))
+        return self._asked(self.command, now)
 
     def told(self, is_taken: bool, now: float) -> None:
         """Whether a link that is up took the newest command; when not, the robot is where it was sent before."""
@@ -248,14 +270,19 @@ class Control:
 
     # Asking the policy.
 
-    def _ask(self, now: float) -> Snapshot | None:
+    def _asked(self, command: np.ndarray | None, now: float) -> Step:
         if not self._asking.is_wanted(self.actions):
-            return None
+            return Step(command)
         snapshot = self._buffer.snapshot(now)
         if isinstance(snapshot, Lack):
-            return None
-        self._asking.ask(snapshot, now)
-        return snapshot
+            return Step(command)
+        if self.pace.overlap.sends_plan:
+            _, plan, _ = self.actions.planned(snapshot.seen_at, self.pace.chunk)
+            delay = self._asking.delay_expected(self.actions.period)
+            snapshot = replace(snapshot, prefix=prefix_of(plan[:, : self.pace.width], delay, self.pace))
+        due = self.actions.dry_at
+        self._asking.ask(snapshot, now, is_moving=due is not None)
+        return Step(command, snapshot, due)
 
     def hurry(self) -> None:
         """What is in flight is not wanted, another chunk is, at the next tick; what is planned is done until then."""
@@ -279,8 +306,7 @@ class Control:
         seen_at = request.snapshot.seen_at
         wanted = np.clip(chunk[0], -_WILDEST, _WILDEST).astype(np.float32)
         plan = np.concatenate([wanted, wanted], axis=1)
-        if fade is not None:
-            plan = self.actions.faded(plan, seen_at, now, fade)
+        plan = self.actions.joined(plan, seen_at) if fade is None else self.actions.faded(plan, seen_at, now, fade)
         motion, first = self._motion(seen_at, now)
         judged = self.guard.judge(plan[:, : self.pace.width], motion, first)
         if judged.actions is None:
@@ -291,13 +317,13 @@ class Control:
             if self.actions.is_between and first:
                 # Ticks take points between the action before and this one, so that one is where the motion comes from.
                 plan[first - 1, : self.pace.width] = motion.position
-        if fade is not None:
-            self.actions.clear()
-        self._take(plan, request, now)
+        self._take(plan, request, now, is_fresh=fade is not None)
 
-    def _take(self, plan: np.ndarray, request: InFlight, now: float) -> None:
+    def _take(self, plan: np.ndarray, request: InFlight, now: float, *, is_fresh: bool) -> None:
         self._failures = 0
-        self._asking.took(now - request.asked_at)
+        self._asking.took(request, self.actions, now)
+        if is_fresh:
+            self.actions.clear()
         self.chunks += 1
         late = self.actions.late
         usable = self.actions.push(plan, request.snapshot.seen_at, now)

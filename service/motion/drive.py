@@ -225,7 +225,7 @@ class Drive:
             tick = Tick(time.monotonic(), step.command, is_sent, self.buffer.pose, hold.code if hold else None)
             self.taps.ticked(tick)
         if step.ask is not None:
-            self.thinking.ask(step.ask)
+            self.thinking.ask(step.ask, step.due)
         self.thinking.stop_when_wanted()
 
     def _send(self, values: np.ndarray) -> bool:

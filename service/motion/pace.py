@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from service.motion.overlap import REPLACE, Overlap
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -14,7 +16,8 @@ class Pace:
         action_steps: actions of a chunk to do before the next one takes over.
         chunk: steps of one chunk.
         width: values of one action.
-        ensemble: LeRobot's temporal ensembling coefficient, or None for off.
+        overlap: how a new chunk joins what is left of the plan.
+        ask_ahead: seconds before it is needed that a chunk is asked for; None: as long as answers are measured to take.
         hold_repeats: how often a hold sends the measured pose.
         on_hold: whether a moving robot is held at once, or slowed down before (RAMP).
         starved_after: seconds without an action after which waiting for the policy is a hold.
@@ -27,7 +30,8 @@ class Pace:
     action_steps: int
     chunk: int
     width: int
-    ensemble: float | None = None
+    overlap: Overlap = REPLACE
+    ask_ahead: float | None = None
     hold_repeats: int = 4
     on_hold: Literal["hold", "ramp"] = "hold"
     starved_after: float = 0.3

@@ -113,8 +113,8 @@ class Thinking:
         successor.then()
         successor.taken.set_result(None)
 
-    def ask(self, snapshot: Snapshot) -> None:
-        """Ask what to do about this; the answer goes to control."""
+    def ask(self, snapshot: Snapshot, due: float | None = None) -> None:
+        """Ask what to do about this; the answer goes to control, by ``due`` if the device can."""
         if self._successor is not None and self._successor.served.is_compiled(snapshot.sizes):
             self._change_over()
         if not self.make_ready(snapshot.sizes):
@@ -125,16 +125,17 @@ class Thinking:
         assert self._tasks is not None
         self.asked_at = time.monotonic()
         # Named now: before the task begins, another one may have taken over.
-        self._tasks.create_task(self._think(self.served, snapshot))
+        self._tasks.create_task(self._think(self.served, snapshot, due))
 
-    async def _think(self, served: Served, snapshot: Snapshot) -> None:
-        observation = seen = snapshot.observation()
+    async def _think(self, served: Served, snapshot: Snapshot, due: float | None) -> None:
+        seen = snapshot.observation()
+        observation = {**seen, **snapshot.prefix}
         if served.requirements.state is None:
-            observation = {name: value for name, value in seen.items() if name != "observation.state"}
+            del observation["observation.state"]
         self.frame_age.add(time.monotonic() - snapshot.seen_at)
         try:
             try:
-                inference = await self._engine.submit(served, observation)
+                inference = await self._engine.submit(served, observation, due=due)
             finally:
                 self.asked_at = None
         except InferenceStuck as error:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from jaxmodels import Requirements
 from service.errors import PolicyError
 from service.motion.joints import JointTable, table_for
+from service.motion.overlap import overlap_of
 from service.motion.pace import Pace
 from service.safety.limits import MotionLimits, motion_limits
 from service.sessions.request import NewSession, SessionSettings
@@ -36,7 +37,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         action_steps=requirements.action_steps,
         chunk=requirements.chunk,
         width=requirements.action,
-        ensemble=requirements.temporal_ensemble_coeff,
+        overlap=overlap_of(requirements),
         hold_repeats=settings.hold_repeats,
         on_hold=settings.on_hold,
         starved_after=settings.starved_after,

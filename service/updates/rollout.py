@@ -138,7 +138,7 @@ class Rollout:
                 chunks.append(chunk[0])
         # Ensembling does something of every action; otherwise a chunk is done from where its answer finds it.
         late = round(drive.control.late_by_chunk.percentile(90) or 0)
-        executed = pace.chunk if pace.ensemble is not None else min(pace.action_steps + late, pace.chunk)
+        executed = pace.chunk if pace.overlap.is_mixed else min(pace.action_steps + late, pace.chunk)
         trial = Trial(
             chunks=chunks,
             references=[None if old is None else old[0] for _, old in seen],

@@ -4,13 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmodels import TemporalEnsembler
-from service.motion.actions import ActionQueue, EnsembledActions
+from service.motion.actions import ActionQueue
+from service.motion.overlap import Ensembled
 
 PERIOD = 0.05
 
 
 def numbered(length: int, first: float = 0.0) -> np.ndarray:
     return np.arange(first, first + length, dtype=np.float32)[:, None]
+
+
+def join(queue: ActionQueue, chunk: np.ndarray, seen_at: float, now: float) -> None:
+    queue.push(queue.joined(chunk, seen_at), seen_at, now)
 
 
 def first_of(action: np.ndarray | None) -> float | None:
@@ -143,11 +148,11 @@ def test_slower_ticks_skip_actions_at_the_speed_that_was_trained() -> None:
 def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -> None:
     random = np.random.default_rng(1)
     theirs = TemporalEnsembler(coefficient, 8)
-    ours = EnsembledActions(PERIOD, coefficient)
+    ours = ActionQueue(PERIOD, overlap=Ensembled(coefficient))
     for tick in range(30):
         chunk = random.normal(size=(8, 3)).astype(np.float32)
         now = tick * PERIOD
-        ours.push(chunk, seen_at=now, now=now)
+        join(ours, chunk, seen_at=now, now=now)
         expected = theirs.update(chunk[None])[0]
         actual = ours.take(now, now)
         assert actual is not None
@@ -155,21 +160,21 @@ def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -
 
 
 def test_ensembling_aligns_predictions_by_the_moment_they_are_for() -> None:
-    queue = EnsembledActions(PERIOD, 0.0)
+    queue = ActionQueue(PERIOD, overlap=Ensembled(0.0))
     queue.push(numbered(10), seen_at=0.0, now=0.0)
     queue.take(0.0, 0.0)
     # The same plan seen three ticks later, and answered two ticks after that, changes nothing.
-    queue.push(numbered(10, first=3), seen_at=3 * PERIOD, now=5 * PERIOD)
+    join(queue, numbered(10, first=3), seen_at=3 * PERIOD, now=5 * PERIOD)
     assert first_of(queue.take(5 * PERIOD, 5 * PERIOD)) == 5
-    queue.push(numbered(10, first=16), seen_at=6 * PERIOD, now=6 * PERIOD)
+    join(queue, numbered(10, first=16), seen_at=6 * PERIOD, now=6 * PERIOD)
     assert first_of(queue.take(6 * PERIOD, 6 * PERIOD)) == pytest.approx((6 + 6 + 16) / 3)
 
 
 def test_clearing_forgets_the_predictions_of_an_ensemble() -> None:
-    queue = EnsembledActions(PERIOD, 0.0)
+    queue = ActionQueue(PERIOD, overlap=Ensembled(0.0))
     queue.push(numbered(10), seen_at=0.0, now=0.0)
     queue.clear()
-    queue.push(numbered(10, first=50), seen_at=0.0, now=0.0)
+    join(queue, numbered(10, first=50), seen_at=0.0, now=0.0)
     assert first_of(queue.take(0.0, 0.0)) == 50
 
 

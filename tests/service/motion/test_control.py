@@ -13,6 +13,7 @@ from service.motion.buffer import Buffer, Snapshot
 from service.motion.control import Control, Step
 from service.motion.control_loop import ControlLoop
 from service.motion.joints import SO100, JointTable
+from service.motion.overlap import Ensembled
 from service.motion.pace import Pace
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
@@ -367,7 +368,7 @@ def test_a_faster_session_does_not_move_faster_than_the_policy_was_trained() -> 
 
 
 def test_with_ensembling_the_policy_is_asked_at_every_tick() -> None:
-    world = World(pace=replace(PACE, ensemble=0.01, action_steps=1)).begin().run(1.0)
+    world = World(pace=replace(PACE, overlap=Ensembled(), action_steps=1)).begin().run(1.0)
     assert len(world.asked) == 21
     assert world.control.starvations == 0
 

@@ -12,6 +12,7 @@ from service.errors import InvalidRequest
 from service.motion.buffer import Buffer, Snapshot
 from service.motion.control import Control, Step
 from service.motion.joints import SO100, JointTable
+from service.motion.overlap import Ensembled
 from service.motion.pace import Pace
 from service.safety.limits import Asked, motion_limits
 from service.safety.ramp import Ramp
@@ -134,14 +135,14 @@ def test_a_policy_is_judged_by_what_it_wanted_not_by_what_it_was_let_do() -> Non
 
 
 def test_without_anything_to_clamp_nothing_is_changed_at_other_rates_and_with_ensembling() -> None:
-    for pace in (replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, ensemble=0.01, action_steps=1)):
+    for pace in (replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(), action_steps=1)):
         arm = Arm(towards(1.0), pace=pace).tick(20)
         assert arm.control.guard.clamped.total == 0, pace
         assert arm.steps.max() <= max(20 / pace.rate, 1.0) * 1.2
 
 
 @pytest.mark.parametrize(
-    "pace", [PACE, replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, ensemble=0.1, action_steps=1)]
+    "pace", [PACE, replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(0.1), action_steps=1)]
 )
 def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: Pace) -> None:
     random = np.random.default_rng(3)
