@@ -12,10 +12,9 @@ import msgpack
 import numpy as np
 
 from service.arrays.limits import Allowance, ArrayLimits, check_finite, check_name, read_dtype, read_shape, refusal
+from service.arrays.reader import Reader
 from service.errors import InvalidRequest
 
-_HEAD = 4096  # bytes in which a name, a dtype, a shape or a number must fit
-_BINARY = {0xC4: struct.Struct(">B"), 0xC5: struct.Struct(">H"), 0xC6: struct.Struct(">I")}
 _BINARY_32 = struct.Struct(">BI")
 _KEYS = ("dtype", "shape", "data")
 
@@ -30,7 +29,7 @@ def decode(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[
         InvalidRequest: it is not msgpack of this form, or holds something else than arrays of finite numbers.
         TooLarge: it holds more than is allowed.
     """
-    reader, allowance = _Reader(body), Allowance(limits)
+    reader, allowance = Reader(body, wanted=_wanted), Allowance(limits)
     if reader.count() != 1 or reader.value() != "inputs":
         raise _wanted()
     found = {}
@@ -60,56 +59,7 @@ def encode(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> l
     return pieces
 
 
-class _Reader:
-    """A body read value by value, each within a few bytes; only data may be long."""
-
-    def __init__(self, body: bytes):
-        self._body = memoryview(body)
-        self._at = 0
-
-    @property
-    def is_at_end(self) -> bool:
-        return self._at == len(self._body)
-
-    @property
-    def is_map(self) -> bool:
-        first = self._body[self._at] if not self.is_at_end else 0
-        return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
-
-    def count(self) -> int:
-        """Entries of the map that begins here."""
-        if not self.is_map:
-            raise _wanted()
-        return self._next("read_map_header")
-
-    def value(self) -> Any:
-        """A short value: text, a number, a list of numbers."""
-        return self._next("unpack")
-
-    def data(self) -> memoryview:
-        """Bytes, where they lie."""
-        kind = _BINARY.get(self._body[self._at]) if not self.is_at_end else None
-        if kind is None or len(self._body) < self._at + 1 + kind.size:
-            raise _wanted()
-        (size,) = kind.unpack(self._body[self._at + 1 : self._at + 1 + kind.size])
-        start = self._at + 1 + kind.size
-        if size > len(self._body) - start:
-            raise InvalidRequest("the msgpack is cut off", ("body",))
-        self._at = start + size
-        return self._body[start : self._at]
-
-    def _next(self, what: str) -> Any:
-        unpacker = msgpack.Unpacker(max_buffer_size=_HEAD, strict_map_key=True)
-        unpacker.feed(self._body[self._at : self._at + _HEAD])
-        try:
-            value = getattr(unpacker, what)()
-        except (msgpack.exceptions.UnpackException, ValueError, RecursionError) as error:
-            raise _wanted() from error
-        self._at += unpacker.tell()
-        return value
-
-
-def _read(reader: _Reader, name: str, allowance: Allowance) -> np.ndarray:
+def _read(reader: Reader, name: str, allowance: Allowance) -> np.ndarray:
     parts: dict[str, Any] = {}
     for _ in range(min(reader.count(), len(_KEYS) + 1)):
         key = reader.value()
@@ -124,7 +74,7 @@ def _read(reader: _Reader, name: str, allowance: Allowance) -> np.ndarray:
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
 
 
-def _number(reader: _Reader, name: str, allowance: Allowance, usual: str | None) -> np.ndarray:
+def _number(reader: Reader, name: str, allowance: Allowance, usual: str | None) -> np.ndarray:
     value = reader.value()
     if not isinstance(value, int | float) or not math.isfinite(value) or abs(value) >= 2**63:
         raise refusal(name, "is no array; wanted a number, or a map of dtype, shape and data")

@@ -1,0 +1,1 @@
+"""Doors for clients that need no rooms: act, stream, and openpi's protocol."""

@@ -1,0 +1,354 @@
+"""One WebSocket of a door: large messages go from the kernel into the memory that their arrays stay in.
+
+Sanic's own reads in small pieces and copies each message three times, which is right for the words of a room and takes
+ten milliseconds for two pictures. After Sanic's handshake its connection is handed over to this.
+"""
+
+import asyncio
+import logging
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from socket import IPPROTO_TCP, TCP_NODELAY
+from typing import Any, cast
+
+import numpy as np
+from sanic.server.websockets.impl import WebsocketImplProtocol
+
+from service.doors.frames import BINARY, CLOSE, PING, PONG, TEXT, BadFrame, Head, build_head, read_head, unmask
+
+log = logging.getLogger(__name__)
+
+_SCRATCH = 2048  # bytes that heads and short messages are read into
+_AT_ONCE = 64  # frames read at a stretch; a flood of pings keeps no robot waiting
+_FRAMES, _FRAMES_PER_SECOND = 2000.0, 1000.0  # all at once, and as many in the long run
+_WAITING = 2  # messages that may wait to be taken before nothing more is read
+_FAREWELL = 1.0  # seconds in which the peer may answer a close
+
+
+class SocketClosed(Exception):
+    """There will be no more messages."""
+
+
+@dataclass(frozen=True)
+class SocketLimits:
+    """Of one socket; times in seconds.
+
+    Attributes:
+        bytes: of one message.
+        unsent: bytes that may wait to be read by the peer; what comes on top is not taken.
+        slow: a peer that reads nothing for so long, with something waiting for it, is cut off.
+        heartbeat: from one ping to the next; a peer that is not heard of for two of them is cut off.
+    """
+
+    bytes: int = 16 << 20
+    unsent: int = 1 << 20
+    slow: float = 5.0
+    heartbeat: float = 10.0
+
+
+class DoorSocket(asyncio.BufferedProtocol):
+    """Messages in as memory that nobody else writes to, messages out without waiting.
+
+    Attributes:
+        heard_at: monotonic time of the newest bytes.
+        refused: messages that were not taken because the peer does not read.
+    """
+
+    def __init__(self, limits: SocketLimits, gone: Callable[[Exception | None], None] = lambda error: None):
+        """``gone`` is called when the connection is."""
+        self.heard_at = time.monotonic()
+        self.refused = 0
+        self._limits = limits
+        self._gone = gone
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._scratch = bytearray(_SCRATCH)
+        self._view = memoryview(self._scratch)
+        self._start = self._end = 0
+        self._head: Head | None = None
+        self._data = np.empty(0, np.uint8)
+        self._target = memoryview(b"")
+        self._filled = 0
+        self._parts: list[np.ndarray] = []
+        self._kind = 0
+        self._messages: deque[memoryview | str] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_closing = self._is_lost = self._is_waiting = self._is_pausing = False
+        self._frames, self._frames_at = _FRAMES, self.heard_at
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._pinged_at = 0.0
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+
+    @classmethod
+    def take(cls, socket: WebsocketImplProtocol, limits: SocketLimits) -> "DoorSocket":
+        """The connection of an upgraded socket, which Sanic reads no more. Nothing may have come on it yet."""
+        before = socket.io_proto
+        assert before is not None
+        if before.transport is None or before.transport.is_closing():
+            raise SocketClosed
+        transport = cast(asyncio.Transport, before.transport)
+        door = cls(limits, before.connection_lost)
+        if socket.keepalive_ping_task is not None:
+            socket.keepalive_ping_task.cancel()
+            socket.keepalive_ping_task = None
+        transport.pause_reading()
+        # Sanic may have read a message that was sent right behind the handshake's end.
+        early = list(socket.assembler.chunks)
+        transport.set_protocol(door)
+        door.connection_made(transport)
+        for chunk in early:
+            door._messages.append(chunk if isinstance(chunk, str) else memoryview(bytes(chunk)))
+        transport.resume_reading()
+        return door
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It may be read from."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=self._limits.unsent // 2)
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+        self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._beat)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: what is missing of a message, else a place for heads."""
+        if self._head is not None and len(self._target) > self._filled:
+            return self._target[self._filled :]
+        return self._view[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many came."""
+        self.heard_at = time.monotonic()
+        if self._head is not None and len(self._target) > self._filled:
+            self._filled += nbytes
+            if self._filled == len(self._target):
+                self._finish_frame()
+            else:
+                return
+        else:
+            self._end += nbytes
+        self._read()
+
+    def eof_received(self) -> bool:
+        """The peer sends no more: the connection ends."""
+        return False
+
+    def pause_writing(self) -> None:
+        """The peer does not read."""
+        self._timers["slow"] = self._loop.call_later(self._limits.slow, self._cut, "it does not read")
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self._stop_timer("slow")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is over."""
+        self._is_lost = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._parts.clear()
+        self._wake()
+        if not self.lost.done():
+            self.lost.set_result(None)
+        self._gone(exc)
+
+    # Frames.
+
+    def _read(self) -> None:
+        """Read what lies in the scratch."""
+        count = 0
+        while not (self._is_closing or self._is_lost):
+            if count >= _AT_ONCE or len(self._messages) >= _WAITING:
+                break
+            try:
+                head = read_head(self._view[self._start : self._end])
+                if head is None:
+                    break
+                count += 1
+                self._begin_frame(head)
+            except BadFrame as error:
+                log.info("a door's socket is closed: %s", error)
+                self.close(error.code, str(error))
+                return
+            if self._head is not None:
+                break  # the rest of its data is read into its own place
+        self._tidy()
+        self._breathe(count)
+
+    def _begin_frame(self, head: Head) -> None:
+        if not head.is_control:
+            if (head.opcode == 0) != bool(self._kind):
+                raise BadFrame(1002, "a part of a message out of turn")
+            held = sum(len(part) for part in self._parts)
+            if head.length + held > self._limits.bytes:
+                raise BadFrame(1009, f"a message of more than {self._limits.bytes} bytes")
+        self._head = head
+        self._data = np.empty(head.length, np.uint8)
+        self._target = memoryview(self._data)
+        self._start += head.size
+        there = min(self._end - self._start, head.length)
+        self._target[:there] = self._view[self._start : self._start + there]
+        self._start += there
+        self._filled = there
+        if there == head.length:
+            self._finish_frame()
+
+    def _finish_frame(self) -> None:
+        head, data = self._head, self._data
+        assert head is not None
+        self._head, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
+        unmask(data, head.mask)
+        if head.is_control:
+            self._control(head.opcode, data.tobytes())
+            return
+        self._kind = self._kind or head.opcode
+        self._parts.append(data)
+        if len(self._parts) > 64:
+            raise BadFrame(1009, "a message in more than 64 parts")
+        if not head.is_final:
+            return
+        kind, parts = self._kind, self._parts
+        self._kind, self._parts = 0, []
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if kind == TEXT:
+            try:
+                self._messages.append(whole.tobytes().decode())
+            except UnicodeDecodeError:
+                raise BadFrame(1007, "text is not UTF-8") from None
+        else:
+            self._messages.append(memoryview(whole))
+        self._wake()
+
+    def _control(self, opcode: int, data: bytes) -> None:
+        if opcode == PING:
+            self._write(PONG, (data,))
+        elif opcode == CLOSE:
+            if not self._is_closing:
+                code = data[:2] if len(data) >= 2 else b""
+                self._write(CLOSE, (code,))
+            self._is_closing = True
+            self._wake()
+            if self._transport is not None:
+                self._transport.close()
+
+    def _tidy(self) -> None:
+        """What is left of the scratch moves to its beginning, so that there is room behind it."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start:
+            rest = bytes(self._view[self._start : self._end])
+            self._view[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+
+    def _breathe(self, count: int) -> None:
+        """Read on at once, in a while, or when a message was taken."""
+        now = time.monotonic()
+        self._frames = min(self._frames + (now - self._frames_at) * _FRAMES_PER_SECOND, _FRAMES) - count
+        self._frames_at = now
+        if self._transport is None or self._is_closing or self._is_lost:
+            return
+        if len(self._messages) >= _WAITING:
+            self._is_waiting = True
+            self._transport.pause_reading()
+        elif count >= _AT_ONCE or self._frames < 0:
+            self._is_pausing = True
+            self._transport.pause_reading()
+            pause = max(-self._frames / _FRAMES_PER_SECOND, 0.001)
+            self._timers["breath"] = self._loop.call_later(pause, self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_pausing = self._is_waiting = False
+        if self._is_lost or self._is_closing or self._transport is None:
+            return
+        # Before the transport is asked for more: it may have no room for it.
+        self._read()
+        if not (self._is_pausing or self._is_waiting or self._is_closing):
+            self._transport.resume_reading()
+
+    # What a door does.
+
+    async def receive(self) -> memoryview | str:
+        """The next message.
+
+        Raises:
+            SocketClosed: there is none any more.
+        """
+        while not self._messages:
+            if self._is_lost or self._is_closing:
+                raise SocketClosed
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._messages.popleft()
+        if self._is_waiting and not self._is_pausing:
+            self._go_on()
+        return message
+
+    def send(self, *pieces: bytes | memoryview, is_text: bool = False) -> bool:
+        """Send a message of these pieces; False when it is not taken: the peer does not read, or is gone."""
+        transport = self._transport
+        if transport is None or self._is_closing or self._is_lost:
+            return False
+        if transport.get_write_buffer_size() > self._limits.unsent:
+            self.refused += 1
+            return False
+        self._write(TEXT if is_text else BINARY, pieces)
+        return True
+
+    def close(self, code: int = 1000, reason: str = "") -> None:
+        """Say goodbye; a peer that does not answer is cut off."""
+        if self._is_closing or self._is_lost or self._transport is None:
+            return
+        self._write(CLOSE, (struct.pack(">H", code) + reason.encode()[:120],))
+        self._is_closing = True
+        self._wake()
+        # What it still sends is read and thrown away, so that it can read the reason.
+        self._start = self._end = 0
+        self._head = None
+        self._loop.call_later(_FAREWELL, self._transport.abort)
+        self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def until_lost(self) -> None:
+        """Wait until the connection is over."""
+        await asyncio.shield(self.lost)
+
+    def _write(self, opcode: int, pieces: Sequence[bytes | memoryview]) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        length = sum(len(piece) for piece in pieces)
+        self._transport.write(b"".join((build_head(opcode, length), *pieces)))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        is_reading = not (self._is_waiting or self._is_pausing)
+        if is_reading and now - self.heard_at > 2 * self._limits.heartbeat:
+            self._cut("it is silent")
+            return
+        self._write(PING, (b"",))
+        self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._beat)
+
+    def _cut(self, why: str) -> None:
+        log.warning("a door's socket is cut off: %s", why)
+        self.abort()
+
+    def _stop_timer(self, name: str) -> None:
+        timer: Any = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
