@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from jaxmodels import Requirements
-from service.errors import PolicyError
+from service.errors import InvalidRequest, PolicyError
 from service.motion.joints import JointTable, table_for
-from service.motion.overlap import overlap_of
+from service.motion.overlap import ENSEMBLE, Overlap, overlap_of
 from service.motion.pace import Pace
 from service.safety.limits import MotionLimits, motion_limits
 from service.sessions.request import NewSession, SessionSettings
@@ -19,7 +19,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
 
     Raises:
         PolicyError: the policy does not fit; lists every reason.
-        InvalidRequest: the request's joint names do not fit.
+        InvalidRequest: the request's joint names do not fit, or its chunks cannot be joined or asked for like that.
     """
     wrong = misfits(requirements, new)
     if wrong:
@@ -30,14 +30,16 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         requested=new.joint_names,
         ranges=settings.joint_ranges,
     )
+    overlap = _overlap(requirements, new)
     rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)
     pace = Pace(
         rate=rate,
         action_rate=requirements.rate or rate,
-        action_steps=requirements.action_steps,
+        action_steps=_action_steps(requirements, new, overlap),
         chunk=requirements.chunk,
         width=requirements.action,
-        overlap=overlap_of(requirements),
+        overlap=overlap,
+        ask_ahead=new.ask_ahead,
         hold_repeats=settings.hold_repeats,
         on_hold=settings.on_hold,
         starved_after=settings.starved_after,
@@ -45,6 +47,26 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         samples=settings.samples,
     )
     return table, pace
+
+
+def _overlap(requirements: Requirements, new: NewSession) -> Overlap:
+    try:
+        return overlap_of(requirements, new.overlap, new.temporal_ensemble_coeff)
+    except ValueError as error:
+        name = "overlap" if new.temporal_ensemble_coeff is None else "temporal_ensemble_coeff"
+        raise InvalidRequest(str(error), ("body", name)) from None
+
+
+def _action_steps(requirements: Requirements, new: NewSession, overlap: Overlap) -> int:
+    if new.action_steps is None:
+        # An ensemble is of chunks at every action, as in LeRobot.
+        return 1 if overlap.name == ENSEMBLE else requirements.action_steps
+    if not 1 <= new.action_steps <= requirements.chunk:
+        raise InvalidRequest(
+            f"action_steps is {new.action_steps}; wanted 1 to {requirements.chunk}, the length of the policy's chunks",
+            ("body", "action_steps"),
+        )
+    return new.action_steps
 
 
 def limits_of(

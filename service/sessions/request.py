@@ -27,6 +27,11 @@ class NewSession:
         dry_run: everything but sending commands.
         shadow_policy_path, shadow_revision: a second policy that computes on the same observations and moves nothing.
         max_relative_target: the largest step of a joint per tick (LeRobot's name), for all joints or by wire name.
+        overlap: how a new chunk joins what is left of the plan, one of ``service.motion.overlap.OVERLAPS``; None leaves
+            it to the checkpoint, else to the default.
+        temporal_ensemble_coeff: of the overlap ``ensemble`` (LeRobot's name); the checkpoint's, else ACT's, when None.
+        ask_ahead: seconds before it is needed that the next chunk is asked for; as long as answers take when None.
+        action_steps: actions of a chunk to do before the next one takes over; the policy's own number when None.
         record: whether everything that happens is recorded from the first start on.
         owner: who made it, as its key is called; None where there are no keys.
     """
@@ -46,6 +51,10 @@ class NewSession:
     shadow_policy_path: str | None = None
     shadow_revision: str | None = None
     max_relative_target: float | Mapping[str, float] | None = None
+    overlap: str | None = None
+    temporal_ensemble_coeff: float | None = None
+    ask_ahead: float | None = None
+    action_steps: int | None = None
     record: bool = False
     owner: str | None = None
 

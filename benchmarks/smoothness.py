@@ -1,0 +1,242 @@
+"""How smooth is the motion, and does it still do its task, when every chunk of the policy comes late?
+
+    python -m benchmarks.smoothness                                  # all overlaps that fit, the shipped policy
+    python -m benchmarks.smoothness --policy PATH --overlap rtc      # any policy of the demo's task
+
+The demo's arm in virtual time: control, action queue, guard and overlap are those of a session, ticks and physics take
+turns, and nothing sleeps. An answer counts as there ``delay`` after its frame, and 3 ms more, which is what the shipped
+policy takes; delays are the same for every chunk, so that the tables differ in nothing but the overlap. ``jitter`` adds
+up to so much at random, seeded. Jerk is of the arm's joints as simulated, in rad/s^3 (norm over six joints, third
+difference of 25 Hz samples), mean over all ticks of all episodes, and the mean over episodes of the largest.
+
+Target: no delay up to 300 ms costs the default more than 2 lifts of 20. Latest: see docs/motion.md.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import jaxmodels
+from benchmarks.measured import RESULTS, SHIPPED, result, write
+from service.demo.arm import HORIZON, RATE, Arm
+from service.demo.collect import CAMERA, FRAME
+from service.demo.units import JOINTS, to_radians
+from service.motion.buffer import Buffer, Snapshot
+from service.motion.control import Control
+from service.motion.overlap import DEFAULT, OVERLAPS
+from service.sessions.fit import fit, limits_of
+from service.sessions.request import NewSession, SessionSettings
+
+DELAYS = (0, 100, 200, 300, 400)  # milliseconds
+OWN = 0.003  # seconds that an inference takes anyway
+SEEDS = range(20_000, 20_020)  # cubes that no demonstration began with
+SPARE = 60  # ticks that a robot may wait for its first command
+COLOURS = ("#4a5568", "#2b6cb0", "#9f7aea", "#2f855a", "#dd6b20", "#c53030", "#00838f")
+
+
+@dataclass
+class Episode:
+    """What became of one: whether the cube is up, joints (n, 6) in radians, commands (n, 6) likewise."""
+
+    lifted: bool
+    joints: np.ndarray
+    commands: np.ndarray
+
+
+class Robot:
+    """One session's control over the simulated arm; time is a number."""
+
+    def __init__(self, policy: Any, overlap: str, delay: float, jitter: float, asked: dict[str, Any]):
+        self.now = 1000.0
+        self._policy = policy
+        self._delay, self._jitter = delay, jitter
+        self._random = np.random.default_rng(7)
+        new = NewSession(
+            session_id="arm",
+            policy_path="demo",
+            transport_server_url="direct",
+            camera_names=(CAMERA,),
+            policy_type=policy.requirements.policy_type,
+            joint_names=JOINTS,
+            rate=RATE,
+            overlap=overlap,
+            **asked,
+        )
+        settings = SessionSettings()
+        table, pace = fit(policy.requirements, new, settings)
+        self._buffer = Buffer((CAMERA,), table)
+        self.control = Control(self._buffer, pace, limits_of(table, policy.requirements, new, settings))
+        self._names = table.names
+        self._answers: list[tuple[float, np.ndarray]] = []
+        self._blank = np.zeros((*FRAME, 3), np.uint8)
+
+    def play(self, arm: Arm, seed: int) -> Episode:
+        """One episode, from the first command on ``HORIZON`` ticks."""
+        arm.reset(seed)
+        self.control.begin(self.now)
+        joints, commands = [], []
+        target = arm.joints
+        for _ in range(HORIZON + SPARE):
+            self._buffer.put_joints(dict(zip(self._names, arm.joints.tolist(), strict=True)), self.now)
+            # What is seen is drawn when somebody asks: most pictures of an episode nobody looks at.
+            self._buffer.put_frame(CAMERA, self._blank, self.now)
+            step = self.control.tick(self.now)
+            if step.ask is not None:
+                self._answers.append(self._answer(step.ask, arm))
+            if step.command is not None:
+                target = step.command
+            if commands or step.command is not None:
+                commands.append(target)
+                joints.append(arm.joints)
+            arm.step(target)
+            if len(commands) == HORIZON:
+                break
+            self._pass(1 / RATE)
+        lifted = arm.is_lifted
+        self.control.halt(self.now)
+        self._pass(2.0)
+        while not self.control.is_idle:
+            self.control.tick(self.now)
+            self._pass(1 / RATE)
+        return Episode(lifted, to_radians(np.array(joints)), to_radians(np.array(commands)))
+
+    def _answer(self, snapshot: Snapshot, arm: Arm) -> tuple[float, np.ndarray]:
+        observation = snapshot.observation() | dict(snapshot.prefix)
+        observation[f"observation.images.{CAMERA}"] = arm.picture(CAMERA, *FRAME)[None]
+        late = OWN + self._delay + self._random.uniform(0, self._jitter)
+        return self.now + late, self._policy.act(observation)
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        due = [answer for answer in self._answers if answer[0] <= self.now + 1e-9]
+        self._answers = [answer for answer in self._answers if answer[0] > self.now + 1e-9]
+        for at, chunk in due:
+            self.control.answer(chunk, at)
+
+
+def jerk(positions: np.ndarray) -> np.ndarray:
+    """(n - 3,) norm over the joints of the third difference of (n, 6), in rad/s^3."""
+    return np.linalg.norm(np.diff(positions, 3, axis=0), axis=1) * RATE**3
+
+
+def measure(policy: Any, overlap: str, delay: int, jitter: int, seeds: Sequence[int], asked: dict[str, Any]) -> Any:
+    """One row: ``delay`` and ``jitter`` in milliseconds."""
+    arm, robot = Arm(), Robot(policy, overlap, delay / 1e3, jitter / 1e3, asked)
+    try:
+        episodes = [robot.play(arm, seed) for seed in seeds]
+    finally:
+        arm.close()
+    of_arm, of_commands = ([jerk(getattr(one, name)) for one in episodes] for name in ("joints", "commands"))
+    control = robot.control
+    return {
+        "overlap": overlap,
+        "delay_ms": delay,
+        "lifted": sum(one.lifted for one in episodes),
+        "episodes": len(episodes),
+        "jerk_mean": round(float(np.concatenate(of_arm).mean()), 1),
+        "jerk_peak": round(float(np.mean([one.max() for one in of_arm])), 1),
+        "command_jerk_mean": round(float(np.concatenate(of_commands).mean()), 1),
+        "command_jerk_peak": round(float(np.mean([one.max() for one in of_commands])), 1),
+        "inferences_per_episode": round(control.chunks / len(episodes), 1),
+        "starvations": control.starvations,
+        "chunks_clamped": sum(control.guard.clamped.by_reason().values()),
+        **control.asking,
+    }
+
+
+def table(rows: Sequence[Any]) -> str:
+    """Lifts and mean jerk by overlap and delay, as Markdown."""
+    delays = sorted({row["delay_ms"] for row in rows})
+    by = {(row["overlap"], row["delay_ms"]): row for row in rows}
+    lines = [
+        "| overlap | " + " | ".join(f"{delay} ms" for delay in delays) + " |",
+        "|---|" + "---|" * len(delays),
+    ]
+    for overlap in dict.fromkeys(row["overlap"] for row in rows):
+        found = [by.get((overlap, delay)) for delay in delays]
+        told = (f"{one['lifted']}/{one['episodes']}, {one['jerk_mean']:.0f}" if one else "" for one in found)
+        lines.append(f"| {overlap} | " + " | ".join(told) + " |")
+    return "\n".join(lines)
+
+
+def draw(found: Any, path: Path) -> None:
+    """Lifts and mean jerk over delay, one line each."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = found["rows"]
+    figure, sides = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    names = list(dict.fromkeys(row["overlap"] for row in rows))
+    for place, name in enumerate(names):
+        mine = [row for row in rows if row["overlap"] == name]
+        delays = [row["delay_ms"] for row in mine]
+        style = {"color": COLOURS[place % len(COLOURS)], "marker": "o", "lw": 2.6 if name == found["default"] else 1.4}
+        # Lines on top of each other are told apart by a little shift.
+        sides[0].plot(
+            [delay + 3 * (place - len(names) / 2) for delay in delays], [row["lifted"] for row in mine], **style
+        )
+        sides[1].plot(delays, [row["jerk_mean"] for row in mine], label=name, **style)
+    sides[0].set(xlabel="delay of every answer, ms", ylabel=f"cubes lifted of {rows[0]['episodes']}", ylim=(0, None))
+    sides[1].set(xlabel="delay of every answer, ms", ylabel="mean jerk of the arm, rad/s³", ylim=(0, None))
+    sides[1].legend(frameon=False)
+    for side in sides:
+        side.grid(alpha=0.3)
+        side.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    print(f"drawn: {path}")
+
+
+def main() -> None:
+    """Measure, or only draw what was measured."""
+    asking = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asking.add_argument("--policy", default=str(SHIPPED))
+    asking.add_argument("--overlap", action="append", choices=list(OVERLAPS), help="default: all that fit the policy")
+    asking.add_argument("--delay", action="append", type=int, help="milliseconds; default: 0 100 200 300 400")
+    asking.add_argument("--jitter", type=int, default=0, help="milliseconds at most")
+    asking.add_argument("--episodes", type=int, default=len(SEEDS))
+    asking.add_argument("--action-steps", type=int)
+    asking.add_argument("--ask-ahead", type=float)
+    asking.add_argument("--output", type=Path, default=RESULTS / "smoothness.json")
+    asking.add_argument("--picture", type=Path, default=None, help="default: beside the output")
+    asking.add_argument("--draw-only", action="store_true")
+    options = asking.parse_args()
+    picture = options.picture or options.output.with_suffix(".png")
+    if options.draw_only:
+        found = json.loads(options.output.read_text())
+        print(table(found["rows"]))
+        draw(found, picture)
+        return
+    policy = jaxmodels.load_policy(options.policy)
+    fitting = [one for one, how in OVERLAPS.items() if policy.requirements.takes_prefix or not how.sends_plan]
+    seeds = range(SEEDS.start, SEEDS.start + options.episodes)
+    asked = {"action_steps": options.action_steps, "ask_ahead": options.ask_ahead}
+    rows = []
+    for overlap in options.overlap or fitting:
+        for delay in options.delay or DELAYS:
+            rows.append(measure(policy, overlap, delay, options.jitter, seeds, asked))
+            print(json.dumps(rows[-1]), flush=True)
+    found = result(
+        "How smooth is the motion, and does it still do its task, when every chunk comes late?",
+        "python -m benchmarks.smoothness",
+        {"is_virtual_time": True},
+        "mujoco",
+        policy="shipped" if options.policy == str(SHIPPED) else Path(options.policy).name,
+        default=DEFAULT,
+        jitter_ms=options.jitter,
+        asked={name: value for name, value in asked.items() if value is not None},
+        rows=rows,
+    )
+    write(options.output, found)
+    print(table(rows))
+    draw(found, picture)
+
+
+if __name__ == "__main__":
+    main()
