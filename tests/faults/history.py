@@ -10,7 +10,7 @@ Five claims, checked after every fault:
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,13 +44,18 @@ class Call:
     answer: Any
 
 
+def _punctual(since: float, until: float, ways: int) -> float:
+    return 0.0
+
+
 @dataclass
 class History:
     """Everything about one session.
 
     Attributes:
         breaks: when the robot's connection, or the server, was away: what came before says nothing about after.
-        late: how late the machine was by itself; added to every limit of time.
+        late: how late the machine was by itself from one moment to another, for something that passes it so many
+            times; added to every limit of time.
         step: the largest step from one target to the next, or None.
     """
 
@@ -60,7 +65,7 @@ class History:
     calls: list[Call] = field(default_factory=list)
     statuses: list[tuple[float, str]] = field(default_factory=list)
     breaks: list[float] = field(default_factory=list)
-    late: float = 0.0
+    late: Callable[[float, float, int], float] = _punctual
     step: float | None = None
 
     def heard(self, values: Mapping[str, float], at: float) -> None:
@@ -111,7 +116,8 @@ class History:
     def _after_stops(self) -> list[str]:
         found = []
         for since, until in self._stops():
-            moved = self.motions(since + HOP + self.late, until)
+            moved = self.motions(since + HOP, until)
+            moved = [(at, target) for at, target in moved if at > since + HOP + self.late(since, at, 1)]
             if moved:
                 first = moved[0]
                 found.append(f"1: {len(moved)} targets {first[0] - since:.3f} s after a stop: {first[1]}")
@@ -139,10 +145,14 @@ class History:
     def _late(self) -> list[str]:
         found = []
         # What the policy saw was reported up to a frame before the frame that an action's time is counted from.
-        limit = PERIOD + 1 / FRAMES + HOP + 2 * self.late
+        usual = PERIOD + 1 / FRAMES + HOP
         for at, target in self.motions():
             reading = self.pose.read(target)
-            if reading is not None and at - reading.due_at > limit:
+            if reading is None or at - reading.due_at <= usual:
+                continue
+            # Late may have been the report, on its way in, and the command, on its way out.
+            limit = usual + self.late(reading.seen_at, at, 2)
+            if at - reading.due_at > limit:
                 found.append(f"3: an action {(at - reading.due_at) * 1e3:.0f} ms after it was due, limit {limit:.3f} s")
         return found
 

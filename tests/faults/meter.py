@@ -1,25 +1,90 @@
-"""How late this machine is by itself: a bare loop that tells a busy machine from a slow server."""
+"""How late this machine is by itself, which tells a busy machine from a slow server: a bare loop, and how long the
+kernel let the processes wait for a core that a message passes on its way."""
 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 PERIOD = 0.01
+LOOK = 5  # periods between looks at what the processes waited
+WAY = 1.0  # seconds in which whatever a limit is about has passed every process
 
 
 class Meter:
-    """Wakes up a hundred times a second and notes how late."""
+    """Wakes up a hundred times a second and notes how late.
 
-    def __init__(self) -> None:
+    Attributes:
+        chain: ids of the processes that a message passes, of those that live.
+        waited: when it was looked, and the seconds that they had waited by then.
+    """
+
+    def __init__(self, chain: Callable[[], Collection[int]] = tuple) -> None:
+        self.chain = chain
         self._late: deque[tuple[float, float]] = deque(maxlen=60_000)
+        self.waited: deque[tuple[float, float]] = deque([(float("-inf"), 0.0)], maxlen=12_000)
+        self._known: dict[Path, float] = {}
 
     async def run(self) -> None:
         while True:
-            due = time.monotonic() + PERIOD
-            await asyncio.sleep(PERIOD)
-            now = time.monotonic()
-            self._late.append((now, now - due))
+            for _ in range(LOOK):
+                due = time.monotonic() + PERIOD
+                await asyncio.sleep(PERIOD)
+                now = time.monotonic()
+                self._late.append((now, now - due))
+            self.look()
 
-    def worst(self, since: float = 0.0, until: float = float("inf")) -> float:
-        """The largest lateness in this time, in seconds."""
-        return max((late for at, late in self._late if since <= at <= until + PERIOD), default=0.0)
+    def look(self) -> None:
+        """Note how long the processes have waited since the last look: the first thread of each, and the worst other.
+
+        The first thread has the event loop, another one of a server infers; the rest works beside them.
+        """
+        known, new = self._known, 0.0
+        self._known = {}
+        for process in self.chain():
+            others = [0.0]
+            for thread in _threads(process):
+                waited = _waited(thread)
+                grown = waited - known.get(thread, waited)
+                self._known[thread] = waited
+                if thread.name == str(process):
+                    new += grown
+                else:
+                    others.append(grown)
+            new += max(others)
+        self.waited.append((time.monotonic(), self.waited[-1][1] + new))
+
+    def worst(self, since: float = 0.0, until: float = float("inf"), ways: int = 1) -> float:
+        """The largest lateness in this time, in seconds, for something that passes this process so many times."""
+        self.look()
+        bare = max((late for at, late in self._late if since <= at <= until + PERIOD), default=0.0)
+        return ways * bare + self._withheld(since, until)
+
+    def _withheld(self, since: float, until: float) -> float:
+        """The longest that the processes waited together in this time, or in any second of it."""
+        looks, worst, first = list(self.waited), 0.0, 0
+        for at, waited in looks:
+            if at < since:
+                continue
+            while first + 1 < len(looks) and looks[first + 1][0] <= max(since, at - WAY):
+                first += 1
+            worst = max(worst, waited - looks[first][1])
+            if at >= until:  # the first look afterwards, which sees what was over by then
+                break
+        return worst
+
+
+def _threads(process: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{process}/task").iterdir())
+    except OSError:
+        return []
+
+
+def _waited(thread: Path) -> float:
+    """Seconds that a thread was ready to run and had no core, from the kernel's own counts."""
+    try:
+        return int((thread / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0

@@ -35,7 +35,7 @@ async def test_f01_a_killed_transport_is_a_hold_until_it_is_back_and_a_fresh_fra
     """HOLD `link_lost`; status `reconnecting`; at once on RST; rooms made again, within one backoff of the return."""
     with rooms(tmp_path) as transport:
         arm: Arm = await arms(scripted, script())
-        arm.transport_url = transport.url
+        arm.goes_through(transport)
         await arm.go()
         await asyncio.sleep(moment.uniform(0.1, 0.6))
         transport.kill()
@@ -199,7 +199,7 @@ async def test_f24_a_paused_server_drops_what_expired_and_holds_once(
     """SIGSTOP for 2 s: expired actions dropped, one HOLD, then a new inference; nothing older than a period is sent."""
     transport, paused = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "paused"))
     arm: Arm = await arms(paused, script())
-    arm.transport_url = transport.url
+    arm.goes_through(transport)
     await arm.go()
     await asyncio.sleep(moment.uniform(0.1, 0.6))
     holds = sum(arm.session["stats"]["holds"].values())

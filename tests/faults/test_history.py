@@ -3,6 +3,7 @@
 import pytest
 
 from tests.faults.history import Call, History
+from tests.faults.meter import Meter
 from tests.faults.robot import JOINTS, PERIOD, STILL
 from tests.faults.script import STEP
 
@@ -78,3 +79,23 @@ def test_what_is_wrong_is_found(breaks, claim: str) -> None:
     history = good()
     breaks(history)
     assert any(found.startswith(claim) for found in history.violations({"arm"})), history.violations({"arm"})
+
+
+def test_an_action_that_the_machine_kept_back_is_no_violation_and_one_later_than_that_is():
+    for kept_back, found in ((0.35, []), (0.25, ["3"])):
+        history = good()
+        history.late = lambda since, until, ways, late=kept_back: late if since == 100.9 and ways == 2 else 0.0
+        does_what_expired(history)
+        assert [violation[0] for violation in history.violations({"arm"})] == found
+
+
+def test_what_processes_waited_for_a_core_counts_in_its_own_time_and_a_second_of_it_at_most():
+    meter, waits = Meter(), {100.1: 0.3, 101.0: 0.4, 101.5: 0.1}
+    total = 0.0
+    for at in (round(99 + number / 20, 2) for number in range(60)):
+        total += waits.get(at, 0.0)
+        meter.waited.append((at, total))
+    assert meter.worst(100.0, 100.1) == pytest.approx(0.3)
+    assert meter.worst(100.1, 100.9) == 0.0
+    assert meter.worst(100.1, 101.0) == pytest.approx(0.4)
+    assert meter.worst(99.0) == pytest.approx(0.7)
