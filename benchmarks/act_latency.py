@@ -12,18 +12,18 @@ Last result, AMD EPYC (Zen 4), 2 cores: benchmarks/results/act_latency.json
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.measured import RESULTS, machine, write
+from benchmarks.processes import Child, child
 
 HERE = Path(__file__).parent
 CASES = {
@@ -102,33 +102,6 @@ def serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-class Side:
-    """A process that loads a policy and measures it when told to."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        self._process = process
-
-    def ask(self, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a measured process ended with {self._process.wait()}; its errors are above")
-        return json.loads(line)
-
-
-@contextmanager
-def started(command: list[str]) -> Iterator[Side]:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield Side(process)
-    finally:
-        process.kill()
-        process.wait()
-
-
 def measure(commands: dict[str, list[str]], case: tuple[int, int, int], rounds: int, count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "policy"
@@ -137,14 +110,16 @@ def measure(commands: dict[str, list[str]], case: tuple[int, int, int], rounds: 
         seconds: dict[str, list[float]] = {side: [] for side in commands}
         chunks = {}
         # One after the other in each round, and both alive, so that no side ever starts cold.
-        with _all_started(commands) as sides:
-            for side, process in sides.items():
-                results[side] = process.ask(do="load", folder=str(folder), case=case)
+        with ExitStack() as stack:
+            sides: dict[str, Child] = {}
+            for side, (python, *command) in commands.items():
+                sides[side] = process = stack.enter_context(child(*command, python=python))
+                results[side] = process.order(do="load", folder=str(folder), case=case)
                 chunks[side] = np.array(results[side].pop("chunk"))
-                process.ask(do="measure", count=3)
+                process.order(do="measure", count=3)
             for _ in range(rounds):
                 for side, process in sides.items():
-                    seconds[side] += process.ask(do="measure", count=count)["seconds"]
+                    seconds[side] += process.order(do="measure", count=count)["seconds"]
     ours = chunks["robojax"]
     for side, values in seconds.items():
         milliseconds = np.array(values) * 1e3
@@ -158,26 +133,6 @@ def measure(commands: dict[str, list[str]], case: tuple[int, int, int], rounds: 
     return results
 
 
-@contextmanager
-def _all_started(commands: dict[str, list[str]]) -> Iterator[dict[str, Side]]:
-    with ExitStack() as stack:
-        yield {side: stack.enter_context(started(command)) for side, command in commands.items()}
-
-
-def machine() -> dict[str, Any]:
-    import jax
-
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "processor": names[0].partition(":")[2].strip() if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "load": [round(value, 2) for value in os.getloadavg()],
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "device": str(jax.devices()[0]),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer-python", type=Path, help="a Python that can import lerobot 0.4.4")
@@ -185,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--count", type=int, default=8, help="inferences per round and side")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "act_latency.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "act_latency.json")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -197,7 +152,9 @@ def main() -> None:
         commands["lerobot eager"] = peer
         if options.compiled_peer:
             commands["lerobot torch.compile"] = [*peer, "--compile"]
-    result: dict[str, Any] = {"machine": machine(), "cases": {}}
+    import jax
+
+    result: dict[str, Any] = {"machine": machine() | {"device": str(jax.devices()[0])}, "cases": {}}
     for name in options.case or CASES:
         sides = measure(commands, CASES[name], options.rounds, options.count)
         result["cases"][name] = sides
@@ -207,9 +164,7 @@ def main() -> None:
                 f"{name:18} {side:22} p50 {figures['p50_ms']:8.1f} ms  p99 {figures['p99_ms']:8.1f} ms  "
                 f"{ratio:5.2f} x ours  difference {figures['largest_difference']:.1e}"
             )
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written: {options.out}")
+    write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,11 @@ under 5 ms; when not, the ratio is all that means anything, and little.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ import numpy as np
 import uvloop
 
 import jaxmodels
+from benchmarks.measured import QUIET_P99, RESULTS, SHIPPED, beat, machine, percentiles, write
 from service.engine.engine import Engine
 from service.sessions.sessions import Listed, NewSession, Sessions, SessionSettings
 from service.stats import Recent
@@ -43,10 +43,6 @@ from service.transport.messages import JointUpdate
 from service.transport.names import rooms_of
 from service.transport.wire import build
 
-ROOT = Path(__file__).parent.parent
-SHIPPED = ROOT / "service" / "demo" / "policy"
-RESULTS = ROOT / "benchmarks" / "results" / "control_jitter.json"
-PERCENTS = (50, 99, 99.9)
 SAMPLES = 1_000_000
 SHOWN = ("lateness_ms_of_the_median_round", "p99_over_bare", "is_quiet", "is_met")
 
@@ -125,25 +121,17 @@ async def robot(link: SocketLink, names: Sequence[str], sizes: dict[str, tuple[i
         link.inbox.joints({name: float(number % 50) for name in names}, now)
 
 
-async def bare(link: SocketLink, rate: float, seconds: float, phase: float, lateness: Recent) -> None:
-    """A loop with nothing but a deadline and a message."""
-    values = [JointValue(f"joint_{number}", 1.5 * number, number) for number in range(6)]
-    start = time.monotonic() + phase
-    for number in range(int(seconds * rate)):
-        deadline = start + number / rate
-        while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
-            await asyncio.sleep(left)
-        lateness.add(time.monotonic() - deadline)
-        link.send(values)
-
-
 async def bare_round(links: Sequence[SocketLink], rate: float, seconds: float) -> np.ndarray:
-    recents = [Recent(SAMPLES) for _ in links]
+    """Loops with nothing but a deadline and a message."""
+    values = [JointValue(f"joint_{number}", 1.5 * number, number) for number in range(6)]
+    late: list[float] = []
     phases = np.random.default_rng(1).uniform(0, 1 / rate, len(links))
-    await asyncio.gather(
-        *(bare(link, rate, seconds, phase, recent) for link, phase, recent in zip(links, phases, recents, strict=True))
+    beats = (
+        beat(rate, partial(link.send, values), late.append, phase=phase, seconds=seconds)
+        for link, phase in zip(links, phases, strict=True)
     )
-    return np.concatenate([recent.samples for recent in recents])
+    await asyncio.gather(*beats)
+    return np.array(late)
 
 
 async def session_round(sessions: Sessions, rate: float, seconds: float) -> tuple[np.ndarray, dict[str, object]]:
@@ -171,7 +159,7 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
         **changes,
         "inferences_per_second": round(len(compute) / seconds, 1),
         "device_thread_busy": round(sum(d.thinking.seconds["compute"].total for d in drives) / seconds, 3),
-        "inference_ms": summary(compute),
+        "inference_ms": percentiles(compute),
     }
     await asyncio.sleep(0.2)
     return lateness, facts
@@ -186,13 +174,6 @@ def counts(session: Listed) -> dict[str, int]:
         "starvations": control.starvations,
         "missed_ticks": control.missed_ticks,
         "late_actions": control.actions.late,
-    }
-
-
-def summary(seconds: np.ndarray) -> dict[str, float]:
-    values = np.percentile(seconds, PERCENTS) * 1e3
-    return {f"p{p:g}": round(float(v), 3) for p, v in zip(PERCENTS, values, strict=True)} | {
-        "max": round(float(seconds.max()) * 1e3, 3)
     }
 
 
@@ -223,19 +204,21 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
     for number in range(options.rounds):
         lateness = await bare_round(transport.links, options.rate, options.seconds)
         pooled["bare"].append(lateness)
-        rounds.append({"kind": "bare", "ticks": len(lateness), "lateness_ms": summary(lateness)})
+        rounds.append({"kind": "bare", "ticks": len(lateness), "lateness_ms": percentiles(lateness)})
         lateness, facts = await session_round(sessions, options.rate, options.seconds)
         pooled["sessions"].append(lateness)
-        rounds.append({"kind": "sessions", "ticks": len(lateness), "lateness_ms": summary(lateness), **facts})
+        rounds.append({"kind": "sessions", "ticks": len(lateness), "lateness_ms": percentiles(lateness), **facts})
         print(f"round {number + 1}: bare {rounds[-2]['lateness_ms']}")
         print(f"         sessions {rounds[-1]['lateness_ms']}  {facts}", flush=True)
     for task in tasks:
         task.cancel()
     await sessions.close()
     server.close()
-    pooled_ms = {kind: summary(np.concatenate(samples)) for kind, samples in pooled.items()}
+    pooled_ms = {kind: percentiles(np.concatenate(samples)) for kind, samples in pooled.items()}
     typical = {
-        kind: {name: round(float(np.median([summary(one)[name] for one in samples])), 3) for name in pooled_ms[kind]}
+        kind: {
+            name: round(float(np.median([percentiles(one)[name] for one in samples])), 3) for name in pooled_ms[kind]
+        }
         for kind, samples in pooled.items()
     }
     limit = max(1.5 * typical["bare"]["p99"], 5.0)
@@ -248,18 +231,12 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
         "niceness": options.niceness,
         "switch_interval_s": options.switch_interval,
         "policy": options.policy.name,
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": processor(),
-            "python": platform.python_version(),
-            "process_niceness": os.nice(0),
-            "load_average": [round(value, 2) for value in os.getloadavg()],
-        },
+        "machine": machine(),
         "lateness_ms_of_the_median_round": typical,
         "lateness_ms_of_all_rounds": pooled_ms,
         "p99_over_bare": round(typical["sessions"]["p99"] / typical["bare"]["p99"], 2),
         "target": "p99 of the median round <= 1.5 x bare, or 5 ms",
-        "is_quiet": typical["bare"]["p99"] < 5.0,
+        "is_quiet": typical["bare"]["p99"] < QUIET_P99,
         "is_met": typical["sessions"]["p99"] <= limit,
         "rounds": rounds,
     }
@@ -269,14 +246,6 @@ def jaxmodels_loader(
     path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None
 ) -> jaxmodels.Policy:
     return jaxmodels.load_policy(path, revision, like=like, on_progress=on_progress)
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 if __name__ == "__main__":
@@ -290,10 +259,9 @@ if __name__ == "__main__":
     parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
     parser.add_argument("--niceness", type=int, default=5, help="of the device and loader threads")
     parser.add_argument("--switch-interval", type=float, default=0.001, help="Python's own, in seconds")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "control_jitter.json")
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if options.loop == "uvloop" else None) as runner:
         result = runner.run(main(options))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.output, result)
     print(json.dumps({key: result[key] for key in SHOWN}))

@@ -24,7 +24,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import platform
 import random
 import re
 import tempfile
@@ -39,13 +38,13 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.measured import RESULTS, machine, write
 from service.app import create_app
 from service.engine.scripted_policy import ScriptedLoader
 from service.serving import listen, run, serving
 from service.settings import Settings
 from service.transport.rooms import RoomTable
 
-RESULTS = Path(__file__).parent / "results" / "crash_recovery.json"
 CLIENTS = 6
 # Seconds after the first request in which the kill comes.
 LIFE = (0.0, 0.25)
@@ -270,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "crash_recovery.json")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -278,14 +277,13 @@ def main() -> None:
     result = {
         "question": "what is lost, and what moves by itself, when the server is killed at a random moment",
         "command": f"python benchmarks/crash_recovery.py --kills {options.kills} --seed {options.seed}",
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
+        "machine": machine(),
         "kills": options.kills,
         "seconds": round(time.monotonic() - began, 1),
         **found,
         "is_met": not any(found[fault] for fault in FAULTS),
     }
-    options.results.parent.mkdir(exist_ok=True)
-    options.results.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.results, result)
     print(json.dumps(result, indent=2))
     raise SystemExit(0 if result["is_met"] else 1)
 

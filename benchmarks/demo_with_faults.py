@@ -32,6 +32,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from benchmarks.measured import RESULTS, ROOT, SHIPPED, write
 from service.demo.arm import HOME, HORIZON, RATE
 from service.demo.collect import CAMERA, FRAME
 from service.demo.robot import PERIOD, SETTLE, Body, Clock, Sessions
@@ -40,9 +41,6 @@ from service.transport.base import Rooms
 from service.transport.pace import Pace
 from service.transport.robot import connect_robot
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "demo_with_faults.json"
-POLICY = ROOT / "service" / "demo" / "policy"
 SESSION = "demo-arm"
 LOG = None if "--log" in sys.argv else asyncio.subprocess.DEVNULL  # what the processes write to standard error
 FAULTS = ("F3", "F1", "F5")
@@ -338,14 +336,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=20)
     parser.add_argument("--seed", type=int, default=5000, help="of the first cube, and of the moments")
-    parser.add_argument("--policy", type=Path, default=POLICY)
+    parser.add_argument("--policy", type=Path, default=SHIPPED)
     parser.add_argument("--log", action="store_true", help="show what the processes log")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "demo_with_faults.json")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = asyncio.run(run(options))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.output, result)
     print(f"{result['lifted']} of {result['of']} lifted, wanted {result['wanted']}")
     return 0 if result["is_met"] else 1
 

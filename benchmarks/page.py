@@ -10,14 +10,13 @@ At high priority on two cores that others used (load 8), 2026-11: p99 of latenes
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.measured import RESULTS, machine, percentiles, write
 from service.app import create_app
 from service.engine.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
@@ -26,7 +25,6 @@ from service.transport.memory import MemoryTransport
 from service.ui import live as page
 
 TURN, TURNS, PAGES, RATE = 5.0, 6, 2, 50.0
-RESULT = Path(__file__).parent / "results" / "page.json"
 LOOKING = """
 import asyncio, json, struct, sys, aiohttp
 async def look(http):
@@ -55,8 +53,8 @@ async def arm(link) -> None:
 
 
 def spread(lateness: list[float]) -> dict[str, float]:
-    p50, p99 = np.percentile(lateness, (50, 99)) * 1e3
-    return {"ticks": len(lateness), "p50_ms": round(float(p50), 3), "p99_ms": round(float(p99), 3)}
+    found = percentiles(lateness)
+    return {"ticks": len(lateness), "p50_ms": found["p50"], "p99_ms": found["p99"]}
 
 
 async def measure() -> dict[str, object]:
@@ -110,12 +108,11 @@ async def measure() -> dict[str, object]:
         "missed_ticks": missed,
         "message_us": {"p50": round(float(p50), 1), "p99": round(float(p99), 1), "of": len(took)},
         "pictures": {"made": made, "share_of_a_core": round(seconds / (TURN * TURNS), 4)},
-        "load_average": round(os.getloadavg()[0], 1),
-        "cores": os.cpu_count(),
+        "machine": machine(),
     }
 
 
 if __name__ == "__main__":
     found = asyncio.run(measure())
-    RESULT.write_text(json.dumps(found, indent=2) + "\n")
+    write(RESULTS / "page.json", found)
     print(json.dumps(found, indent=2))

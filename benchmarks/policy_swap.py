@@ -12,8 +12,6 @@ tick lateness at most 1.5 times that of the steady rounds, or 5 ms.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import shutil
 import tempfile
 import time
@@ -23,16 +21,16 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from control_jitter import SHIPPED, SocketTransport, jaxmodels_loader, processor, robot, sink, summary
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.control_jitter import SocketTransport, jaxmodels_loader, robot, sink
+from benchmarks.measured import RESULTS, SHIPPED, machine, percentiles, write
 from service.engine.engine import Engine
 from service.sessions.sessions import NewSession, Sessions, SessionSettings
 from service.stats import Recent
 from service.updates.probation import ProbationSettings
 from service.updates.rollout import Rollout, RolloutSettings
 
-RESULTS = Path(__file__).parent / "results" / "policy_swap.json"
 # Of one session and round; a larger ring would take longer to make than a tick.
 SAMPLES = 10_000
 COSTS = ("missed_ticks", "starvations", "late_actions_because")
@@ -115,14 +113,15 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
                 lateness[kind].append(np.concatenate([recent.samples for recent in recents]))
                 for name, count in totals(sessions).items():
                     counted[kind][name] += count - before[name]
-                print(kind, summary(lateness[kind][-1]), flush=True)
+                print(kind, percentiles(lateness[kind][-1]), flush=True)
     for task in tasks:
         task.cancel()
     await sessions.close()
     server.close()
     typical = {
         kind: {
-            name: round(float(np.median([summary(one)[name] for one in rounds])), 3) for name in ("p50", "p99", "max")
+            name: round(float(np.median([percentiles(one)[name] for one in rounds])), 3)
+            for name in ("p50", "p99", "max")
         }
         for kind, rounds in lateness.items()
     }
@@ -134,12 +133,7 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
         "sessions": options.sessions,
         "rate_hz": options.rate,
         "rounds": options.rounds,
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": processor(),
-            "python": platform.python_version(),
-            "load_average": [round(value, 2) for value in os.getloadavg()],
-        },
+        "machine": machine(),
         "swaps": len(swaps),
         "cost_of_all_swaps": costs,
         "prepare_s": round(float(np.median([swap["prepare_s"] for swap in swaps])), 3),
@@ -158,10 +152,9 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--seconds", type=float, default=6.0, help="of one round, at least")
     parser.add_argument("--rounds", type=int, default=5, help="of each kind")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "policy_swap.json")
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(main(options))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.output, result)
     print(json.dumps(result))

@@ -16,7 +16,6 @@ import gc
 import json
 import multiprocessing
 import os
-import platform
 import tempfile
 import time
 from collections import Counter
@@ -27,13 +26,13 @@ from typing import Any
 import aiohttp
 from sanic import HTTPResponse, Request
 
+from benchmarks.measured import RESULTS, machine, write
 from service.app import create_app
 from service.engine.scripted_policy import ScriptedLoader
 from service.routes.answers import answer
 from service.serving import listen, run
 from service.settings import Settings
 
-RESULTS = Path(__file__).parent / "results" / "session_cycles.json"
 LOOK_EVERY = 100
 GROWTH = 0.05
 COUNTED = ("descriptors", "threads", "tasks", "rooms", "sessions")
@@ -149,20 +148,19 @@ def is_met(found: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=1000)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "session_cycles.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(Path(folder), options.cycles))
     result = {
         "question": "what a server keeps of sessions that are gone",
         "command": f"python benchmarks/session_cycles.py --cycles {options.cycles}",
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
+        "machine": machine(),
         "cycles": options.cycles,
         **found,
         "is_met": is_met(found),
     }
-    options.results.parent.mkdir(exist_ok=True)
-    options.results.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.results, result)
     print(json.dumps(result, indent=2))
     raise SystemExit(0 if result["is_met"] else 1)
 

@@ -12,7 +12,6 @@ Last result: benchmarks/results/transformer2d_compile.json
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,7 +22,8 @@ from typing import Any
 import numpy as np
 from transformer2d_cases import DIT_S
 
-HERE = Path(__file__).parent
+from benchmarks.measured import RESULTS, machine, write
+
 SHALLOW, DEEP = 2, 28
 
 
@@ -65,13 +65,13 @@ def in_a_process(layers: int, way: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "transformer2d_compile.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "transformer2d_compile.json")
     parser.add_argument("--once", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
         print(json.dumps(measure_once(int(options.once[0]), options.once[1])))
         return
-    result: dict[str, Any] = {"machine": {"processor": platform.processor(), "cores": os.cpu_count()}}
+    result: dict[str, Any] = {"machine": machine()}
     for way in ("ahead", "on first call"):
         seconds: dict[int, list[float]] = {SHALLOW: [], DEEP: []}
         for _ in range(options.rounds):
@@ -81,10 +81,7 @@ def main() -> None:
         ratio = float(np.median(np.array(seconds[DEEP]) / np.array(seconds[SHALLOW])))
         result[way] = {f"{SHALLOW}_layers_s": shallow, f"{DEEP}_layers_s": deep, "ratio": ratio}
         print(f"{way:14} {SHALLOW} layers {shallow:.2f} s  {DEEP} layers {deep:.2f} s  ratio {ratio:.2f}", flush=True)
-    result["load"] = [round(value, 2) for value in os.getloadavg()]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written: {options.out}")
+    write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -17,54 +17,25 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformer2d_cases import CASES, Case
 
+from benchmarks.measured import RESULTS, machine, write
+from benchmarks.processes import child
+
 HERE = Path(__file__).parent
 DTYPES = {"cpu": "float32", "gpu": "bfloat16"}
 OURS, EAGER, COMPILED = "robojax", "diffusers eager", "diffusers torch.compile"
 LONGEST = 100  # calls of a side in one round
-
-
-class Side:
-    """A process that loads a model and measures it when told to."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        self._process = process
-
-    def ask(self, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a measured process ended with {self._process.wait()}; its errors are above")
-        return json.loads(line)
-
-
-@contextmanager
-def started(command: list[str]) -> Iterator[Side]:
-    # Spinning OpenMP threads would slow down whoever's turn it is; XLA would take most of a GPU's memory at once.
-    settings = {"OMP_WAIT_POLICY": "PASSIVE", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**settings, **os.environ}
-    )
-    try:
-        yield Side(process)
-    finally:
-        process.kill()
-        process.wait()
+# Spinning OpenMP threads would slow down whoever's turn it is; XLA would take most of a GPU's memory at once.
+SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def measure(commands: Mapping[str, list[str]], device: str, name: str, rounds: int, budget: float) -> dict[str, Any]:
@@ -79,18 +50,21 @@ def measure(commands: Mapping[str, list[str]], device: str, name: str, rounds: i
     seconds: dict[str, list[float]] = {side: [] for side in commands}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = str(Path(temporary) / "model")
-        sides = {side: stack.enter_context(started(command)) for side, command in commands.items()}
-        sides[EAGER].ask(do="write", device=device, case=name, folder=folder)
+        sides = {
+            side: stack.enter_context(child(*command, python=python, env={**SETTINGS, **os.environ}))
+            for side, (python, *command) in commands.items()
+        }
+        sides[EAGER].order(do="write", device=device, case=name, folder=folder)
         counts = {}
         for side, process in sides.items():
             output = str(Path(temporary) / "output.npy")
-            results[side] = process.ask(do="load", device=device, case=name, folder=folder, output=output)
+            results[side] = process.order(do="load", device=device, case=name, folder=folder, output=output)
             outputs[side] = np.load(output)
-            warm = process.ask(do="measure", count=3)["seconds"]
+            warm = process.order(do="measure", count=3)["seconds"]
             counts[side] = int(np.clip(budget / min(warm), 1, LONGEST))
         for _ in range(rounds):
             for side, process in sides.items():
-                taken = process.ask(do="measure", count=counts[side])["seconds"]
+                taken = process.order(do="measure", count=counts[side])["seconds"]
                 medians[side].append(float(np.median(taken)))
                 seconds[side] += taken
     scale = np.abs(outputs[EAGER]).max()
@@ -107,21 +81,6 @@ def measure(commands: Mapping[str, list[str]], device: str, name: str, rounds: i
             "largest_output": float(scale),
         }
     return results
-
-
-def machine(device: str) -> dict[str, Any]:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    found = {
-        "processor": names[0].partition(":")[2].strip() if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "load": [round(value, 2) for value in os.getloadavg()],
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("jax", "torch", "diffusers")},
-    }
-    if device == "gpu":
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        found["gpu"] = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
-    return found
 
 
 def describe(case: Case, figures: dict[str, Any], peak: float | None) -> str:
@@ -144,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="per round and side, at least one call")
     parser.add_argument("--case", action="append", help="only those whose name has this in it; may be given again")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "transformer2d_latency.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "transformer2d_latency.json")
     options = parser.parse_args()
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("diffusers") is None:
         raise SystemExit("this compares with diffusers in torch; install both: pip install robojax[parity]")
@@ -160,8 +119,7 @@ def main() -> None:
     # Figures of other devices and of cases that are not run this time stay in the file.
     result = json.loads(options.out.read_text()) if options.out.exists() else {}
     section = result.setdefault(f"{device} {dtype}", {"cases": {}})
-    section["machine"] = machine(device)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    section["machine"] = machine("torch", "diffusers")
     for name in names:
         figures = measure(commands, device, name, options.rounds, options.seconds)
         section["cases"][name] = figures
@@ -173,8 +131,7 @@ def main() -> None:
                 f"difference {values['largest_difference']:.1e} of {values['largest_output']:.1f}",
                 flush=True,
             )
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written: {options.out}")
+        write(options.out, result)
 
 
 if __name__ == "__main__":

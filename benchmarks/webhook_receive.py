@@ -25,7 +25,6 @@ import asyncio
 import itertools
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -37,8 +36,8 @@ from pathlib import Path
 
 import aiohttp
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "webhook_receive.json"
+from benchmarks.measured import RESULTS, machine, write
+
 SECRET = "a-secret-of-the-benchmark"
 SLOW = 2.0  # seconds
 TARGET_MS = 50.0
@@ -238,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer-python", help="a Python that has huggingface_hub, gradio and fastapi")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "webhook_receive.json")
     arguments = parser.parse_args()
     waits = asyncio.run(run(arguments.rounds, arguments.peer_python))
     unrelated = waits["ours"]["while_3_slow_handlers_run"]["unrelated"]  # type: ignore[index]
@@ -246,18 +245,13 @@ def main() -> None:
         "question": "milliseconds that senders and bystanders wait while webhook handlers are slow",
         "rounds": arguments.rounds,
         "slow_handler_s": SLOW,
-        "machine": {
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "processor": platform.processor() or platform.machine(),
-            "load_average": [round(load, 2) for load in os.getloadavg()],
-        },
+        "machine": machine(),
         "peer": peer_versions(arguments.peer_python) if arguments.peer_python else "not measured: no --peer-python",
         "waits_ms": waits,
         "target_ms": TARGET_MS,
         "is_met": unrelated["p99"] < TARGET_MS,
     }
-    arguments.results.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.results, result)
     print(json.dumps(result, indent=1))
     if arguments.peer_python is None:
         print("no peer: give --peer-python a Python with huggingface_hub, gradio and fastapi to compare")

@@ -1,0 +1,185 @@
+"""L2, L3, L4 and L6 of ``benchmarks/load.py``: sessions with cameras and policies that compute."""
+
+import argparse
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load_scene import Row, Scene, is_wanted, lateness, row
+from benchmarks.processes import child
+
+
+def l2_l4_l6(options: argparse.Namespace) -> list[Row]:
+    """8 sessions at 25 Hz with the small ACT and a camera each; meanwhile a big policy is loaded; a soak."""
+    rows = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        scene = Scene(stack, "real")
+        for number in range(8):
+            scene.create("s", number, ["front"])
+        scene.robots("s", 8, ["front"])
+        seconds = max(options.seconds / 3, 5)
+        bare = []
+        if is_wanted(options, "L2"):
+            bare.append(scene.bare(8, 25, seconds / 2, ["front"]))
+        scene.start_all()
+        time.sleep(3)
+        before = scene.measure(seconds)
+        if is_wanted(options, "L2"):
+            scene.stop_all()
+            bare.append(scene.bare(8, 25, seconds / 2, ["front"]))
+            scene.start_all()
+            counts = before["counts"]
+            figure: Row = {"lateness_ms": lateness([before])} | {
+                "starvations": counts["starvations"],
+                "missed_ticks_percent": round(100 * counts["missed_ticks"] / max(before["ticks"], 1), 4),
+                "holds": counts["holds"],
+                "inference_ms": before["inference_ms"],
+                "cpu_of_a_core": before["cpu_of_a_core"],
+            }
+            rows.append(
+                row(
+                    "L2",
+                    "8 x 25 Hz, ACT and a camera each: no starvation; missed ticks 0.1 %; inference p99 25 ms",
+                    figure,
+                    counts["starvations"] == 0
+                    and figure["missed_ticks_percent"] <= 0.1
+                    and before["inference_ms"]["p99"] <= 25,
+                    lateness(bare),
+                )
+            )
+        if is_wanted(options, "L4"):
+            rows.append(_l4(scene, folder, before))
+        if is_wanted(options, "L6"):
+            rows.append(_l6(scene, options.soak * 60))
+    return rows
+
+
+def _l4(scene: Scene, folder: Path, before: Any) -> Row:
+    size = _big_policy(folder / "big")
+    seconds = 0.0
+
+    def load() -> None:
+        nonlocal seconds
+        began = time.monotonic()
+        scene.create("big", 0, ["front"], folder / "big")
+        seconds = time.monotonic() - began
+
+    time.sleep(1)
+    during = scene.measure(10, load)
+    grown = during["lateness_ms"]["p99"] - before["lateness_ms"]["p99"]
+    figure = {
+        "loaded_mb": round(size / 1e6),
+        "create_s": round(seconds, 2),
+        "p99_before_ms": before["lateness_ms"]["p99"],
+        "p99_during_ms": during["lateness_ms"]["p99"],
+        "grown_ms": round(grown, 3),
+        "longest_burst_of_missed_ticks": during["longest_burst_of_missed_ticks"],
+        "starvations": during["counts"]["starvations"],
+    }
+    return row(
+        "L4",
+        "a session that compiles and loads 200 MB beside L2: p99 grows by 5 ms at most, no burst of more than 2 ticks",
+        figure,
+        grown <= 5 and during["longest_burst_of_missed_ticks"] <= 2,
+    )
+
+
+def _big_policy(folder: Path) -> int:
+    """An ACT of 200 MB with random weights that nobody compiled before; its size in bytes."""
+    with child("-c", BIG, str(folder), str(time.time_ns() % 64)) as writing:
+        if writing.process.wait() != 0:
+            writing.line()
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+BIG = """
+import sys
+from pathlib import Path
+import jax
+import numpy as np
+from flax import nnx
+from jaxmodels.checkpoints import lerobot
+from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
+from jaxmodels.features import Feature
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.weights import flatten
+
+inputs = (Feature("observation.state", "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 96, 96)))
+outputs = (Feature("action", "ACTION", (6,)),)
+config = ActConfig(
+    input_features=inputs, output_features=outputs, chunk_size=20, n_action_steps=5, vision_backbone="small_cnn",
+    pretrained_backbone_weights=None, dim_model=768, n_heads=8, dim_feedforward=3072 + 8 * int(sys.argv[2]),
+    n_encoder_layers=5, use_vae=False,
+)
+vector = {"mean": np.zeros(6, np.float32), "std": np.full(6, 20, np.float32)}
+image = {"mean": np.full((3, 1, 1), 0.5, np.float32), "std": np.full((3, 1, 1), 0.25, np.float32)}
+stats = {"observation.state": vector, "action": vector, "observation.images.front": image}
+weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
+joints = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
+normalization = from_stats(inputs, outputs, config.normalization_mapping, stats)
+lerobot.write(Path(sys.argv[1]), Checkpoint(config, weights, normalization, Sidecar(rate=25.0, joint_names=joints)))
+"""
+
+
+def _l6(scene: Scene, seconds: float) -> Row:
+    sizes: list[tuple[float, float]] = []
+    first = scene.measure(min(60, seconds / 4))
+    began = time.monotonic()
+    held = first["counts"]["holds"]
+    found = first
+    while time.monotonic() < began + seconds:
+        found = scene.measure(min(60, seconds / 4))
+        sizes.append((time.monotonic() - began, found["rss_mb"]))
+        held += found["counts"]["holds"]
+    times, values = [at for at, _ in sizes], [size for _, size in sizes]
+    slope = statistics.linear_regression(times, values).slope * 3600 / values[0] * 100 if len(sizes) > 1 else 0.0
+    figure = {
+        "minutes": round(seconds / 60, 1),
+        "rss_percent_an_hour": round(slope, 2),
+        "rss_mb": [values[0], values[-1]],
+        "p50_first_last_ms": [first["lateness_ms"]["p50"], found["lateness_ms"]["p50"]],
+        "holds": held,
+    }
+    return row(
+        "L6",
+        "soak of L2: RSS grows 1 % an hour at most, no drift of the ticks, no unexplained hold",
+        figure,
+        slope <= 1 and held == 0 and figure["p50_first_last_ms"][1] <= figure["p50_first_last_ms"][0] + 1,
+    )
+
+
+def l3(options: argparse.Namespace) -> list[Row]:
+    """Four cameras of 640x480 at 30 pictures a second."""
+    cameras = ["one", "two", "three", "four"]
+    seconds = max(options.seconds / 3, 5)
+    with ExitStack() as stack:
+        scene = Scene(stack, cameras=cameras, rate=50)
+        plain = scene.bare(1, 50, seconds / 2, cameras, fps=30, width=640, height=480)
+        scene.create("s", 0, cameras)
+        scene.robots("s", 1, cameras, fps=30, width=640, height=480)
+        scene.start_all()
+        time.sleep(4)
+        found = scene.measure(seconds)
+    fps = {c: round(found["counts"][f"frames_{c}"] / found["seconds"], 1) for c in cameras}
+    figure = {
+        "lateness_ms": found["lateness_ms"],
+        "fps": fps,
+        "frame_age_ms": found["frame_age_ms"],
+        "frame_way_ms": found["frame_way_ms"],
+        "cpu_of_a_core": found["cpu_of_a_core"],
+    }
+    is_met = min(fps.values()) >= 28 and found["frame_age_ms"]["p99"] <= 120 and found["lateness_ms"]["p99"] <= 10
+    return [
+        row(
+            "L3",
+            "4 cameras 640x480 at 30: 28 a second received, age p99 120 ms (from being taken), control p99 10 ms",
+            figure,
+            is_met,
+            plain["lateness_ms"],
+        )
+    ]

@@ -1,0 +1,161 @@
+"""The server that ``benchmarks/load.py`` measures: ``robojax serve``, and its own figures between two signals.
+
+    python benchmarks/load_server.py --policy scripted
+
+It prints one line when it is there; SIGUSR1 begins a measurement anew, SIGUSR2 prints its figures as JSON.
+"""
+
+import argparse
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measured import percentiles
+from benchmarks.processes import say
+from benchmarks.timed_pictures import taken_at
+from jaxmodels import Requirements
+from service.app import create_app
+from service.engine.scripted_policy import ScriptedPolicy
+from service.serving import listen, run
+from service.settings import Settings
+from service.stats import Recent
+
+# More would take the loop that is measured a fifth of a second to make, when measuring begins.
+SAMPLES = 20_000
+
+
+class Ages:
+    """A tap that notes how old the newest picture is at every tick, from the moment it was taken."""
+
+    def __init__(self) -> None:
+        self.at_ticks = Recent(SAMPLES)
+        self.on_the_way = Recent(SAMPLES)
+        self._taken: dict[str, float] = {}
+
+    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        taken = taken_at(image, seen_at)
+        if taken is not None:
+            self._taken[camera] = taken
+            self.on_the_way.add(seen_at - taken)
+
+    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        pass
+
+    def ticked(self, tick: Any) -> None:
+        for taken in self._taken.values():
+            self.at_ticks.add(tick.at - taken)
+
+
+class Measurement:
+    """The server's own figures between two signals."""
+
+    def __init__(self, sessions: Callable[[], Any]):
+        self._sessions = sessions
+        self._ages: dict[str, Ages] = {}
+        self._before: dict[str, dict[str, int]] = {}
+        self._began = self._used = 0.0
+
+    def begin(self) -> None:
+        self._began, self._used = time.monotonic(), time.process_time()
+        for session in self._sessions().list():
+            if session.drive is None:
+                continue
+            session.drive.control.lateness = Recent(SAMPLES)
+            for stage in session.drive.thinking.seconds:
+                session.drive.thinking.seconds[stage] = Recent(SAMPLES)
+            if session.new.camera_names:
+                if session.id not in self._ages:
+                    self._ages[session.id] = Ages()
+                    session.attach(self._ages[session.id])
+                self._ages[session.id].at_ticks = Recent(SAMPLES)
+                self._ages[session.id].on_the_way = Recent(SAMPLES)
+            self._before[session.id] = _counts(session)
+
+    def end(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._began
+        measured = [one for one in self._sessions().list() if one.id in self._before and one.drive is not None]
+        lateness = [one.drive.control.lateness.samples for one in measured]
+        late = np.concatenate(lateness) if lateness else np.zeros(0)
+        after = {one.id: _counts(one) for one in measured}
+        changes: dict[str, int] = {}
+        for name, counts in after.items():
+            for key, value in counts.items():
+                changes[key] = changes.get(key, 0) + value - self._before[name].get(key, 0)
+        periods = [one.drive.control.period for one in measured]
+        inference = [one.drive.thinking.seconds["total"].samples for one in measured]
+        ages = [self._ages[one.id] for one in measured if one.id in self._ages]
+        return {
+            "seconds": round(seconds, 2),
+            "ticks": len(late),
+            "lateness_ms": percentiles(late),
+            "later_than_half_a_period": sum(int((s > p / 2).sum()) for s, p in zip(lateness, periods, strict=True)),
+            "longest_burst_of_missed_ticks": max(
+                (int(s.max() / p) for s, p in zip(lateness, periods, strict=True) if len(s)), default=0
+            ),
+            "cpu_of_a_core": round((time.process_time() - self._used) / seconds, 3),
+            "counts": changes,
+            "inference_ms": percentiles(np.concatenate(inference)) if inference else {},
+            "frame_age_ms": percentiles(np.concatenate([one.at_ticks.samples for one in ages])) if ages else {},
+            "frame_way_ms": percentiles(np.concatenate([one.on_the_way.samples for one in ages])) if ages else {},
+            "rss_mb": round(_rss() / 1e6, 1),
+        }
+
+
+def _counts(session: Any) -> dict[str, int]:
+    control = session.drive.control
+    return {
+        "commands": session.drive.commands_sent,
+        "holds": control.holds.total,
+        "starvations": control.starvations,
+        "missed_ticks": control.missed_ticks,
+        "late_actions": control.actions.late,
+        **{f"frames_{camera}": rate.count for camera, rate in session.drive.buffer.frames.items()},
+    }
+
+
+def _rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def server(options: argparse.Namespace) -> None:
+    """``robojax serve``, with policies that need no computing when asked for."""
+    cameras = {name: (480, 640) for name in options.cameras}
+
+    needs = Requirements(
+        policy_type="act", cameras=cameras, state=6, action=6, chunk=20, action_steps=10, rate=options.rate
+    )
+
+    def load(path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
+        return ScriptedPolicy(needs, step=0.01)
+
+    settings = Settings(max_sessions=128, state="off", embedded_transport=False)
+    if options.policy == "real":
+        app = create_app(settings)
+    else:
+        app = create_app(settings, load=load, read_requirements=lambda path, revision: needs)
+    measurement = Measurement(lambda: app.ctx.sessions)
+
+    @app.after_server_start
+    async def hear(app: Any) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, lambda: (measurement.begin(), say(event="measuring")))
+        loop.add_signal_handler(signal.SIGUSR2, lambda: say(event="measured", **measurement.end()))
+
+    run(app, listen("127.0.0.1", 0), lambda url: say(event="ready", url=url))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", choices=["scripted", "real"], default="scripted")
+    parser.add_argument("--rate", type=float, default=50.0)
+    parser.add_argument("--cameras", nargs="*", default=[])
+    server(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
