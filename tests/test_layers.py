@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = ("jaxmodels", "service", "hooks")
+OURS = ("jaxmodels", "service", "hooks", "robojax")
 ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "safetensors"}
 SERVER = {"sanic", "pydantic", "pydantic_settings", "asyncio", "aiohttp", "aiortc", "av", "uvloop", "typer", "rich"}
 
@@ -15,6 +15,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "jaxmodels": {"service", "hooks", *SERVER},
     "hooks": {"service", "jaxmodels", *ACCELERATOR},
     "service": {*ACCELERATOR, "torch"},
+    "robojax": {"jaxmodels", "hooks", "sanic", "pydantic", *ACCELERATOR, "torch"},
 }
 # module of ours -> who may import it
 # The console commands put together what runs in a process of their own.
@@ -27,6 +28,8 @@ COMPOSITION_ONLY = {
         "service/cli/webhooks_receive.py",
     },
 }
+# module of ours -> the only places of robojax that use it, and only inside of functions: WebRTC is a lot to import
+OF_THE_SERVICE = {"service.transport": {"robojax/client/asynchronous.py"}}
 # third-party module -> the only places in jaxmodels that touch it
 ONE_PLACE = {"huggingface_hub": {"jaxmodels/hub.py"}}
 
@@ -76,6 +79,20 @@ def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
             for line, name in imports(path)
             for module, allowed in ONE_PLACE.items()
             if within(name, module) and place not in allowed
+        ]
+    if package == "robojax":
+        allowed = {name for name, places in OF_THE_SERVICE.items() if place in places}
+        wrong += [
+            f"{place}:{line}: robojax must not import {name}"
+            for line, name in imports(path)
+            if within(name, "service") and not any(within(name, each) for each in allowed)
+        ]
+        wrong += [
+            f"{place}:{node.lineno}: {module} is imported with the module; import it in the function"
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.ImportFrom)
+            for module in ("service", "aiortc", "cv2", "scservo_sdk")
+            if within(str(node.module), module) and place != "robojax/robot/serial_port.py"
         ]
     assert not wrong, "\n".join(wrong)
 

@@ -1,0 +1,166 @@
+"""A server's sessions, from a program without an event loop."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+from robojax.client import calls
+from robojax.client.address import credentials, server_url, session_path, socket_url
+from robojax.client.answers import Action, Chunk, SessionStatus
+from robojax.client.errors import ClientError, Refused
+from robojax.client.http import PATIENCE, Http
+from robojax.client.observation import Image, observation
+from robojax.client.stream import Stream, open_stream
+
+DIRECT = "direct"
+REASON = "asked for by robojax.client"
+
+
+class Client:
+    """A server.
+
+    Args:
+        url: of the server; one on this machine when None.
+        key: a key or token; the environment's ROBOJAX_KEY when None.
+        timeout: seconds for an answer. Creating and restarting sessions take as long as they take.
+
+    Raises (every method):
+        Refused: the server said no; carries its status, code and text.
+        Unreachable: no answer came. Only what tells something or stops a robot was tried again.
+        Garbled: what answered is no robojax server.
+    """
+
+    def __init__(self, url: str | None = None, *, key: str | None = None, timeout: float = PATIENCE):
+        self.url = server_url(url)
+        self._headers = credentials(key)
+        self._timeout = timeout
+        self._http = Http(self.url, self._headers, timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def sessions(self) -> list[SessionStatus]:
+        """All sessions that this key may see, oldest first."""
+        return self._http.do(calls.sessions())
+
+    def session(self, session_id: str) -> "Session":
+        """A session that is there; nothing is asked yet."""
+        return Session(self, session_id)
+
+    def create(
+        self, session_id: str, policy_path: str, *, transport_server_url: str = DIRECT, **fields: Any
+    ) -> "Session":
+        """A new session, when its policy is loaded, compiled and warm.
+
+        Args:
+            policy_path: a folder on the server's machine, or a repo id of the Hub.
+            transport_server_url: "direct" for a session without rooms, else the URL of the rooms' server.
+            fields: the others of POST /sessions: ``camera_names``, ``rate``, ``overlap``, ``dry_run``, ...
+        """
+        self._http.do(calls.create(session_id, policy_path, transport_server_url, fields))
+        return Session(self, session_id)
+
+    def emergency_stop(self, reason: str = REASON) -> None:
+        """Stop and latch every robot of the server."""
+        self._http.do(calls.emergency_stop(None, reason))
+
+    def ticket(self) -> str:
+        """A ticket that opens one WebSocket within 30 seconds, for whoever cannot send a key."""
+        return self.request("POST", "/tickets")["ticket"]
+
+    def request(self, method: str, path: str, body: object = None, *, timeout: float | None = None) -> Any:
+        """Any call of the API that has JSON in and out."""
+        return self._http.do(calls.plain(method, path, body, timeout))
+
+
+class Session:
+    """One session. As a context manager it stops its robot at the end, whatever happens inside."""
+
+    def __init__(self, client: Client, session_id: str):
+        self.client, self.id = client, session_id
+        self._do = client._http.do
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        except Refused as refused:
+            if refused.status not in GONE:
+                raise
+        except ClientError as lost:
+            if error is None:
+                raise
+            # What happened inside is what matters; that the robot was perhaps not stopped stands with it.
+            error.add_note(f"session {self.id} could not be stopped: {lost}")
+
+    def status(self) -> SessionStatus:
+        """How it is."""
+        return self._do(calls.status(self.id))
+
+    def start(self) -> None:
+        """Let the policy move the robot."""
+        self._do(calls.move(self.id, "start"))
+
+    def stop(self) -> None:
+        """Hold the robot where it is."""
+        self._do(calls.move(self.id, "stop"))
+
+    def restart(self) -> None:
+        """Stop and start, plans forgotten; load it again when it was interrupted."""
+        self._do(calls.move(self.id, "restart"))
+
+    def delete(self) -> None:
+        """Stop it and remove it with its rooms."""
+        self._do(calls.delete(self.id))
+
+    def emergency_stop(self, reason: str = REASON) -> None:
+        """Stop and latch it: it needs a reset and a start before it moves again."""
+        self._do(calls.emergency_stop(self.id, reason))
+
+    def reset(self) -> None:
+        """Take the latch off; nothing moves by it."""
+        self._do(calls.reset(self.id))
+
+    def patch(self, **changes: Any) -> Any:
+        """Change it while it is there: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
+        return self._do(calls.patch(self.id, changes))
+
+    def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
+        """Future actions for what the robot sees now; see ``observation``. Not while its own loop drives.
+
+        Raises:
+            Unusable: the observation cannot be sent.
+            Refused: with code "compiling" the policy is made ready for pictures of a new size; try again after
+                ``retry_after``.
+        """
+        return self._do(calls.act(self.id, observation(images, state, **more)))
+
+    def next_action(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Action:
+        """The next action for what the robot sees now; the server keeps the rest of the chunk."""
+        return self._do(calls.next_action(self.id, observation(images, state, **more)))
+
+    def stream(self, *, ticket: str | None = None) -> AbstractContextManager[Stream]:
+        """Its stream, as a context manager.
+
+        Args:
+            ticket: instead of the key.
+        """
+        headers = self.client._headers if ticket is None else {}
+        url = socket_url(self.client.url, session_path(self.id, "/stream"), ticket)
+        return open_stream(url, headers, self.client._timeout)
+
+
+# Statuses that say there is nothing to stop: it is not moving, or it is not there.
+GONE = (404, 409)

@@ -1,0 +1,65 @@
+"""What can go wrong between a client and its server."""
+
+
+class ClientError(Exception):
+    """Anything that went wrong; the text says what to do."""
+
+
+class Unusable(ClientError, ValueError):
+    """What was given cannot be sent: an address, a key, an observation. Nothing was sent."""
+
+
+class Refused(ClientError):
+    """The server answered, and said no.
+
+    Attributes:
+        status: of HTTP.
+        code: the server's stable name of the error, for programs; "" when it said none.
+        text: the server's own words.
+        retry_after: seconds after which it may be tried again; None when the server did not say.
+    """
+
+    def __init__(self, status: int, code: str, text: str, retry_after: float | None = None):
+        super().__init__(f"{text} ({status}{f' {code}' if code else ''})")
+        self.status, self.code, self.text, self.retry_after = status, code, text, retry_after
+
+
+class Unreachable(ClientError):
+    """No answer came.
+
+    Attributes:
+        may_have_arrived: whether the server may have done what it was asked all the same. It is never asked again by
+            itself then, unless it was only to tell something.
+    """
+
+    def __init__(self, text: str, may_have_arrived: bool):
+        super().__init__(text)
+        self.may_have_arrived = may_have_arrived
+
+
+class Garbled(ClientError):
+    """What answered does not speak as a robojax server does."""
+
+
+class StreamClosed(ClientError):
+    """A stream is over.
+
+    Attributes:
+        code: of the WebSocket; 1006 when the connection broke.
+        reason: the server's words.
+    """
+
+    def __init__(self, code: int, reason: str):
+        super().__init__(f"the stream was closed: {reason or MEANINGS.get(code, 'no reason given')} ({code})")
+        self.code, self.reason = code, reason
+
+
+MEANINGS = {
+    1000: "it was over",
+    1001: "the session or its server ended",
+    1006: "the connection broke",
+    1007: "a message made no sense",
+    1008: "the key is no longer good",
+    1009: "a message was too large",
+    4409: "another client drives this robot",
+}

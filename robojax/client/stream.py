@@ -1,0 +1,259 @@
+"""A session's stream: observations up, commands or chunks down, over one WebSocket."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from robojax.client.answers import Action, Chunk
+from robojax.client.calls import refusal
+from robojax.client.errors import ClientError, Garbled, Refused, StreamClosed, Unreachable
+from robojax.client.messages import Message, Welcome, Wrong, read, write
+from robojax.client.observation import Image, observation
+
+LARGEST = 64 << 20  # bytes of one message that a server may send
+ACT_STATUS = 409  # of a Refused that came over the stream, where there is no status
+
+
+class Stream:
+    """A stream; ``Session.stream`` opens one. One thread may send while another one reads.
+
+    Attributes:
+        welcome: what the policy wants, and the joints in order.
+    """
+
+    def __init__(self, socket: Any, patience: float):
+        self._socket, self._patience = socket, patience
+        self._kept: deque[Message] = deque()
+        self._reading = threading.Lock()
+        self.welcome: Welcome = _welcomed(self._next(patience))
+
+    def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
+        """Send what the robot sees and where it is, for the session's control loop; see ``observation``.
+
+        Raises:
+            Unusable: it cannot be sent.
+            StreamClosed: the stream is over.
+        """
+        self._send(write("observation", observation(images, state, **more)))
+
+    def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
+        """An observation, and its chunk (or with ``want="action"`` the next action).
+
+        What else comes meanwhile is kept for ``messages``.
+
+        Raises:
+            Refused: the server cannot, or does not want to.
+            StreamClosed: the stream is over.
+        """
+        with self._reading:
+            self._send(write("act", observation(images, state, **more)))
+            until = time.monotonic() + self._patience
+            while True:
+                found = self._next(until - time.monotonic())
+                if isinstance(found, Chunk | Action):
+                    return found
+                if isinstance(found, Wrong):
+                    raise _refused(found)
+                if found is not None:
+                    self._kept.append(found)
+
+    def emergency_stop(self, reason: str) -> None:
+        """Latch the session."""
+        self._send(write("stop", {"reason": reason}))
+
+    def ping(self, number: int = 0) -> None:
+        """Say that this client is there; a Pong answers."""
+        self._send(write("ping", {"number": number, "time": time.monotonic()}))
+
+    def next(self, timeout: float | None = None) -> Message | None:
+        """The next message; None when none came in time.
+
+        Raises:
+            StreamClosed: the stream is over.
+        """
+        with self._reading:
+            until = None if timeout is None else time.monotonic() + timeout
+            while not self._kept:
+                try:
+                    found = self._next(None if until is None else max(0.0, until - time.monotonic()))
+                except TimeoutError:
+                    return None
+                if found is not None:
+                    return found
+            return self._kept.popleft()
+
+    def __iter__(self) -> Iterator[Message]:
+        """Messages until the stream is over."""
+        while True:
+            try:
+                found = self.next()
+            except StreamClosed:
+                return
+            if found is not None:
+                yield found
+
+    def close(self) -> None:
+        """Close it."""
+        self._socket.close()
+
+    def _send(self, data: bytes) -> None:
+        with closing():
+            self._socket.send(data)
+
+    def _next(self, timeout: float | None) -> Message | None:
+        with closing():
+            return read(self._socket.recv(timeout))
+
+
+class AsyncStream:
+    """The same on an event loop. One task may read while others send."""
+
+    def __init__(self, socket: Any, welcome: Welcome, patience: float):
+        self._socket, self.welcome, self._patience = socket, welcome, patience
+        self._kept: deque[Message] = deque()
+
+    async def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
+        """Send what the robot sees and where it is; see ``Stream.observe``."""
+        await self._send(write("observation", observation(images, state, **more)))
+
+    async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
+        """An observation, and its chunk or action; see ``Stream.act``."""
+        await self._send(write("act", observation(images, state, **more)))
+        async with asyncio.timeout(self._patience):
+            while True:
+                found = await self._next()
+                if isinstance(found, Chunk | Action):
+                    return found
+                if isinstance(found, Wrong):
+                    raise _refused(found)
+                if found is not None:
+                    self._kept.append(found)
+
+    async def emergency_stop(self, reason: str) -> None:
+        """Latch the session."""
+        await self._send(write("stop", {"reason": reason}))
+
+    async def ping(self, number: int = 0) -> None:
+        """Say that this client is there; a Pong answers."""
+        await self._send(write("ping", {"number": number, "time": time.monotonic()}))
+
+    async def send(self, data: bytes) -> None:
+        """A message that was made by ``messages.write``, perhaps in another thread."""
+        await self._send(data)
+
+    async def next(self) -> Message:
+        """The next message.
+
+        Raises:
+            StreamClosed: the stream is over.
+        """
+        if self._kept:
+            return self._kept.popleft()
+        while (found := await self._next()) is None:
+            pass
+        return found
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        """Messages until the stream is over."""
+        while True:
+            try:
+                found = await self.next()
+            except StreamClosed:
+                return
+            yield found
+
+    async def close(self) -> None:
+        """Close it."""
+        await self._socket.close()
+
+    async def _send(self, data: bytes) -> None:
+        with closing():
+            await self._socket.send(data)
+
+    async def _next(self) -> Message | None:
+        with closing():
+            return read(await self._socket.recv())
+
+
+@contextmanager
+def open_stream(url: str, headers: Mapping[str, str], patience: float) -> Iterator[Stream]:
+    """A stream until the context ends."""
+    from websockets.sync.client import connect
+
+    with opening(url):
+        socket = connect(url, **_options(headers, patience))
+    try:
+        yield Stream(socket, patience)
+    finally:
+        socket.close()
+
+
+@asynccontextmanager
+async def open_async_stream(url: str, headers: Mapping[str, str], patience: float) -> AsyncIterator[AsyncStream]:
+    """The same on an event loop."""
+    from websockets.asyncio.client import connect
+
+    with opening(url):
+        socket = await connect(url, **_options(headers, patience))
+    try:
+        with closing():
+            async with asyncio.timeout(patience):
+                first = read(await socket.recv())
+        yield AsyncStream(socket, _welcomed(first), patience)
+    finally:
+        await socket.close()
+
+
+def _options(headers: Mapping[str, str], patience: float) -> dict[str, Any]:
+    # Pictures are compressed already, or sent raw for speed; and no proxies, as over HTTP.
+    return {
+        "additional_headers": dict(headers),
+        "compression": None,
+        "proxy": None,
+        "open_timeout": patience,
+        "close_timeout": 1,
+        "max_size": LARGEST,
+    }
+
+
+@contextmanager
+def opening(url: str) -> Iterator[None]:
+    """A failure to open, as one of ours."""
+    from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
+
+    try:
+        yield
+    except InvalidStatus as error:
+        answer = error.response
+        raise refusal(answer.status_code, answer.headers, bytes(answer.body or b"")) from error
+    except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
+        place = url.split("?")[0]
+        raise Unreachable(f"{place} cannot be opened: {str(error) or type(error).__name__}", False) from error
+
+
+@contextmanager
+def closing() -> Iterator[None]:
+    """A closed socket, as one of ours."""
+    from websockets.exceptions import ConnectionClosed
+
+    try:
+        yield
+    except ConnectionClosed as error:
+        frame = error.rcvd
+        raise StreamClosed(frame.code if frame else 1006, frame.reason if frame else "") from error
+
+
+def _welcomed(first: Message | None) -> Welcome:
+    if isinstance(first, Wrong):
+        raise _refused(first)
+    if not isinstance(first, Welcome):
+        raise Garbled("the stream did not begin with a welcome; is this a robojax server?")
+    return first
+
+
+def _refused(wrong: Wrong) -> ClientError:
+    return Refused(ACT_STATUS, wrong.code, wrong.detail)

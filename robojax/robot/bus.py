@@ -1,0 +1,169 @@
+"""A bus of Feetech servos: registers read and written, one servo at a time or all at once.
+
+The packets are those of the package ``feetech-servo-sdk`` (imported as ``scservo_sdk``).
+"""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from robojax.robot.errors import BusLost, RobotError
+from robojax.robot.registers import MODEL, Register, alarms
+
+BAUD = 1_000_000
+INSTALL = "pip install 'robojax[robot]'"
+
+
+class Bus:
+    """An open bus. Every method is synchronous and takes milliseconds; one thread at a time may use it.
+
+    Raises (every method):
+        BusLost: the port is gone, or a servo did not answer.
+    """
+
+    def __init__(self, port: str):
+        """Opens the port.
+
+        Raises:
+            RobotError: the package is not installed, or the port cannot be opened.
+        """
+        try:
+            import scservo_sdk
+            import serial
+
+            from robojax.robot.serial_port import SerialPort
+        except ImportError as error:
+            raise RobotError(f"{error.name} is not installed, which talks to the servos", INSTALL) from error
+        self.port = port
+        self._lost = (serial.SerialException, OSError, TypeError)  # TypeError: pyserial's, of a port that was closed
+        self._ok = scservo_sdk.COMM_SUCCESS
+        self._write = scservo_sdk.GroupSyncWrite
+        self._packets = scservo_sdk.PacketHandler(0)
+        self._handler: Any = SerialPort(port)
+        try:
+            self._handler.openPort()
+        except (serial.SerialException, OSError, ValueError) as error:
+            raise RobotError(f"the port {port} cannot be opened: {_reason(error)}", _port_advice(error)) from error
+
+    def __enter__(self) -> "Bus":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the port; servos keep holding what they were told last."""
+        if self._handler.ser is not None:
+            self._handler.closePort()
+
+    def ping(self, servo: int) -> int | None:
+        """The servo's model number; None when nothing answers to this id."""
+        found, result, _ = self._do(lambda: self._packets.read2ByteTxRx(self._handler, servo, MODEL.address))
+        return found if result == self._ok else None
+
+    def read(self, servo: int, register: Register) -> int:
+        """One register of one servo."""
+        data, result, _ = self._do(
+            lambda: self._packets.readTxRx(self._handler, servo, register.address, register.length)
+        )
+        if result != self._ok or len(data) != register.length:
+            raise self._silent([servo], f"reading {register.name}", result)
+        return register.decode(bytes(data))
+
+    def status(self, servo: int) -> list[str]:
+        """What the servo complains of; empty when it is well."""
+        _, result, status = self._do(lambda: self._packets.readTxRx(self._handler, servo, MODEL.address, MODEL.length))
+        if result != self._ok:
+            raise self._silent([servo], "asking how it is", result)
+        return alarms(status)
+
+    def write(self, servo: int, register: Register, value: int) -> None:
+        """One register of one servo, which confirms it."""
+        data = list(register.encode(value))
+        result, _ = self._do(
+            lambda: self._packets.writeTxRx(self._handler, servo, register.address, register.length, data)
+        )
+        if result != self._ok:
+            raise self._silent([servo], f"writing {register.name}", result)
+
+    def read_all(self, servos: Sequence[int], register: Register) -> tuple[dict[int, int], dict[int, list[str]]]:
+        """The same register of several servos, with one question.
+
+        Returns:
+            Id to value, and id to complaints of those that have some.
+
+        Raises:
+            BusLost: any of them did not answer; a value is never made up for it.
+        """
+        values, complaints, silent = {}, {}, []
+
+        def ask() -> int:
+            return self._packets.syncReadTx(self._handler, register.address, register.length, list(servos), len(servos))
+
+        result = self._do(ask)
+        if result != self._ok:
+            raise self._silent([], f"asking for {register.name}", result)
+        for servo in servos:
+            data, result, status = self._do(lambda servo=servo: self._receive(servo, register.length))
+            if result != self._ok or len(data) != register.length:
+                # The others answer after it, or did before it was noticed: no use in waiting for each of them.
+                silent.append(servo)
+                break
+            values[servo] = register.decode(bytes(data))
+            if found := alarms(status):
+                complaints[servo] = found
+        if silent:
+            raise self._silent(silent, f"reading {register.name}", result)
+        return values, complaints
+
+    def write_all(self, values: Mapping[int, int], register: Register) -> None:
+        """The same register of several servos in one packet, which nobody confirms."""
+        group = self._write(self._handler, self._packets, register.address, register.length)
+        for servo, value in values.items():
+            group.addParam(servo, list(register.encode(value)))
+        result = self._do(group.txPacket)
+        if result != self._ok:
+            raise self._silent([], f"writing {register.name}", result)
+
+    def _receive(self, servo: int, length: int) -> tuple[list[int], int, int]:
+        return self._packets.readRx(self._handler, servo, length)
+
+    def _do(self, call: Any) -> Any:
+        try:
+            return call()
+        except self._lost as error:
+            raise BusLost(
+                f"the port {self.port} is gone: {_reason(error)}",
+                "look at the USB cable and the arm's power, then start again",
+            ) from error
+        finally:
+            # The package leaves its flag set when a port breaks in the middle, and would refuse everything after.
+            self._handler.is_using = False
+
+    def _silent(self, servos: Sequence[int], doing: str, result: int) -> BusLost:
+        who = f"servo {', '.join(map(str, servos))}" if servos else "the bus"
+        why = self._packets.getTxRxResult(result).removeprefix("[TxRxResult] ").rstrip("!").lower()
+        return BusLost(
+            f"{who} on {self.port} did not answer ({doing}: {why})",
+            "look at the power supply and at the cable to that servo and the one before it",
+            tuple(servos),
+        )
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _port_advice(error: BaseException) -> str:
+    number = getattr(error, "errno", None)
+    if number == 2:
+        return "plug the arm in; lerobot-find-port finds its name, or look for /dev/ttyACM* and /dev/ttyUSB*"
+    if number == 13:
+        return "add yourself to the port's group (sudo usermod -aG dialout $USER) and log in again"
+    if number in (11, 16):
+        return "another program has the port; end it"
+    return "give the serial port of the arm, e.g. --robot.port=/dev/ttyACM0"

@@ -1,0 +1,29 @@
+"""What can be wrong with a robot: what was found, and what to do."""
+
+
+class RobotError(Exception):
+    """Something of the robot cannot be used.
+
+    Attributes:
+        then: what to do about it.
+    """
+
+    def __init__(self, text: str, then: str):
+        super().__init__(text)
+        self.then = then
+
+
+class BusLost(RobotError):
+    """The bus, or a servo on it, does not answer any more.
+
+    Attributes:
+        servos: ids of those that are silent; empty when it is the port itself.
+    """
+
+    def __init__(self, text: str, then: str, servos: tuple[int, ...] = ()):
+        super().__init__(text, then)
+        self.servos = servos
+
+
+class CameraLost(RobotError):
+    """A camera gives no pictures."""
