@@ -71,6 +71,8 @@ def _each_once(names: list[str]) -> list[str]:
 
 
 def _url(value: str) -> str:
+    if value == "direct":
+        return value
     wanted = PydanticCustomError("url_scheme", "URL should have a host and the scheme 'http', 'https', 'ws' or 'wss'")
     try:
         parts = urlsplit(value)
@@ -93,6 +95,21 @@ def _some_text(value: str) -> str:
 Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": NAME_PATTERN})]
 Text = Annotated[str, Field(max_length=4096)]
 Step = Annotated[float, Field(gt=0)]
+Coefficient = Annotated[float, Field(ge=-10, le=10)] | None
+AskAhead = Annotated[float, Field(ge=0, le=10)] | None
+ActionSteps = Annotated[int, Field(ge=1, le=10_000)] | None
+COEFFICIENT = "Of ensemble only: above 0 older predictions weigh more. Null: the checkpoint's, else 0.01."
+ASK_AHEAD = (
+    "Seconds before it is needed that the next chunk is asked for. Null: as long as answers are measured to take."
+)
+ACTION_STEPS = "Actions of a chunk to do before the next one takes over. Null: the policy's own; 1 with ensemble."
+# As service.motion.overlap knows them.
+Overlap = Literal["replace", "weighted_average", "latest_only", "average", "conservative", "ensemble", "rtc"]
+OVERLAP = (
+    "How a new chunk joins what is left of the plan: replace (latest_only), LeRobot's weighted_average (0.3 old, 0.7 "
+    "new), average and conservative (0.7 old), ensemble (ACT's, over time), rtc for policies that continue a plan. "
+    "Null: ensemble where the checkpoint says so, else the default."
+)
 
 
 class NewSessionRequest(CreateSessionRequest):
@@ -110,8 +127,9 @@ class NewSessionRequest(CreateSessionRequest):
         description="A folder on the server's machine, or a Hub repo id (owner/name).",
     )
     transport_server_url: Annotated[Text, AfterValidator(_url)] = Field(
-        json_schema_extra={"pattern": "^(https?|wss?)://[A-Za-z0-9]"},
-        description="http(s) or ws(s) URL of the transport server; this server's own address works.",
+        json_schema_extra={"pattern": "^(direct$|(https?|wss?)://[A-Za-z0-9])"},
+        description="http(s) or ws(s) URL of the transport server; this server's own address works. `direct`: no rooms, "
+        "the robot's client comes to this server (docs/direct.md).",
     )
     camera_names: Annotated[list[Name], AfterValidator(_each_once)] = Field(
         default=["front"],
@@ -152,7 +170,28 @@ class NewSessionRequest(CreateSessionRequest):
         default=None,
         description="Largest step of a joint from one tick to the next, in its unit: one for all, or by name.",
     )
+    overlap: Overlap | None = Field(default=None, description=OVERLAP)
+    temporal_ensemble_coeff: Coefficient = Field(default=None, description=COEFFICIENT)
+    ask_ahead: AskAhead = Field(default=None, description=ASK_AHEAD)
+    action_steps: ActionSteps = Field(default=None, description=ACTION_STEPS)
     record: bool = Field(default=False, description="Record every tick from the first start on.")
+
+
+class AdjustRequest(BaseModel):
+    """What PATCH /sessions/{session_id} takes: at least one of these."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+    overlap: Overlap | None = Field(default=None, description=OVERLAP)
+    temporal_ensemble_coeff: Coefficient = Field(default=None, description=COEFFICIENT)
+    ask_ahead: AskAhead = Field(default=None, description=ASK_AHEAD)
+    action_steps: ActionSteps = Field(default=None, description=ACTION_STEPS)
+
+    @model_validator(mode="after")
+    def _something(self) -> "AdjustRequest":
+        if not self.model_fields_set:
+            raise PydanticCustomError("missing", "At least one of overlap, ask_ahead, action_steps should be there")
+        return self
 
 
 class PolicyRequest(BaseModel):

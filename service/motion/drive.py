@@ -11,6 +11,7 @@ from service.motion.buffer import Buffer
 from service.motion.control import CHOKED, Control, Step
 from service.motion.control_loop import ControlLoop
 from service.motion.joints import JointTable
+from service.motion.pace import Pace
 from service.motion.tap import Taps, Tick
 from service.motion.thinking import Thinking
 from service.safety.shadow import Shadow
@@ -84,6 +85,11 @@ class Drive:
         self._is_blind = False
         self.control.begin(now)
         self._loop.wake()
+
+    def adjust(self, pace: Pace) -> None:
+        """Join chunks, or ask for them, in another way from the next chunk on."""
+        self.control.adjust(pace)
+        self.watchdog.expect(executed=pace.action_steps / pace.action_rate, covered=pace.chunk / pace.action_rate)
 
     def halt(self, *, always_hold: bool = False) -> None:
         """Stop the robot: the hold goes out before this returns, its repeats at the next ticks. Never raises."""

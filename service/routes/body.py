@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from sanic.headers import parse_content_header
 
+from service.errors import ServiceError
 from service.routes.context import Request
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -50,6 +51,12 @@ def read_body(request: Request, model: type[Model]) -> Model:
         raise InvalidBody(
             [{"loc": ["body", *entry["loc"]], "msg": entry["msg"], "type": entry["type"]} for entry in entries]
         ) from None
+
+
+def refused(error: ServiceError, sent: BaseModel) -> InvalidBody:
+    """What was found wrong with a body after it was read."""
+    loc = list(getattr(error, "loc", ("body", "policy_path")))
+    return InvalidBody([{"loc": loc, "msg": without(str(error), sent), "type": error.code}])
 
 
 def without(text: str, sent: BaseModel) -> str:

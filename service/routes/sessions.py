@@ -6,7 +6,7 @@ from service.auth.caller import ANYBODY, Caller, caller_of
 from service.auth.roles import Role
 from service.errors import ServiceError, SessionExists, UnknownSession
 from service.routes.answers import answer
-from service.routes.body import InvalidBody, read_body, without
+from service.routes.body import read_body, refused
 from service.routes.context import Request
 from service.routes.ownership import session_of, sessions_of
 from service.routes.route import Route
@@ -45,6 +45,10 @@ async def create_session(request: Request) -> HTTPResponse:
         shadow_policy_path=body.shadow_policy_path,
         shadow_revision=body.shadow_revision,
         max_relative_target=body.max_relative_target,
+        overlap=body.overlap,
+        temporal_ensemble_coeff=body.temporal_ensemble_coeff,
+        ask_ahead=body.ask_ahead,
+        action_steps=body.action_steps,
         record=body.record,
         owner=caller.owner,
     )
@@ -55,8 +59,7 @@ async def create_session(request: Request) -> HTTPResponse:
     except ServiceError as error:
         if error.status != 422:
             raise
-        loc = list(getattr(error, "loc", ("body", "policy_path")))
-        raise InvalidBody([{"loc": loc, "msg": without(str(error), body), "type": error.code}]) from error
+        raise refused(error, body) from error
     rooms = session.rooms
     assert rooms is not None, "a session that is ready has rooms"
     return answer(

@@ -111,14 +111,18 @@ class Watchdog:
     def __init__(self, patience: Patience, *, executed: float, covered: float):
         """``executed`` and ``covered``: seconds that the actions done of a chunk take, and all of it."""
         self.patience = patience
-        # An answer that comes while its chunk still covers the present is of use, however slow it was.
-        self.slow_after = max(patience.slow * executed, covered)
+        self.expect(executed=executed, covered=covered)
         self.frozen: set[str] = set()
         self._begun_at = self._resumed_at = 0.0
         self._looked_at: float | None = None
         self._since: dict[str, float] = {}
         self._pictures: dict[str, _Still] = {}
         self._bad: deque[tuple[float, int]] = deque()
+
+    def expect(self, *, executed: float, covered: float) -> None:
+        """So many seconds are done of each chunk from now on."""
+        # An answer that comes while its chunk still covers the present is of use, however slow it was.
+        self.slow_after = max(self.patience.slow * executed, covered)
 
     def begin(self, now: float) -> None:
         """The robot begins to move, or begins anew: nothing of before counts."""

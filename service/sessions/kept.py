@@ -42,7 +42,8 @@ class Kept:
             self.drop()
             return
         reason = None if session.is_latched else session.reason
-        self.record = replace(self.record, stage=str(session.stage), reason=reason, is_ready=is_ready)
+        stage = str(session.stage)
+        self.record = replace(self.record, new=session.new, stage=stage, reason=reason, is_ready=is_ready)
         self._records.put(self.record)
 
     def shut_down(self) -> None:

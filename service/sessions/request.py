@@ -11,6 +11,10 @@ from service.safety.limits import Asked
 from service.safety.watchdog import Patience
 from service.transport.names import rooms_of
 
+# Seconds; no chunk covers more.
+LONGEST_AHEAD = 10.0
+# In place of a transport server's URL: no rooms, the robot's client comes to a door of this server.
+DIRECT = "direct"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -57,6 +61,11 @@ class NewSession:
     action_steps: int | None = None
     record: bool = False
     owner: str | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it has no rooms, and its robot's client comes to a door of this server."""
+        return self.transport_server_url == DIRECT
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,9 @@ class SessionSettings:
             raise InvalidRequest(f"camera_names {list(new.camera_names)} name a camera twice", cameras)
         # Whether the rooms' names would collide is the transport's own rule.
         rooms_of(new.session_id, new.camera_names, new.workspace_id)
+        ahead = new.ask_ahead
+        if ahead is not None and not 0 <= ahead <= LONGEST_AHEAD:
+            raise InvalidRequest(f"ask_ahead is {ahead}; wanted 0 to {LONGEST_AHEAD:g} seconds", ("body", "ask_ahead"))
         if new.rate is not None and not (math.isfinite(new.rate) and 0 < new.rate <= self.max_rate):
             raise InvalidRequest(
                 f"rate is {new.rate}; wanted more than 0 and at most {self.max_rate:g} per second", ("body", "rate")

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
 
 from service.engine.engine import Engine, LoadPolicy, Served
 from service.engine.progress import Progress
@@ -14,12 +15,13 @@ from service.motion.buffer import Buffer
 from service.motion.control import Control
 from service.motion.drive import Drive
 from service.motion.joints import JointTable
+from service.motion.overlap import ENSEMBLE
 from service.motion.tap import Tap, Taps
 from service.safety.lease import Leases, robot_of
 from service.safety.shadow import Shadow, shadow_of
 from service.sessions.fit import fit, limits_of
 from service.sessions.request import NewSession, SessionSettings
-from service.sessions.status import About, SessionStatus, queue_of, status_of
+from service.sessions.status import About, SessionStatus, joining_of, queue_of, status_of
 from service.stage import Lifecycle, Move, Stage
 from service.subject import begin_about
 from service.transport.base import Link, Made, Rooms, Transport
@@ -53,6 +55,7 @@ class Session:
         policies: those it holds.
         created_at: monotonic.
         figures: each gives a part of the stats; whoever attaches a tap may have something to say.
+        is_halted: whether somebody stopped it, and nobody has started or reset it since.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Session:
         self.rooms: Rooms | None = None
         self.drive: Drive | None = None
         self.created_at = time.monotonic()
+        self.is_halted = False
         self.policies = Changeover(new, engine, load, self._driven)
         self.figures: list[Callable[[], Mapping[str, object]]] = []
         self._taps = Taps()
@@ -179,12 +183,38 @@ class Session:
     def stop(self) -> None:
         """Stop the robot where it is."""
         self._life.check(Move.STOP)
+        self.is_halted = True
         self._halt()
         self._move(Move.STOP)
+
+    def adjust(self, changes: Mapping[str, object]) -> None:
+        """Join chunks, or ask for them, in another way from the next chunk on.
+
+        Args:
+            changes: fields of what was asked for: overlap, temporal_ensemble_coeff, ask_ahead, action_steps.
+
+        Raises:
+            InvalidRequest: this policy cannot do that; nothing has changed.
+            MoveRefused: it runs no policy.
+        """
+        drive = self._driven()
+        if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
+            changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
+        new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
+        self._settings.check(new)
+        _, pace = fit(drive.thinking.served.requirements, new, self._settings)
+        drive.adjust(pace)
+        self.new = new
+        logger.info("session %s: overlap %s, %d actions of a chunk", self.id, pace.overlap.name, pace.action_steps)
+
+    def joining(self) -> dict[str, object]:
+        """How it joins chunks and when it asks for them; JSON-ready."""
+        return joining_of(self._driven())
 
     def emergency_stop(self, reason: str) -> None:
         """Stop the robot where it is, until somebody resets."""
         self._life.check(Move.EMERGENCY_STOP)
+        self.is_halted = True
         self._halt(always_hold=True)
         self._move(Move.EMERGENCY_STOP, reason)
         logger.warning("session %s: emergency stop: %s", self.id, reason)
@@ -192,6 +222,7 @@ class Session:
     def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
         self._life.move(Move.RESET)
+        self.is_halted = False
 
     def begin_end(self) -> None:
         """Stop the robot and begin to leave; ``end`` waits for it."""
@@ -214,6 +245,7 @@ class Session:
 
     def _set_going(self, move: Move) -> None:
         self._move(move)
+        self.is_halted = False
         self._active_since = time.monotonic()
         assert self.drive is not None, "the table lets only loaded sessions start"
         self.drive.begin()

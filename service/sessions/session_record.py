@@ -46,7 +46,9 @@ class SessionRecord:
         return self.version > VERSION or bool(self.wishes)
 
     def rooms(self) -> Rooms:
-        """Its rooms, whoever made them."""
+        """Its rooms, whoever made them; none of a session whose client comes to a door."""
+        if self.new.is_direct:
+            return Rooms(self.new.workspace_id or "")
         return rooms_of(self.new.session_id, self.new.camera_names, self.new.workspace_id)
 
     def as_json(self) -> str:

@@ -271,6 +271,13 @@ class Sessions:
         session.restart()
         return await self._noted(session)
 
+    async def adjust(self, session_id: str, changes: Mapping[str, object]) -> Session:
+        """Join a session's chunks, or ask for them, in another way from the next chunk on; see ``Session.adjust``."""
+        session = self.live(session_id)
+        session.adjust(changes)
+        await self._noted(session)
+        return session
+
     async def reset(self, session_id: str) -> Listed:
         """Take the latch of an emergency stop off."""
         session = self.get(session_id)
@@ -382,7 +389,7 @@ def _has_failed(session: Session) -> bool:
 
 def _all_rooms(record: SessionRecord) -> tuple[str, ...]:
     rooms = record.rooms()
-    return (*rooms.cameras.values(), rooms.joint_input, rooms.joint_output)
+    return tuple(filter(None, (*rooms.cameras.values(), rooms.joint_input, rooms.joint_output)))
 
 
 def _left_by(before: SessionRecord, now: SessionRecord) -> Orphan | None:

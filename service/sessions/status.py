@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from service.engine.progress import Progress
 from service.motion.drive import Drive
+from service.motion.overlap import Ensembled
 from service.sessions.request import NewSession
 from service.stage import Stage
 from service.transport.base import Rooms
@@ -172,9 +173,22 @@ def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
         "chunks_discarded": control.discarded,
         "late_actions_dropped": control.actions.late,
         "starvations": control.starvations,
+        **joining_of(drive),
+        **control.asking,
         "ticks": control.ticks,
         "missed_ticks": control.missed_ticks,
         "tick_lateness_ms": control.lateness.percentiles_ms(50, 99, 99.9),
+    }
+
+
+def joining_of(drive: Drive) -> dict[str, object]:
+    """How a session joins chunks and when it asks for them: what holds, whoever decided it."""
+    pace = drive.control.pace
+    return {
+        "overlap": pace.overlap.name,
+        "temporal_ensemble_coeff": pace.overlap.coefficient if isinstance(pace.overlap, Ensembled) else None,
+        "ask_ahead": pace.ask_ahead,
+        "action_steps": pace.action_steps,
     }
 
 

@@ -35,6 +35,7 @@ export class Create {
         field("rate", "Ticks per second", { inputmode: "decimal", placeholder: "the policy's own" }),
         field("max_relative_target", "Largest step per tick", { inputmode: "decimal", placeholder: "the server's limits" }),
         field("language_instruction", "Instruction", { placeholder: "for policies that read one" }),
+        choice("overlap", "A new chunk", [["", "as the policy says"], ["replace", "replaces the plan"], ["weighted_average", "weighs 0.7 against it"], ["average", "weighs 0.5 against it"], ["conservative", "weighs 0.3 against it"], ["ensemble", "is averaged over time (ACT)"], ["rtc", "continues it (RTC)"]]),
         choice("auto_update", "When the revision moves", [["off", "do nothing"], ["stage", "make the new one ready"], ["swap", "swap it in when it passes"]]),
         make("div", { class: "row" }, tick("dry_run", "Dry run: send nothing"), tick("record", "Record"))),
       // Below the buttons: what appears above them would move them away from under the finger.
@@ -96,7 +97,7 @@ export class Create {
       camera_names: list(this.camera_names.value), policy_type: this.policy_type.value.trim() || "act", auto_update: this.auto_update.value,
       dry_run: this.dry_run.checked, record: this.record.checked,
     };
-    for (const name of ["revision", "workspace_id", "language_instruction"]) if (this[name].value.trim()) body[name] = this[name].value.trim();
+    for (const name of ["revision", "workspace_id", "language_instruction", "overlap"]) if (this[name].value.trim()) body[name] = this[name].value.trim();
     for (const name of ["rate", "max_relative_target"]) {
       const value = this.rateOf(this[name]);
       if (value !== undefined && !(value > 0)) throw new Error(`${name} is no number above 0`);

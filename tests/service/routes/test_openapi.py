@@ -94,6 +94,10 @@ def test_the_full_document_is_a_superset():
         "shadow_policy_path",
         "shadow_revision",
         "max_relative_target",
+        "overlap",
+        "temporal_ensemble_coeff",
+        "ask_ahead",
+        "action_steps",
         "record",
     }
     assert more["required"] == request["required"]
