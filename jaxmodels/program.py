@@ -118,6 +118,9 @@ class Programs:
 
     def get(self, inputs: Inputs) -> jax.stages.Compiled:
         """The executable for these shapes: ``(flat weights and scales, observation) -> (b, t, a) float32``."""
+        found = self._compiled.get(inputs)
+        if found is not None:
+            return found  # without the lock, which is held for seconds while another one is compiled
         with self._lock:  # two threads that want the same one wait for one compilation
             if inputs not in self._compiled:
                 self._compiled[inputs] = self._compile(inputs)

@@ -26,7 +26,8 @@ class ScriptedPolicy:
         failures: what the next calls of ``act`` do instead, one each: an exception is raised, an array returned,
             an event waited for.
         acted: how often ``act`` was called.
-        compiled: the sets of sizes it was compiled for.
+        compiled: the sets of sizes it was compiled for, for a batch of one.
+        batches: larger batches it was compiled for, each with the sizes.
         threads: names of the threads that ``act`` ran on.
     """
 
@@ -38,13 +39,14 @@ class ScriptedPolicy:
     failures: list[Exception | np.ndarray | threading.Event] = field(default_factory=list)
     acted: int = 0
     compiled: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    batches: list[tuple[int, dict[str, tuple[int, int]]]] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     device: str = "scripted:0"
     commit: str | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """(1, chunk, action) float32, or the next failure."""
+        """(b, chunk, action) float32, or the next failure."""
         self.acted += 1
         self.threads.add(threading.current_thread().name)
         started = time.perf_counter()
@@ -62,7 +64,8 @@ class ScriptedPolicy:
         if wanted != set(observation):
             raise ObservationError(f"observation has {sorted(observation)}, wanted {sorted(wanted)}")
         need = self.requirements
-        state = observation.get("observation.state", np.zeros((1, need.action), np.float32))
+        batch = len(next(iter(observation.values())))
+        state = observation.get("observation.state", np.zeros((batch, need.action), np.float32))
         steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
         chunk = (state[:, None, :] + steps).astype(np.float32)
         self.timings = {"to_device": 0.0, "compute": time.perf_counter() - started, "to_host": 0.0}
@@ -73,11 +76,20 @@ class ScriptedPolicy:
         time.sleep(self.compile_latency)
         if self.compile_failure is not None:
             raise self.compile_failure
-        self.compiled.append(dict(self.requirements.cameras if cameras is None else cameras))
+        sizes = dict(self.requirements.cameras if cameras is None else cameras)
+        if batch == 1:
+            self.compiled.append(sizes)
+        else:
+            self.batches.append((batch, sizes))
 
     def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
         """Whether ``compile`` was called for these sizes."""
-        return dict(self.requirements.cameras if cameras is None else cameras) in self.compiled
+        sizes = dict(self.requirements.cameras if cameras is None else cameras)
+        return sizes in self.compiled if batch == 1 else (batch, sizes) in self.batches
+
+    def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+        """What it is said to take; nothing is done."""
+        return self.latency
 
 
 @dataclass

@@ -280,7 +280,8 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck(engine: Engine
         results = await asyncio.gather(
             *(engine.submit(first, OBSERVATION) for _ in range(3)), engine.submit(second, OBSERVATION)
         )
-    assert results[3].queue >= 0.4
+    assert results[2].queue >= 0.28
+    assert results[3].queue < 0.28, "who is quick may begin before those who take long"
     assert engine.facts()["threads_replaced"] == 0
 
 

@@ -1,0 +1,54 @@
+"""How long batches take: what was measured, and a careful guess for sizes that were not."""
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+# Newest measurements of each size; a device that got slower is known after half as many batches.
+KEPT = 32
+
+
+class Costs:
+    """Seconds by batch size. Fed by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._usual: dict[int, float] = {}
+        self._slow: dict[int, float] = {}
+
+    def learn(self, size: int, seconds: float) -> None:
+        """A batch of this size took so long."""
+        samples = self._samples.setdefault(size, deque(maxlen=KEPT))
+        samples.append(seconds)
+        ordered = sorted(samples)
+        self._usual[size] = median(ordered)
+        self._slow[size] = ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._usual)
+
+    def usual(self, size: int) -> float:
+        """The median; 0 when nothing was ever measured."""
+        return _of(self._usual, size)
+
+    def slow(self, size: int) -> float:
+        """What nine of ten do not exceed; 0 when nothing was ever measured."""
+        return _of(self._slow, size)
+
+    def milliseconds(self) -> dict[str, dict[str, float]]:
+        """Batch size to median and p90, JSON-ready."""
+        return {
+            str(size): {"p50": round(self._usual[size] * 1e3, 3), "p90": round(self._slow[size] * 1e3, 3)}
+            for size in sorted(self._usual)
+        }
+
+
+def _of(known: Mapping[int, float], size: int) -> float:
+    found = known.get(size)
+    if found is not None:
+        return found
+    # As many times as long as the nearest size takes, when it is larger: nothing is promised of a batch nobody ran.
+    nearest = min(known, key=lambda other: abs(other - size), default=None)
+    return 0.0 if nearest is None else known[nearest] * max(size / nearest, 1.0)

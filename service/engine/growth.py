@@ -1,0 +1,88 @@
+"""Larger batches are compiled when a policy is there and no robot runs, smallest first; until then smaller ones do."""
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from service.engine.served import Served, Sizes
+from service.engine.worker import call_in_thread
+
+logger = logging.getLogger(__name__)
+
+# Seconds between looks whether robots stand still.
+PAUSE = 0.5
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    served: "weakref.ref[Served]"
+    sizes: Sizes | None
+    batch: int
+
+
+class Growth:
+    """What has to be compiled yet, one batch size after the other.
+
+    Args:
+        batches: sizes besides 1.
+        may: whether it may begin now: no robot runs, and nothing else is being loaded.
+    """
+
+    def __init__(self, batches: Sequence[int], may: Callable[[], bool], niceness: int):
+        self._batches = sorted(set(batches) - {1})
+        self._may = may
+        self._niceness = niceness
+        self._wanted: list[_Wanted] = []
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def left(self) -> int:
+        """Programs that are still to be compiled."""
+        return len(self._wanted)
+
+    def want(self, served: Served, sizes: Sizes | None = None) -> None:
+        """Compile all batch sizes for frames of these sizes (the policy's own by default), in time."""
+        known = {(wanted.served(), str(wanted.sizes), wanted.batch) for wanted in self._wanted}
+        place = weakref.ref(served)
+        self._wanted += [
+            _Wanted(place, sizes, batch) for batch in self._batches if (served, str(sizes), batch) not in known
+        ]
+        if self._wanted and self._task is None:
+            self._task = asyncio.create_task(self._grow(), name="batch sizes")
+
+    async def _grow(self) -> None:
+        while self._wanted:
+            if not self._may():
+                await asyncio.sleep(PAUSE)
+                continue
+            wanted = self._wanted[0]
+            served = wanted.served()
+            if served is not None:
+                await self._compile(served, wanted)
+            del served  # whoever let go of it meanwhile was the last
+            if wanted in self._wanted:
+                self._wanted.remove(wanted)
+        self._task = None
+
+    async def _compile(self, served: Served, wanted: _Wanted) -> None:
+        def compile_all() -> None:
+            for replica in served.replicas:
+                replica.prepare(wanted.batch, wanted.sizes)
+
+        try:
+            await call_in_thread(compile_all, "policy-compiler", self._niceness)
+        except Exception as error:
+            # Smaller batches do; larger ones would hardly be better.
+            logger.warning("batches of %d and more are not used: %s", wanted.batch, type(error).__name__)
+            self._wanted = [
+                other
+                for other in self._wanted
+                if (other.served, other.sizes) != (wanted.served, wanted.sizes) or other.batch < wanted.batch
+            ]
+
+    def close(self) -> None:
+        """Nothing more is begun; what runs in its thread is left to itself."""
+        if self._task is not None:
+            self._task.cancel()

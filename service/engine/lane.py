@@ -1,0 +1,313 @@
+"""The one thread of a device: it forms batches, runs them, and is left behind when one does not come back."""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from service.engine.batching import Batching, Chosen
+from service.engine.served import Inference, InferenceStuck, Replica, frames_of
+from service.engine.stacking import Stacks, shape_of
+from service.engine.worker import yield_to_others
+
+logger = logging.getLogger(__name__)
+
+# Seconds that an inference may keep those of other robots waiting: three times what it usually takes, at least this,
+# and so long when nobody knows.
+OVERDUE = 0.1
+UNKNOWN = 1.0
+# Seconds after which a request goes before those that are due sooner: whoever has much time is not forgotten.
+PATIENCE = 1.0
+# Threads left behind that may still come back; with so many a batch is waited for until it is stuck.
+MOST_LEFT = 8
+
+
+@dataclass(eq=False)
+class Request:
+    """One observation, and who waits for what to do about it.
+
+    Attributes:
+        due: when the plan of whoever asks runs dry, monotonic.
+        is_alone: it is not put together with others, because it may spoil what they get.
+        batch: the newest one it is in.
+        is_wanted: whether somebody still waits.
+    """
+
+    replica: Replica
+    observation: Mapping[str, np.ndarray]
+    outcome: asyncio.Future[Inference]
+    submitted: float
+    due: float
+    is_alone: bool = False
+    batch: "Batch | None" = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody still waits for it."""
+        return not self.outcome.done()
+
+
+@dataclass(eq=False)
+class Batch:
+    """Requests that run together.
+
+    Attributes:
+        overdue: seconds after which it keeps others waiting for longer than they have to.
+        paused: seconds in which this whole process stood still, and the batch with it.
+        is_left: whether the device goes on without it; it may still come back.
+    """
+
+    members: Sequence[Request]
+    size: int
+    started: float
+    overdue: float
+    paused: float = 0.0
+    is_left: bool = False
+
+
+@dataclass
+class _Inbox:
+    """What a thread hands on to the one that takes over."""
+
+    requests: queue.SimpleQueue[Request | None] = field(default_factory=queue.SimpleQueue)
+    batching: Batching[Request] = field(default_factory=Batching)
+
+
+class Lane:
+    """Requests in, chunks out; everything but the work itself belongs to the event loop it is used on.
+
+    Attributes:
+        abandoned: threads left behind in a batch that did not return in time.
+        asked: requests that nobody has answered yet.
+        batches: how many there were of each size.
+        busy: seconds that the device was used.
+    """
+
+    def __init__(self, name: str = "device", niceness: int = 0, stuck_after: float = 5.0):
+        self.stuck_after = stuck_after
+        self.abandoned = self.asked = 0
+        self.batches: dict[int, int] = {}
+        self.busy = 0.0
+        self._name = name
+        self._niceness = niceness
+        self._inbox = _Inbox()
+        self._lock = threading.Lock()
+        self._current: Batch | None = None
+        self._left: list[Batch] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread = self._start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests not yet begun."""
+        running = [*self._left, *filter(None, (self._current,))]
+        begun = sum(member.is_wanted and member.batch is batch for batch in running for member in batch.members)
+        return max(self.asked - begun, 0)
+
+    async def ask(
+        self, replica: Replica, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool = False
+    ) -> Inference:
+        """Have a policy run on one observation, in a batch with others or alone.
+
+        Raises:
+            InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
+            Exception: whatever the policy raises for this observation.
+        """
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        soon = now + 2 * replica.costs.slow(1)
+        due = soon if due is None else min(due, now + PATIENCE)
+        request = Request(replica, observation, loop.create_future(), now, due, is_alone)
+        self.asked += 1
+        self._inbox.requests.put(request)
+        if self._timer is None:
+            self._watch(loop)
+        try:
+            return await request.outcome
+        finally:
+            self.asked -= 1
+
+    def close(self, within: float) -> bool:
+        """End the thread after its present batch; whether it ended in time (seconds)."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._inbox.requests.put(None)
+        self._thread.join(within)
+        return not self._thread.is_alive()
+
+    # Looking after the thread, on the event loop.
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        pause = min(OVERDUE, self.stuck_after) / 4
+        self._timer = loop.call_later(pause, self._look, loop, time.monotonic() + pause)
+
+    def _look(self, loop: asyncio.AbstractEventLoop, expected: float) -> None:
+        self._timer = None
+        now = time.monotonic()
+        current = self._current
+        running = [*self._left, *filter(None, (current,))]
+        if now - expected > self.stuck_after / 10:
+            # This whole process stood still.
+            for batch in running:
+                batch.paused += now - expected
+        for batch in running:
+            ran = now - batch.started - batch.paused
+            is_others = len(batch.members) > 1 or self.waiting
+            if not batch.is_left and ran >= batch.overdue and is_others and len(self._left) < MOST_LEFT:
+                self._leave(batch)
+            if ran >= self.stuck_after:
+                self._give_up(batch)
+        if self.asked or self._left:
+            self._watch(loop)
+
+    def _leave(self, batch: Batch) -> bool:
+        """Go on without a batch in another thread; its members run once more, each alone. False when it is over."""
+        with self._lock:
+            if self._current is not batch:
+                return False
+            self._current = None
+            self.abandoned += 1
+            batch.is_left = True
+            self._left.append(batch)
+            self._thread = self._start()
+        if len(batch.members) > 1:
+            # One of them may be what it does not come back from.
+            for member in batch.members:
+                self._again(member)
+        return True
+
+    def _give_up(self, batch: Batch) -> None:
+        if not (batch.is_left or self._leave(batch)):
+            return
+        self._left = [other for other in self._left if other is not batch]
+        mine = [member for member in batch.members if member.is_wanted and member.batch is batch]
+        if mine:
+            logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
+        for member in mine:
+            member.outcome.set_exception(InferenceStuck(f"inference did not return in {self.stuck_after:g} s"))
+
+    def _again(self, member: Request) -> None:
+        if member.is_wanted:
+            member.is_alone, member.batch = True, None
+            self._inbox.requests.put(member)
+
+    def _answer(self, batch: Batch, found: Sequence[Inference] | BaseException) -> None:
+        self._left = [other for other in self._left if other is not batch]
+        if not isinstance(found, BaseException):
+            self.batches[batch.size] = self.batches.get(batch.size, 0) + 1
+            for member, inference in zip(batch.members, found, strict=True):
+                if member.is_wanted:
+                    member.outcome.set_result(inference)
+        elif len(batch.members) > 1:
+            if not batch.is_left:
+                for member in batch.members:
+                    self._again(member)
+        elif batch.members[0].is_wanted:
+            batch.members[0].outcome.set_exception(_kept(found))
+
+    # The thread.
+
+    def _start(self) -> threading.Thread:
+        name = self._name if not self.abandoned else f"{self._name}-{self.abandoned + 1}"
+        thread = threading.Thread(target=self._run, args=(self._inbox, Stacks()), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, inbox: _Inbox, stacks: Stacks) -> None:
+        yield_to_others(self._niceness)
+        while _take_in(inbox):
+            chosen = inbox.batching.choose(time.monotonic())
+            if chosen is None:
+                continue
+            batch = _batch_of(chosen)
+            with self._lock:
+                self._current = batch
+            found = _infer(batch, chosen.line, stacks)
+            with self._lock:
+                is_left = self._current is not batch
+                if not is_left:
+                    self._current = None
+            self.busy += time.monotonic() - batch.started
+            self._deliver(batch, found)
+            if is_left:
+                return  # somebody else works here now
+            del chosen, batch, found  # with them a policy, and its weights, would wait here for the next request
+
+    def _deliver(self, batch: Batch, found: Sequence[Inference] | BaseException) -> None:
+        loop = batch.members[0].outcome.get_loop()
+        try:
+            loop.call_soon_threadsafe(self._answer, batch, found)
+        except RuntimeError:
+            # The loop has ended, and whoever waited with it.
+            if not loop.is_closed():
+                raise
+
+
+def _take_in(inbox: _Inbox) -> bool:
+    """Let all that came wait for its turn; sleeps when nothing else is to be done. False at the end."""
+    is_idle = not len(inbox.batching)
+    while True:
+        try:
+            request = inbox.requests.get(block=is_idle)
+        except queue.Empty:
+            return True
+        if request is None:
+            return False
+        is_idle = False
+        shape = None if request.is_alone else shape_of(request.observation)
+        if shape is None:
+            request.is_alone = True
+        sizes = (1,) if request.is_alone else request.replica.can(frames_of(request.observation))
+        # What runs alone has the place in line that its policy has.
+        inbox.batching.add((request.replica, shape), request, request.replica.costs, sizes)
+
+
+def _batch_of(chosen: Chosen[Request]) -> Batch:
+    costs = chosen.members[0].replica.costs
+    overdue = max(3 * costs.usual(chosen.size), OVERDUE) if costs.is_known else UNKNOWN
+    batch = Batch(chosen.members, chosen.size, time.monotonic(), overdue)
+    for member in chosen.members:
+        member.batch = batch
+    return batch
+
+
+def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[Inference] | BaseException:
+    replica, shape = line
+    members = batch.members
+    try:
+        if batch.size == 1:
+            observation = members[0].observation
+        else:
+            observation = stacks.stack(shape, [member.observation for member in members], batch.size)
+        chunks = replica.policy.act(observation)
+        ended = time.monotonic()
+        timings = dict(replica.policy.timings)
+        if len(members) > 1 and (not isinstance(chunks, np.ndarray) or chunks.shape[:1] != (batch.size,)):
+            raise ValueError(f"a batch of {batch.size} was answered with {np.shape(chunks)}")
+    except BaseException as error:  # whatever it is belongs to the waiting side, which raises it there
+        return error
+    replica.costs.learn(batch.size, ended - batch.started)
+    return [
+        Inference(
+            # A copy each: what one session does with its rows is nobody else's business.
+            chunk=chunks[row : row + 1].copy() if len(members) > 1 else chunks,
+            queue=batch.started - member.submitted,
+            to_device=timings.get("to_device", 0.0),
+            compute=timings.get("compute", ended - batch.started),
+            to_host=timings.get("to_host", 0.0),
+            total=ended - member.submitted,
+            batch=len(members),
+        )
+        for row, member in enumerate(members)
+    ]
+
+
+def _kept(error: BaseException) -> BaseException:
+    # A future cannot carry a StopIteration, and an exit of that thread is no exit of the process.
+    is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+    return error if is_plain else RuntimeError(f"{type(error).__name__} in a policy")

@@ -1,0 +1,170 @@
+"""What the engine needs of a policy, and a policy in memory with what is known of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxmodels import Requirements
+from service.engine.costs import Costs
+from service.errors import PolicyFailed
+
+Sizes = Mapping[str, tuple[int, int]]
+# Cameras with the size of their frames, as a key.
+Frames = frozenset[tuple[str, tuple[int, int]]]
+IMAGES = "observation.images."
+
+
+class Policy(Protocol):
+    """What the engine needs of a policy; ``jaxmodels.Policy`` is one."""
+
+    @property
+    def requirements(self) -> Requirements: ...
+    @property
+    def timings(self) -> Mapping[str, float]: ...
+    @property
+    def device(self) -> str: ...
+
+    commit: str | None
+    """What its files are called, when that is known: a commit of the Hub, the hash of a folder."""
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Feature names to arrays with a batch axis -> (b, t, a) float32."""
+        ...
+
+    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
+        """Make ``act`` quick for batches of frames of these sizes."""
+        ...
+
+    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
+        """Whether it is already."""
+        ...
+
+    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+        """Seconds that ``act`` takes now for such a batch, measured with zeros; compiled before."""
+        ...
+
+
+class LoadPolicy(Protocol):
+    """``jaxmodels.load_policy``, or a double."""
+
+    def __call__(
+        self,
+        path: str,
+        revision: str | None = None,
+        /,
+        *,
+        like: Any = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> Policy:
+        """Called in a worker thread; raises JaxModelsError with a text that may be shown.
+
+        ``like`` is a policy that it gave before: what was compiled for it may be used again.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A chunk, and where the time went, in seconds.
+
+    ``total`` runs from asking to having the numpy result; ``queue`` is waiting for the device thread. ``batch`` is how
+    many were answered together.
+    """
+
+    chunk: np.ndarray
+    queue: float
+    to_device: float
+    compute: float
+    to_host: float
+    total: float
+    batch: int = 1
+
+
+class InferenceStuck(PolicyFailed):
+    """An inference did not come back in time; the thread it runs on was given up."""
+
+
+class Replica:
+    """A policy on one device.
+
+    Attributes:
+        policy: itself, with its weights there.
+        lane: number of the device thread that runs it.
+        costs: what its batches take.
+    """
+
+    def __init__(self, policy: Policy, lane: int = 0):
+        self.policy = policy
+        self.lane = lane
+        self.costs = Costs()
+        self._sizes: dict[Frames, tuple[int, ...]] = {}
+
+    def can(self, frames: Frames) -> tuple[int, ...]:
+        """Batch sizes that can run at once for frames of these sizes."""
+        return self._sizes.get(frames, (1,))
+
+    def prepare(self, batch: int, cameras: Sizes | None, times: int = 3) -> None:
+        """Compile a batch size and learn what it takes; blocks, for a thread of its own."""
+        self.policy.compile(batch, cameras)
+        for _ in range(times):
+            self.costs.learn(batch, self.policy.rehearse(batch, cameras))
+        sizes = self.policy.requirements.cameras if cameras is None else cameras
+        frames = frozenset(sizes.items())
+        self._sizes[frames] = tuple(sorted({*self.can(frames), batch}))
+
+
+class Served:
+    """One policy in memory, shared by all sessions of the same path and revision.
+
+    Attributes:
+        policy: itself, on the first device.
+        replicas: it and its copies on other devices.
+        users: sessions that hold it.
+    """
+
+    def __init__(self, policy: Policy, replicas: Sequence[Replica] = ()):
+        self.policy = policy
+        self.replicas = tuple(replicas) or (Replica(policy),)
+        self.users = 0
+        self._compiled: set[Frames] = set()
+
+    @property
+    def requirements(self) -> Requirements:
+        """What the policy needs."""
+        return self.policy.requirements
+
+    @property
+    def commit(self) -> str | None:
+        """What its files are called, when that is known."""
+        return self.policy.commit
+
+    @property
+    def costs(self) -> Costs:
+        """What batches take on its first device."""
+        return self.replicas[0].costs
+
+    def is_compiled(self, sizes: Sizes) -> bool:
+        """Whether frames of these sizes can be acted on at once. Asked at every inference, so remembered."""
+        key = frozenset(sizes.items())
+        if key not in self._compiled and all(replica.policy.is_compiled(1, sizes) for replica in self.replicas):
+            self._compiled.add(key)
+        return key in self._compiled
+
+
+def frames_of(observation: Mapping[str, np.ndarray]) -> Frames:
+    """The sizes of an observation's frames."""
+    return frozenset(
+        (name[len(IMAGES) :], (value.shape[1], value.shape[2]))
+        for name, value in observation.items()
+        if name.startswith(IMAGES) and np.ndim(value) == 4
+    )
+
+
+def in_words(sizes: Sizes) -> str:
+    """``480x640 frames``, or camera by camera when they differ."""
+    different = {f"{height}x{width}" for height, width in sizes.values()}
+    if len(different) == 1:
+        return f"{different.pop()} frames"
+    return ", ".join(f"{height}x{width} frames of {camera!r}" for camera, (height, width) in sorted(sizes.items()))
