@@ -1,0 +1,122 @@
+"""The server of ``benchmarks/glass_to_action.py``: its policy says which picture it saw, and every stage is noted.
+
+    python benchmarks/glass_server.py --policy shipped
+
+It prints one line when it is there; SIGUSR1 begins a measurement anew, SIGUSR2 prints what became of each picture.
+"""
+
+import argparse
+import asyncio
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import jaxmodels
+from benchmarks.measured import SHIPPED
+from benchmarks.processes import say
+from benchmarks.timed_pictures import number_of, pose_of, stamp_of
+from jaxmodels import Requirements
+from service.app import create_app
+from service.engine.scripted_policy import ScriptedPolicy
+from service.serving import listen, run
+from service.settings import Settings
+
+CAMERA = "front"
+NEEDS = Requirements(
+    policy_type="act", cameras={CAMERA: (480, 640)}, state=6, action=6, chunk=20, action_steps=5, rate=25.0
+)
+
+
+class Notes:
+    """A tap that notes, for each picture by its number, when what happened to it; monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, dict[str, float]] = {}
+
+    def add(self, number: int | None, what: str, at: float) -> None:
+        """The first time counts."""
+        if number is not None:
+            self.of.setdefault(number, {}).setdefault(what, at)
+
+    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        self.add(stamp_of(image), "seen", seen_at)
+
+    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        self.add(number_of(chunk[-1]), "planned", at)
+
+    def ticked(self, tick: Any) -> None:
+        if tick.command is not None and tick.hold is None:
+            self.add(number_of(tick.command), "sent", tick.at)
+
+
+class Reading:
+    """A policy whose every action says which picture it saw, after whatever another policy takes to compute."""
+
+    def __init__(self, policy: Any, notes: Notes):
+        self._policy = policy
+        self._notes = notes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        """(b, t, a) float32."""
+        began = time.monotonic()
+        chunk = self._policy.act(observation)
+        ended = time.monotonic()
+        numbers = [stamp_of(image) for image in observation[f"observation.images.{CAMERA}"]]
+        for number in numbers:
+            self._notes.add(number, "began", began)
+            self._notes.add(number, "ended", ended)
+        poses = np.stack([pose_of(number) for number in numbers])[:, None]
+        return np.repeat(poses, chunk.shape[1], axis=1)
+
+
+def watch(session: Any, notes: Notes) -> None:
+    """From now on this session's stages are noted."""
+    session.attach(notes)
+    thinking = session.drive.thinking
+    ask = thinking.ask
+
+    def noted(snapshot: Any, *more: Any, **named: Any) -> None:
+        notes.add(stamp_of(snapshot.frames[CAMERA]), "asked", time.monotonic())
+        ask(snapshot, *more, **named)
+
+    thinking.ask = noted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", choices=["none", "shipped"], default="none")
+    options = parser.parse_args()
+    notes = Notes()
+
+    def load(path: str, revision: str | None = None, /, **more: Any) -> Any:
+        return Reading(ScriptedPolicy(NEEDS) if options.policy == "none" else jaxmodels.load_policy(SHIPPED), notes)
+
+    needs = NEEDS if options.policy == "none" else jaxmodels.load_policy(SHIPPED).requirements
+    app = create_app(Settings(state="off"), load=load, read_requirements=lambda path, revision: needs)
+    watched: set[str] = set()
+
+    def begin() -> None:
+        for session in app.ctx.sessions.list():
+            if session.id not in watched:
+                watched.add(session.id)
+                watch(session, notes)
+        notes.of.clear()
+        say(event="measuring")
+
+    @app.after_server_start
+    async def hear(app: Any) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, begin)
+        loop.add_signal_handler(signal.SIGUSR2, lambda: say(event="measured", pictures=notes.of))
+
+    run(app, listen("127.0.0.1", 0), lambda url: say(event="ready", url=url))
+
+
+if __name__ == "__main__":
+    main()

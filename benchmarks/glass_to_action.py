@@ -1,0 +1,282 @@
+"""How long from light to motion? From a picture being taken to the command that used it, stage by stage.
+
+    python benchmarks/glass_to_action.py                          # rooms and direct, with and without computing
+    python benchmarks/glass_to_action.py --seconds 5 --case "rooms, ACT"
+
+The robot of this process shows pictures whose bars say when they were taken, 30 a second. The server is a process of
+its own. Its policy reads the bars and says them in every action, so that each command tells which picture it came
+from; ``ACT`` runs the shipped policy before it says so. Both processes read the same monotonic clock. Stages:
+
+- video: encoding, the way, decoding (VP8 over WebRTC, or JPEG over a WebSocket)
+- waiting to be asked about: until the control loop asks the policy with it
+- queue, inference: waiting for the device, and computing
+- back: until the event loop has the chunk, judged and planned
+- waiting for its tick: until a tick sends an action of it
+- wire: until the robot has the command
+
+``light_to_motion_ms`` is of the first command of each picture that was asked about. ``event_to_motion_ms`` is what a
+person sees: from something that happens at a random moment to the first command that can know of it.
+"""
+
+import argparse
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import uvloop
+
+from benchmarks.glass_server import CAMERA
+from benchmarks.measured import RESULTS, ROOT, SHIPPED, percentiles, quietness, result, write
+from benchmarks.pictures import stacked_bars
+from benchmarks.processes import Child, Refused, call, child
+from benchmarks.timed_pictures import BASE, number_of, picture, stamp
+from service.motion.control_loop import sleep_until
+from service.transport.base import Rooms
+from service.transport.robot import connect_robot
+
+SERVER = ROOT / "benchmarks" / "glass_server.py"
+SIZE = (480, 640)
+FPS = 30.0
+JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
+PERCENTS = (50.0, 90.0, 99.0)
+# name -> (how the robot is connected, what the policy computes before it says what it saw)
+CASES = {
+    "rooms, no computing": ("rooms", "none"),
+    "rooms, ACT": ("rooms", "shipped"),
+    "direct, no computing": ("direct", "none"),
+    "direct, ACT": ("direct", "shipped"),
+}
+STAGES = {
+    "video": ("taken", "seen"),
+    "waiting to be asked about": ("seen", "asked"),
+    "queue": ("asked", "began"),
+    "inference": ("began", "ended"),
+    "back": ("ended", "planned"),
+    "waiting for its tick": ("planned", "sent"),
+    "wire": ("sent", "heard"),
+}
+
+
+class Eye(Protocol):
+    """A robot that can be shown pictures."""
+
+    def show(self, camera: str, image: np.ndarray) -> None: ...
+    def send_joints(self, values: Mapping[str, float]) -> object: ...
+
+
+class Robot:
+    """What one robot showed and heard."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, float] = {}
+        self.heard: list[tuple[float, int]] = []
+        self._pose = dict(zip(JOINTS, map(float, BASE), strict=True))
+
+    def obey(self, values: Mapping[str, float], seen_at: float) -> None:
+        """Only joints whose target changed may come."""
+        self._pose |= {name: value for name, value in values.items() if name in self._pose}
+        number = number_of(np.array([self._pose[name] for name in JOINTS]))
+        if number in self.taken:
+            self.heard.append((seen_at, number))
+
+    async def live(self, eye: Eye) -> None:
+        """A picture and the joints, again and again, until cancelled."""
+        start = time.monotonic()
+        number = 0
+        while True:
+            number = max(number + 1, int((time.monotonic() - start) * FPS))
+            await sleep_until(start + number / FPS)
+            now = time.monotonic()
+            self.taken[stamp(now)] = now
+            eye.show(CAMERA, picture(SIZE, now))
+            eye.send_joints({name: float(value) for name, value in zip(JOINTS, BASE, strict=True)})
+
+
+@asynccontextmanager
+async def in_rooms(url: str, session: Mapping[str, Any], robot: Robot) -> AsyncIterator[Eye]:
+    """Through the session's rooms, as the demo's robot."""
+    rooms = Rooms(
+        workspace_id=session["workspace_id"],
+        cameras=session["camera_room_ids"],
+        joint_input=session["joint_input_room_id"],
+        joint_output=session["joint_output_room_id"],
+    )
+    async with connect_robot(url, rooms, on_command=robot.obey, rate=FPS) as eye:
+        yield eye
+
+
+class Stream:
+    """Through ``WS /sessions/{id}/stream``; pictures go as JPEG."""
+
+    def __init__(self, socket: Any):
+        self._socket = socket
+        self._sending: set[asyncio.Task[None]] = set()
+        self._image: bytes | None = None
+
+    def show(self, camera: str, image: np.ndarray) -> None:
+        import io
+
+        from PIL import Image
+
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "JPEG", quality=90)
+        self._image = file.getvalue()
+
+    def send_joints(self, values: Mapping[str, float]) -> None:
+        """The picture goes with them."""
+        import msgpack
+
+        packed = msgpack.packb({"kind": "observation", "images": {CAMERA: self._image}, "state": dict(values)})
+        assert packed is not None
+        task = asyncio.create_task(self._socket.send_bytes(packed))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+
+@asynccontextmanager
+async def by_stream(url: str, session_id: str, robot: Robot) -> AsyncIterator[Eye]:
+    """Without rooms."""
+    import aiohttp
+    import msgpack
+
+    async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/sessions/{session_id}/stream") as socket:
+
+        async def listen() -> None:
+            async for message in socket:
+                now = time.monotonic()
+                if message.type is aiohttp.WSMsgType.BINARY:
+                    told = msgpack.unpackb(message.data)
+                    if told["kind"] == "command":
+                        robot.obey(told["joints"], now)
+                    elif told["kind"] == "error":
+                        raise RuntimeError(f"the stream says {told['code']}: {told['detail']}")
+
+        listening = asyncio.create_task(listen())
+        try:
+            yield Stream(socket)
+            if listening.done():
+                listening.result()
+        finally:
+            listening.cancel()
+
+
+async def drive(server: Child, url: str, way: str, seconds: float) -> tuple[Robot, dict[int, dict[str, float]]]:
+    """One session for so long: its robot, and the server's notes by picture."""
+    body = {
+        "session_id": "arm",
+        "policy_path": str(SHIPPED),
+        "transport_server_url": url if way == "rooms" else "direct",
+        "camera_names": [CAMERA],
+        "overlap": "replace",  # another one would mix the numbers of two pictures
+    }
+    session = await asyncio.to_thread(call, f"{url}/sessions", "POST", body)
+    robot = Robot()
+    async with in_rooms(url, session, robot) if way == "rooms" else by_stream(url, "arm", robot) as eye:
+        living = asyncio.create_task(robot.live(eye))
+        await asyncio.sleep(1.5)
+        await asyncio.to_thread(call, f"{url}/sessions/arm/start", "POST")
+        async with asyncio.timeout(120):
+            while not robot.heard:  # noqa: ASYNC110 - pictures of this size are compiled for meanwhile
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(2)  # not counted: first use of everything
+        await asyncio.to_thread(server.ask, signal.SIGUSR1, "measuring")
+        robot.heard.clear()
+        await asyncio.sleep(seconds)
+        notes = await asyncio.to_thread(server.ask, signal.SIGUSR2, "measured")
+        living.cancel()
+        with suppress(asyncio.CancelledError):
+            await living
+    return robot, {int(number): times for number, times in notes["pictures"].items()}
+
+
+def figures(robot: Robot, notes: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """All stages of pictures that were used, and what came of the others."""
+    first: dict[int, float] = {}
+    for at, number in robot.heard:
+        first.setdefault(number, at)
+    known = {
+        number: {"taken": robot.taken[number], **notes[number], "heard": at}
+        for number, at in first.items()
+        if number in notes
+    }
+    whole = [times for times in known.values() if all(begin in times for begin, _ in STAGES.values())]
+    if not whole:
+        raise RuntimeError(f"no command can be followed: {len(robot.heard)} commands, {len(notes)} pictures noted")
+    stages = {name: percentiles([t[end] - t[begin] for t in whole], PERCENTS) for name, (begin, end) in STAGES.items()}
+    return {
+        "stages_ms": stages,
+        "light_to_motion_ms": percentiles([t["heard"] - t["taken"] for t in whole], PERCENTS),
+        "age_of_the_picture_at_every_command_ms": percentiles(
+            [at - robot.taken[number] for at, number in robot.heard], PERCENTS
+        ),
+        "event_to_motion_ms": percentiles(_after_events(sorted((t["heard"], t["taken"]) for t in whole)), PERCENTS),
+        "pictures_seen": sum("seen" in times for times in notes.values()),
+        "pictures_used": len(whole),
+        "commands": len(robot.heard),
+    }
+
+
+def _after_events(used: list[tuple[float, float]]) -> list[float]:
+    """Seconds from each of many moments to the first command whose picture was taken after it."""
+    heard, taken = (np.array(times) for times in zip(*used, strict=True))
+    moments = np.linspace(taken[0], taken[-1], 5000, endpoint=False)
+    places = np.searchsorted(taken, moments, side="left")
+    return list(heard[places] - moments)
+
+
+def measure(name: str, seconds: float) -> dict[str, Any]:
+    """One case, in a server of its own."""
+    way, policy = CASES[name]
+    with ExitStack() as stack:
+        server = stack.enter_context(child(str(SERVER), "--policy", policy))
+        url = server.told("ready")["url"]
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        robot, notes = runner.run(drive(server, url, way, seconds))
+    return figures(robot, notes)
+
+
+def main(report: Callable[[str], None] = print) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each case")
+    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
+    parser.add_argument("--output", type=Path, default=RESULTS / "glass_to_action.json")
+    options = parser.parse_args()
+    quiet = quietness()
+    cases: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name in options.case or CASES:
+        try:
+            cases[name] = found = measure(name, options.seconds)
+        except Refused as error:
+            left_out[name] = str(error)
+            report(f"{name}: left out: {error}")
+            continue
+        stages = "  ".join(f"{stage} {spread['p50']:.1f}" for stage, spread in found["stages_ms"].items())
+        report(f"{name}: light to motion p50 {found['light_to_motion_ms']['p50']:.1f} ms; {stages}")
+    found = result(
+        "milliseconds from a picture being taken to the command that used it, by stage",
+        "python benchmarks/glass_to_action.py",
+        quiet,
+        seconds=options.seconds,
+        pictures=f"{SIZE[1]}x{SIZE[0]} at {FPS:g} a second",
+        cases=cases,
+        left_out=left_out,
+    )
+    write(options.output, found)
+    stacked_bars(
+        options.output.with_suffix(".png"),
+        "From light to motion: medians by stage",
+        {name: {stage: spread["p50"] for stage, spread in one["stages_ms"].items()} for name, one in cases.items()},
+        "milliseconds",
+        {name: one["light_to_motion_ms"]["p99"] for name, one in cases.items()},
+        "p99 of the whole way",
+    )
+
+
+if __name__ == "__main__":
+    main()
