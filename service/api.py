@@ -13,6 +13,7 @@ from service.edge.limits import ConnectionLimits, Connections
 from service.edge.origins import Origins, harden, preflight
 from service.edge.punctual import FULL, PunctualProtocol
 from service.routes import (
+    act,
     adjust,
     control,
     debug,
@@ -42,6 +43,7 @@ ROUTES: tuple[Route, ...] = (
     *health.ROUTES,
     *sessions.ROUTES,
     *control.ROUTES,
+    *act.ROUTES,
     *adjust.ROUTES,
     *score.ROUTES,
     *policy_check.ROUTES,

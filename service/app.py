@@ -26,6 +26,9 @@ from service.auth.places import is_loopback
 from service.auth.roles import Role
 from service.auth.room_keys import RoomKeys
 from service.auth.watched import FileUnusable
+from service.doors.direct import ByAddress
+from service.doors.doors import Doors
+from service.doors.sockets import doors_blueprint
 from service.edge.allowance import Admit, Allowance
 from service.edge.destinations import AddressRules, Destinations
 from service.edge.limits import Creates
@@ -116,6 +119,7 @@ def create_app(
         policy_reader=PolicyReader(places.guarded_reading(read_requirements or _requirements_reader(settings))),
         live=Live(lambda: context.sessions),
         creates=Creates(Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local),
+        doors=Doors(lambda: context.sessions),
     )
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
     watch(app)
@@ -124,6 +128,7 @@ def create_app(
     for prefix in PREFIXES:
         app.blueprint(api(prefix, Origins(settings.origins)))
         app.blueprint(live_blueprint(prefix, Origins(settings.origins)))
+        app.blueprint(doors_blueprint(prefix, Origins(settings.origins)))
         if table is not None:
             add_transport(app, table, rooms, prefix)
     webhooks = Webhooks(settings)
@@ -133,8 +138,11 @@ def create_app(
     destinations = None if transport else _destinations(app)
     _keep_sessions(
         app,
-        transport
-        or RoomsTransport(ice_servers=settings.ice_servers, destinations=destinations, credentials=_room_keys(app)),
+        ByAddress(
+            context.doors.direct,
+            transport
+            or RoomsTransport(ice_servers=settings.ice_servers, destinations=destinations, credentials=_room_keys(app)),
+        ),
         places.guarded(webhooks.identified(load or _loader(settings))),
         load_model or _model_loader(settings),
         webhooks,
@@ -210,7 +218,7 @@ def _keep_sessions(
                 load=load,
                 engine=engine,
                 settings=limits,
-                tell=app.ctx.recordings.hears(webhooks.tell),
+                tell=app.ctx.doors.direct.hears(app.ctx.recordings.hears(webhooks.tell)),
                 admit=admit,
                 records=opened.enter_context(_records(settings)),
             )

@@ -21,6 +21,7 @@ ServiceError                  500 internal
 ├── UnknownRecording          404 unknown_recording
 ├── RecordingRefused          409 recording_refused  this server, or this session, cannot be recorded now
 ├── NotKept                   503 not_kept         it cannot be written down, so it would be lost with the process
+├── Compiling                 503 compiling        a policy is made ready for pictures of a new size
 ├── ModelBusy                 503 model_busy       as many forward passes are asked for as are allowed, or one took long
 ├── UnknownForm               415 unknown_form     a body in a form that is not read
 ├── NotAcceptable             406 not_acceptable   an answer in a form that is not written
@@ -197,6 +198,14 @@ class RecordingRefused(ServiceError):
 
     status = 409
     code = "recording_refused"
+
+
+class Compiling(ServiceError):
+    """A policy is being made ready for pictures of a new size; soon it will be."""
+
+    status = 503
+    code = "compiling"
+    headers = MappingProxyType({"retry-after": "5"})
 
 
 class ModelBusy(ServiceError):

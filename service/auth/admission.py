@@ -179,7 +179,8 @@ def _sent(request: "Request[Any, Any]") -> str | None:
     """
     given = request.headers.getall("x-api-key", [])
     logins = [value.partition(" ") for value in request.headers.getall("authorization", [])]
-    bearers = [rest.strip() for kind, _, rest in logins if kind.lower() == "bearer"]
+    # `Api-Key` is what openpi's client says.
+    bearers = [rest.strip() for kind, _, rest in logins if kind.lower() in ("bearer", "api-key")]
     if len(given) + len(bearers) > 1:
         raise Unauthorized("more than one key was sent; send one, in one header")
     if given or bearers:

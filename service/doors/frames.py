@@ -1,4 +1,4 @@
-"""RFC 6455 frames as a server sees them: heads that are read, masks that are taken off in place, heads that are built."""
+"""RFC 6455 frames as a server sees them: heads are read, masks taken off in place, heads built."""
 
 import struct
 from dataclasses import dataclass

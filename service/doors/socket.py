@@ -190,7 +190,7 @@ class DoorSocket(asyncio.BufferedProtocol):
                 raise BadFrame(1009, f"a message of more than {self._limits.bytes} bytes")
         self._head = head
         self._data = np.empty(head.length, np.uint8)
-        self._target = memoryview(self._data)
+        self._target = self._data.data
         self._start += head.size
         there = min(self._end - self._start, head.length)
         self._target[:there] = self._view[self._start : self._start + there]
@@ -222,7 +222,7 @@ class DoorSocket(asyncio.BufferedProtocol):
             except UnicodeDecodeError:
                 raise BadFrame(1007, "text is not UTF-8") from None
         else:
-            self._messages.append(memoryview(whole))
+            self._messages.append(whole.data)
         self._wake()
 
     def _control(self, opcode: int, data: bytes) -> None:

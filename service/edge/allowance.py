@@ -31,5 +31,5 @@ class Allowance:
         if new.shadow_policy_path is not None:
             shadow, revision = new.shadow_policy_path, new.shadow_revision
             await asyncio.to_thread(self.places.check, shadow, "shadow_policy_path", revision)
-        if self._destinations is not None:
+        if self._destinations is not None and not new.is_direct:
             await self._destinations.addresses(new.transport_server_url)

@@ -11,6 +11,7 @@ import sanic
 from sanic.config import Config
 
 from service.auth.guard import Guard
+from service.doors.doors import Doors
 from service.edge.limits import Creates
 from service.edge.policy_places import PolicyPlaces
 from service.engine.policy_reader import PolicyReader
@@ -36,6 +37,7 @@ class Context:
         table: the embedded transport's rooms, or None when it is off.
         guard: who is let in where.
         creates: how often each caller may make a session.
+        doors: for clients that need no rooms.
         sessions, models, updates, recordings: there from the server's start to its stop.
         places: where policies may come from.
         policy_reader: what policies need, before they are loaded.
@@ -56,6 +58,7 @@ class Context:
     policy_reader: PolicyReader
     live: Live
     creates: Creates
+    doors: Doors
     started_at: float = field(default_factory=time.monotonic)
     importing: asyncio.Future[Any] | None = None
     sessions: Sessions = field(init=False)

@@ -1,0 +1,282 @@
+"""A client that controls its robot itself asks what to do: the policy thinks, and the guard judges what is told."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from service.doors.direct import DirectLink, DirectTransport
+from service.doors.observation import Observation, Wanted
+from service.engine.engine import Engine, Inference, Sizes, in_words
+from service.errors import Compiling, InvalidRequest, MoveRefused, PolicyFailed, TooManyRequests
+from service.motion.drive import Drive
+from service.motion.thinking import STAGES
+from service.safety.guard import Motion
+from service.sessions.interrupted import Interrupted
+from service.sessions.request import DIRECT
+from service.sessions.sessions import Listed, Session
+from service.stage import Stage
+
+# Stages in which the session's own control loop stands still, and clients may control by themselves.
+ASKABLE = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
+# Of one session, at a time.
+MOST = 32
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A chunk that may be done.
+
+    Attributes:
+        actions: (t, a) float32, inside the limits.
+        clamped: why the guard changed something.
+        inference: what it took.
+        decode: seconds that pictures took.
+        odd: joints whose measured values are far outside of their ranges.
+    """
+
+    actions: np.ndarray
+    clamped: tuple[str, ...]
+    inference: Inference
+    decode: float
+    odd: list[str]
+
+    def timings(self) -> dict[str, float]:
+        """Milliseconds by stage."""
+        stages = {stage: getattr(self.inference, stage) for stage in STAGES}
+        return {name: round(seconds * 1e3, 3) for name, seconds in ({"decode": self.decode} | stages).items()}
+
+
+class Consultation:
+    """One client's, with what it was told last.
+
+    Args:
+        pixels: of one picture, at most.
+        patience: seconds that a compile for pictures of a new size is waited for.
+    """
+
+    def __init__(self, session: Listed, transport: DirectTransport, engine: Engine, pixels: int, patience: float):
+        self.session = session
+        self._transport = transport
+        self._engine = engine
+        self._pixels = pixels
+        self._patience = patience
+        self._plan: np.ndarray | None = None
+        self._given = 0
+        # The newest actions that were done, as the client says.
+        self._trail = np.zeros((0, 0), np.float32)
+
+    def wanted(self) -> Wanted:
+        """What its observations hold.
+
+        Raises:
+            MoveRefused: the session cannot be asked.
+        """
+        drive = self.link()[1]
+        return Wanted(self.session.new.camera_names, drive.table, self._pixels)
+
+    def link(self) -> tuple[DirectLink, Drive]:
+        """The session's link and live parts.
+
+        Raises:
+            MoveRefused: it has none.
+        """
+        session = self.session
+        if not session.new.is_direct:
+            raise MoveRefused(
+                f"session {session.id!r} has rooms, and its robot is asked there; make one with "
+                f'"transport_server_url": "{DIRECT}" for this door'
+            )
+        if isinstance(session, Interrupted):
+            raise session.refusal()
+        link = self._transport.links.get(session.id)
+        if session.drive is None or session.is_over or link is None:
+            raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
+        return link, session.drive
+
+    def check(self) -> tuple[DirectLink, Drive]:
+        """Refuse where a client may not control by itself now.
+
+        Raises:
+            MoveRefused: says why, and what to do.
+        """
+        link, drive = self.link()
+        session = self.session
+        assert isinstance(session, Session)
+        if session.latch is not None:
+            raise MoveRefused(
+                f"session {session.id!r} is under an emergency stop ({session.latch}); "
+                f"POST /debug/sessions/{session.id}/reset takes it off"
+            )
+        if session.stage not in ASKABLE:
+            raise MoveRefused(
+                f"session {session.id!r} is {session.stage}: its own control loop drives the robot; stop it first, "
+                "or take its commands from the stream"
+            )
+        if session.is_halted:
+            raise MoveRefused(
+                f"session {session.id!r} was stopped; POST /debug/sessions/{session.id}/reset lets clients ask again"
+            )
+        if session.new.dry_run:
+            raise MoveRefused(f"session {session.id!r} is a dry run, and gives out no actions")
+        return link, drive
+
+    async def think(self, seen: Observation, executed: int | None = None) -> Thought:
+        """What to do about this observation (with every camera and joint).
+
+        Args:
+            executed: how many actions of the last chunk will have been done.
+
+        Raises:
+            MoveRefused: it may not be told, or not any more.
+            InvalidRequest: a picture cannot be decoded, or so many were not given out.
+            PolicyFailed: the policy raised, or gave no chunk that may be done.
+            Compiling: for pictures of a new size.
+            TooManyRequests: the session has enough to think about.
+        """
+        link, drive = self.check()
+        self._follow(executed)
+        if link.thinking >= MOST:
+            raise TooManyRequests(f"session {self.session.id!r} has {MOST} acts under way; ask again when one is done")
+        link.thinking += 1
+        try:
+            thought = await self._think(drive, seen)
+        finally:
+            link.thinking -= 1
+        self.check()
+        link.acts += 1
+        self._plan = thought.actions
+        return thought
+
+    async def _think(self, drive: Drive, seen: Observation) -> Thought:
+        began = time.monotonic()
+        wanted = self.wanted()
+        pose, odd = seen.pose(wanted)
+        frames = await seen.decoded(wanted)
+        now = time.monotonic()
+        for camera, image in frames.items():
+            drive.frame(camera, image, now)
+        drive.joints(seen.joints, now)
+        thinking = drive.thinking
+        served = thinking.served
+        observation = {f"observation.images.{camera}": frames[camera][None] for camera in wanted.cameras}
+        whole = observation | {"observation.state": pose[None]}
+        if served.requirements.state is not None:
+            observation = whole
+        sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
+        if not served.is_compiled(sizes):
+            await self._compile(drive, sizes)
+        try:
+            inference = await self._engine.submit(served, observation)
+            chunk, clamped = self._judged(drive, inference.chunk, pose)
+        except PolicyFailed:
+            thinking.errors += 1
+            raise
+        for stage in STAGES:
+            thinking.seconds[stage].add(getattr(inference, stage))
+        thinking.recent.append((observation, inference.chunk))
+        if thinking.shadow is not None:
+            thinking.shadow.offer(whole, inference.chunk)
+        drive.taps.planned(inference.chunk[0], now, time.monotonic())
+        return Thought(chunk, clamped, inference, now - began, odd)
+
+    async def _compile(self, drive: Drive, sizes: Sizes) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._engine.compile(drive.thinking.served, sizes)
+        except TimeoutError:
+            raise Compiling(f"the policy is being compiled for {in_words(sizes)}; ask again") from None
+
+    def _judged(self, drive: Drive, answer: object, pose: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+        guard = drive.control.guard
+        wrong = guard.form(answer)
+        if wrong is None:
+            assert isinstance(answer, np.ndarray)
+            judged = guard.judge(answer[0].astype(np.float32), self._motion(pose, drive.control.pace.action_rate))
+            if judged.actions is not None:
+                return judged.actions, judged.clamped
+            wrong = judged.reason or "", judged.text
+        drive.control.rejected += 1
+        raise PolicyFailed(wrong[1])
+
+    def _motion(self, pose: np.ndarray, rate: float) -> Motion:
+        trail = self._trail
+        if not len(trail):
+            rest = np.zeros(len(pose))
+            return Motion(pose, rest, rest)
+        newest, older, oldest = trail[-1], trail[max(len(trail) - 2, 0)], trail[0]
+        velocity = (newest - older).astype(np.float64) * rate
+        bend = (newest - 2 * older + oldest).astype(np.float64) * rate**2
+        return Motion(newest, velocity, bend if len(trail) > 2 else None, is_at_rest=False)
+
+    def _follow(self, executed: int | None) -> None:
+        """What was done of the last chunk is what the next one follows."""
+        if executed is None:
+            self._trail = self._trail[:0]
+            return
+        there = 0 if self._plan is None else len(self._plan)
+        if not 0 <= executed <= there:
+            raise InvalidRequest(
+                f"executed is {executed}, but the last chunk that this client got has {there} actions",
+                ("body", "executed"),
+            )
+        if self._plan is not None:
+            done = self._plan[:executed]
+            self._trail = np.concatenate([self._trail, done])[-3:] if len(self._trail) else done[-3:]
+            # Once: whoever says it again for the same chunk says it of what is left.
+            self._plan = self._plan[executed:]
+
+    async def next(self, seen: Observation, *, is_new: bool = False) -> tuple[np.ndarray, int, Thought | None]:
+        """One action (a,), how many are left before the policy is asked again, and what it thought if it was.
+
+        Raises:
+            As ``think``.
+        """
+        drive = self.check()[1]
+        if is_new:
+            self._plan = None
+            self._given = 0
+        thought = None
+        steps = drive.control.pace.action_steps
+        if self._plan is None or self._given >= min(steps, len(self._plan)):
+            thought = await self.think(seen, None if self._plan is None else self._given)
+            self._given = 0
+        assert self._plan is not None
+        action = self._plan[self._given]
+        self._given += 1
+        return action, min(steps, len(self._plan)) - self._given, thought
+
+    def prompted(self, prompt: str) -> None:
+        """The client said what is to be done: that is what recordings call it from now on."""
+        session = self.session
+        if isinstance(session, Session) and session.new.language_instruction != prompt:
+            session.new = replace(session.new, language_instruction=prompt)
+
+    def about(self) -> Mapping[str, object]:
+        """What a client has to know of the session: shapes, names, rates.
+
+        Raises:
+            MoveRefused: it has no live parts.
+        """
+        drive = self.link()[1]
+        needs, pace = drive.thinking.served.requirements, drive.control.pace
+        ends = {
+            joint.name: [end if np.isfinite(end) else None for end in (joint.low, joint.high)]
+            for joint in drive.table.joints
+        }
+        return {
+            "session_id": self.session.id,
+            "status": str(self.session.stage),
+            "policy_path": self.session.new.policy_path,
+            "policy_type": needs.policy_type,
+            "cameras": {camera: list(needs.cameras[camera]) for camera in self.session.new.camera_names},
+            "joint_names": list(drive.table.names),
+            "joint_ranges": ends,
+            "rate": pace.rate,
+            "action_rate": pace.action_rate,
+            "chunk": pace.chunk,
+            "action_steps": pace.action_steps,
+            "reads_prompt": False,
+        }

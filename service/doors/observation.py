@@ -1,0 +1,147 @@
+"""What a client saw and felt, out of a message: everything that is wrong with it is said at once."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from service.doors import pictures
+from service.errors import InvalidRequest
+from service.motion.joints import ODD, JointTable
+from service.words import printable
+
+_LARGEST = float(np.finfo(np.float32).max)
+_PROMPT = 2048
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a session's observations hold.
+
+    Attributes:
+        cameras: names.
+        joints: in order.
+        pixels: of one picture, at most.
+    """
+
+    cameras: Sequence[str]
+    joints: JointTable
+    pixels: int
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Of one moment.
+
+    Attributes:
+        frames: camera to picture, uint8 (h, w, 3).
+        files: camera to a JPEG or PNG file that is not decoded yet.
+        joints: wire name to value, as it came; empty when there was none.
+        prompt: what is to be done, or None.
+    """
+
+    frames: Mapping[str, np.ndarray] = field(default_factory=dict)
+    files: Mapping[str, bytes | memoryview] = field(default_factory=dict)
+    joints: Mapping[str, float] = field(default_factory=dict)
+    prompt: str | None = None
+
+    async def decoded(self, wanted: Wanted) -> Mapping[str, np.ndarray]:
+        """All pictures; files are decoded in threads meanwhile.
+
+        Raises:
+            InvalidRequest, TooLarge: one of them cannot be.
+        """
+        if not self.files:
+            return self.frames
+        images = await asyncio.gather(
+            *(asyncio.to_thread(pictures.decode, name, file, wanted.pixels) for name, file in self.files.items())
+        )
+        return {**self.frames, **dict(zip(self.files, images, strict=True))}
+
+    def pose(self, wanted: Wanted) -> tuple[np.ndarray, list[str]]:
+        """(a,) float32 in the order of the joints, inside their ranges; and which came far outside of them."""
+        joints = wanted.joints.joints
+        came = np.array([self.joints[joint.name] for joint in joints], np.float64)
+        low, high = (np.array([getattr(joint, end) for joint in joints]) for end in ("low", "high"))
+        pose = np.clip(came, low, high)
+        with np.errstate(invalid="ignore"):
+            odd = np.abs(came - pose) > ODD * (high - low)
+        return pose.astype(np.float32), [joint.name for joint, is_odd in zip(joints, odd, strict=True) if is_odd]
+
+
+def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Observation:
+    """The observation of a message.
+
+    Args:
+        is_whole: whether every camera and every joint has to be there.
+
+    Raises:
+        InvalidRequest: what is missing, unknown, misshaped or not finite; all of it.
+        TooLarge: a picture is.
+    """
+    wrong: list[str] = []
+    images = message.get("images", {})
+    if not isinstance(images, Mapping):
+        raise InvalidRequest("images: wanted a map from camera to picture", ("body", "images"))
+    frames, files = {}, {}
+    for name, picture in images.items():
+        if name not in wanted.cameras:
+            wrong.append(f"camera {printable(str(name)[:64])!r} is unknown")
+        elif isinstance(picture, np.ndarray):
+            frames[name] = pictures.raw(name, picture, wanted.pixels)
+        elif isinstance(picture, str):
+            files[name] = pictures.from_base64(name, picture)
+        elif isinstance(picture, memoryview):
+            files[name] = picture
+        else:
+            wrong.append(f"camera {name!r}: wanted an array, or a JPEG or PNG file")
+    missing = [name for name in wanted.cameras if name not in images]
+    if is_whole and missing:
+        wrong.append(f"cameras {', '.join(missing)} are missing")
+    joints = _joints(message.get("state"), wanted.joints, is_whole, wrong)
+    prompt = message.get("prompt")
+    if prompt is not None and (not isinstance(prompt, str) or len(prompt) > _PROMPT):
+        wrong.append(f"prompt: wanted text of at most {_PROMPT} characters")
+    if wrong:
+        raise InvalidRequest(
+            f"{'; '.join(wrong[:16])}; wanted cameras {list(wanted.cameras)} and joints {list(wanted.joints.names)}",
+            ("body",),
+        )
+    return Observation(frames, files, joints, prompt)
+
+
+def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:
+    if state is None:
+        if is_whole:
+            wrong.append("state is missing: the measured joints, which motion is checked against")
+        return {}
+    if isinstance(state, Mapping):
+        return _named(state, table, is_whole, wrong)
+    try:
+        values = np.asarray(state)
+    except ValueError:
+        values = np.zeros((0, 0))
+    if values.ndim == 2 and len(values) == 1:
+        values = values[0]
+    if values.dtype.kind not in "iuf" or values.shape != (len(table),):
+        wrong.append(f"state: {values.dtype.name} {list(values.shape)}; wanted {len(table)} numbers")
+        return {}
+    values = values.astype(np.float64)
+    if not (np.abs(values) <= _LARGEST).all():
+        wrong.append("state holds NaN, infinity or what is as good as that")
+        return {}
+    return {name: float(value) for name, value in zip(table.names, values, strict=True)}
+
+
+def _named(state: Mapping[Any, Any], table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:
+    update = table.read(state)
+    if update.dropped:
+        wrong.append("state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()))
+        return {}
+    missing = [name for place, name in enumerate(table.names) if place not in update.values]
+    if is_whole and missing:
+        wrong.append(f"state lacks {', '.join(missing)}")
+    # As they came: whoever looks for values in another unit has to see them.
+    return {table.names[place]: update.odd.get(place, value) for place, value in update.values.items()}

@@ -1,0 +1,84 @@
+"""openpi's WebSocket protocol: its metadata, its arrays, its timings; ``openpi-client`` 0.1.2 drives a robot with it.
+
+A client connects, is sent metadata, and from then on each observation that it sends is answered with a chunk. An error
+is a text frame, which that client raises, and the end of the connection.
+Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py and packages/openpi-client.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from service.doors import observation, packing
+from service.doors.consultation import Consultation
+from service.doors.naming import renamed
+from service.doors.socket import DoorSocket, SocketClosed
+from service.errors import InvalidRequest, ServiceError
+
+log = logging.getLogger(__name__)
+
+_LOOK = 2.0  # seconds between looks at whether the client's key still counts
+
+
+class OpenpiDoor:
+    """One client."""
+
+    def __init__(self, socket: DoorSocket, consultation: Consultation, is_still_in: Callable[[], bool]):
+        self._socket = socket
+        self._consultation = consultation
+        self._is_still_in = is_still_in
+        self._looked_at = time.monotonic()
+        self._before: float | None = None
+
+    async def attend(self) -> None:
+        """Serve it until its socket ends, or something goes wrong."""
+        try:
+            self._socket.send(packing.pack_openpi(dict(self._consultation.about())))
+            while True:
+                raw = await self._socket.receive()
+                began = time.monotonic()
+                self._check_key(began)
+                told = await self._answer(raw, began)
+                self._socket.send(packing.pack_openpi(told))
+                self._before = time.monotonic() - began
+        except SocketClosed:
+            return
+        except ServiceError as error:
+            self._end(f"{error.code}: {error}")
+        except Exception:
+            log.exception("an observation of session %s failed", self._consultation.session.id)
+            self._end("internal: the server's log says more")
+
+    async def _answer(self, raw: memoryview | str, began: float) -> dict[str, Any]:
+        if isinstance(raw, str):
+            raise InvalidRequest("observations are binary; this is text")
+        message = packing.unpack(raw)
+        if not isinstance(message, Mapping):
+            raise InvalidRequest("an observation is a map")
+        wanted = self._consultation.wanted()
+        seen = observation.read(renamed(message, wanted), wanted, is_whole=True)
+        thought = await self._consultation.think(seen)
+        if seen.prompt is not None:
+            self._consultation.prompted(seen.prompt)
+        timing = {"infer_ms": (time.monotonic() - began) * 1e3}
+        if self._before is not None:
+            timing["prev_total_ms"] = self._before * 1e3
+        inference = thought.inference
+        return {
+            "actions": thought.actions,
+            "clamped": list(thought.clamped),
+            "policy_timing": {"infer_ms": (inference.to_device + inference.compute + inference.to_host) * 1e3},
+            "server_timing": timing,
+        }
+
+    def _check_key(self, now: float) -> None:
+        if now - self._looked_at > _LOOK:
+            self._looked_at = now
+            if not self._is_still_in():
+                self._socket.close(1008, "the key does not count any more")
+                raise SocketClosed
+
+    def _end(self, text: str) -> None:
+        self._socket.send(text.encode(), is_text=True)
+        self._socket.close(1011, "the text before says why")

@@ -1,0 +1,137 @@
+"""Messages of the doors to bytes and back: msgpack with arrays in our form or openpi's, or JSON.
+
+An array is a map, ours ``{"dtype": "uint8", "shape", "data"}`` or openpi's ``{b"__ndarray__": True, b"dtype": "|u1",
+b"shape", b"data"}``. Dtypes are looked up in a list; no bytes ever say how they are to be read otherwise.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import msgpack
+import numpy as np
+
+from service.arrays.limits import DTYPES, MAX_RANK
+from service.arrays.reader import Reader
+from service.errors import InvalidRequest, TooLarge
+
+# A control frame's worth of JSON takes the loop a millisecond; pictures in base64 are only taken apart, not parsed.
+LARGEST_JSON = 4 << 20
+_BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
+# As numpy's `dtype.str` has them, in both byte orders.
+_BY_CODE: Mapping[object, np.dtype] = {
+    code: np.dtype(code)
+    for kind in _BY_NAME.values()
+    for code in ({kind.str} if kind.itemsize == 1 else {f"<{kind.str[1:]}", f">{kind.str[1:]}"})
+}
+_OURS = {"dtype", "shape", "data"}
+_OPENPIS = {b"__ndarray__", b"data", b"dtype", b"shape"}
+_SCALAR = {b"__npgeneric__", b"data", b"dtype"}
+
+
+def unpack(body: bytes | memoryview) -> Any:
+    """What msgpack holds; arrays are read-only views of ``body`` in this machine's byte order.
+
+    Raises:
+        InvalidRequest: it is malformed, or an array of it is.
+        TooLarge: it has too many values.
+    """
+    reader = Reader(body, made=_made)
+    found = reader.value()
+    if not reader.is_at_end:
+        raise InvalidRequest("the msgpack goes on after its end", ("body",))
+    return found
+
+
+def unpack_json(text: str | bytes) -> Any:
+    """What JSON holds.
+
+    Raises:
+        InvalidRequest: it is malformed, or holds NaN or Infinity.
+        TooLarge: it is too long.
+    """
+    if len(text) > LARGEST_JSON:
+        raise TooLarge(f"JSON of more than {LARGEST_JSON} bytes; send msgpack")
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the body is no JSON, or holds NaN or Infinity", ("body",)) from None
+
+
+def pack(message: Mapping[Any, Any]) -> bytes:
+    """As msgpack, arrays in our form."""
+    return bytes(msgpack.packb(message, default=_ours) or b"")
+
+
+def pack_openpi(message: Mapping[Any, Any]) -> bytes:
+    """As msgpack, arrays in openpi's form."""
+    return bytes(msgpack.packb(message, default=_openpis) or b"")
+
+
+def pack_json(message: Mapping[Any, Any]) -> str:
+    """As JSON, arrays as nested lists.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON does not have.
+    """
+    return json.dumps(message, allow_nan=False, separators=(",", ":"), default=np.ndarray.tolist)
+
+
+def _made(key: object, found: dict[Any, Any]) -> Any:
+    if b"__ndarray__" in found:
+        return _array(key, found, _OPENPIS, _BY_CODE, lambda name: found[name.encode()])
+    if b"__npgeneric__" in found:
+        return _scalar(key, found)
+    # Only whole arrays: a map that has one of these names may be something else.
+    return _array(key, found, _OURS, _BY_NAME, found.__getitem__) if found.keys() == _OURS else found
+
+
+def _array(
+    key: object, found: dict[Any, Any], keys: set[Any], dtypes: Mapping[object, np.dtype], part: Callable[[str], Any]
+) -> np.ndarray:
+    if found.keys() != keys:
+        raise _refusal(key, "is no array; wanted dtype, shape and data, each once")
+    said, shape, data = part("dtype"), part("shape"), part("data")
+    dtype = dtypes.get(said) if isinstance(said, str) else None
+    if dtype is None:
+        raise _refusal(key, "has a dtype that is not allowed; wanted plain numbers or bool")
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or any(type(one) is not int or one < 0 for one in shape):
+        raise _refusal(key, f"has no shape; wanted a list of at most {MAX_RANK} integers")
+    size = math.prod(shape) * dtype.itemsize
+    if not isinstance(data, memoryview) or len(data) != size:
+        there = len(data) if isinstance(data, memoryview) else "no"
+        raise _refusal(key, f"has shape {shape} of {dtype.name}, {size} bytes, but {there} bytes of data")
+    array = np.frombuffer(data, np.uint8 if dtype.kind == "b" else dtype).reshape(shape)
+    if dtype.kind == "b":
+        return array != 0
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+
+
+def _scalar(key: object, found: dict[Any, Any]) -> Any:
+    value = found.get(b"data")
+    if found.keys() != _SCALAR or found[b"dtype"] not in _BY_CODE or not isinstance(value, bool | int | float):
+        raise _refusal(key, "is no number of an allowed dtype")
+    return value
+
+
+def _ours(value: object) -> Any:
+    if isinstance(value, np.ndarray):
+        plain = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+        return {"dtype": value.dtype.name, "shape": list(value.shape), "data": plain.tobytes()}
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+def _openpis(value: object) -> Any:
+    if isinstance(value, np.ndarray):
+        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+def _no_number(literal: str) -> NoReturn:
+    raise ValueError(literal)
+
+
+def _refusal(key: object, what: str) -> InvalidRequest:
+    called = key if isinstance(key, str) and key.isprintable() and len(key) <= 64 else "an array"
+    return InvalidRequest(f"{called!r} {what}" if called is key else f"{called} {what}", ("body",))

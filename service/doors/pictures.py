@@ -1,0 +1,65 @@
+"""Pictures as they come through a door: raw arrays where they lie, JPEG and PNG files decoded."""
+
+import base64
+import binascii
+import io
+
+import numpy as np
+from PIL import Image
+
+from service.errors import InvalidRequest, TooLarge
+
+FORMATS = ("JPEG", "PNG")
+
+
+def raw(camera: str, picture: np.ndarray, most: int) -> np.ndarray:
+    """A picture (h, w, 3) uint8 that came as an array.
+
+    Raises:
+        InvalidRequest, TooLarge: it is none, or has more than ``most`` pixels.
+    """
+    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or picture.size == 0:
+        raise InvalidRequest(
+            f"camera {camera!r}: the array is {picture.dtype} {list(picture.shape)}; wanted uint8 [height, width, 3]",
+            ("body", "images", camera),
+        )
+    _check(camera, picture.shape[0], picture.shape[1], most)
+    return picture
+
+
+def decode(camera: str, file: bytes | memoryview, most: int) -> np.ndarray:
+    """A JPEG or PNG file to (h, w, 3) uint8 RGB; the lock is not held while it computes.
+
+    Raises:
+        InvalidRequest, TooLarge: it is none, or says to have more than ``most`` pixels (before any is decoded).
+    """
+    try:
+        with Image.open(io.BytesIO(file), formats=FORMATS) as opened:
+            _check(camera, opened.height, opened.width, most)
+            return np.asarray(opened if opened.mode == "RGB" else opened.convert("RGB"))
+    except TooLarge:
+        raise
+    except Exception as error:
+        # Of a file from anywhere, its decoder may raise anything; its words are not for the wire.
+        raise InvalidRequest(
+            f"camera {camera!r}: the picture cannot be decoded ({type(error).__name__}); wanted a JPEG or PNG file, "
+            "or an array",
+            ("body", "images", camera),
+        ) from None
+
+
+def from_base64(camera: str, text: str) -> bytes:
+    """The file that stands in JSON.
+
+    Raises:
+        InvalidRequest: it is no base64.
+    """
+    try:
+        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(f"camera {camera!r}: no base64", ("body", "images", camera)) from None
+
+
+def _check(camera: str, height: int, width: int, most: int) -> None:
+    if height * width > most:
+        raise TooLarge(f"camera {camera!r}: {width} x {height} is more than {most} pixels; send smaller pictures")
