@@ -11,6 +11,20 @@ from typing import Any, NamedTuple
 PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
 
 
+class Prefix(NamedTuple):
+    """A plan that is being executed, which a new chunk continues; `PREFIX_ACTIONS` and the others, as a tree of arrays.
+
+    Attributes:
+        actions: (b, t, a), aligned with the new chunk. What lies beyond `length` is not read.
+        delay: (b,) int32, how many of its actions will have been executed when the new chunk is there.
+        length: (b,) int32, how many there are; 0 for none.
+    """
+
+    actions: Any
+    delay: Any
+    length: Any
+
+
 class Observation(NamedTuple):
     """What a policy sees, in the order of its config; a NamedTuple, so JAX knows it as a tree of arrays.
 

@@ -19,11 +19,14 @@ from jaxmodels.samplers.guidance import combine, combine_log, guide
 from jaxmodels.samplers.loop import Known
 from jaxmodels.samplers.masked import MaskRow, MaskSchedule, maskgit, maskgit_step
 from jaxmodels.samplers.noise_schedule import DiffusionRow, NoiseSchedule
+from jaxmodels.samplers.rtc import begin_with, continuing, pull, soft_mask
+from jaxmodels.samplers.trained_prefix import Example, draw_delays, example, given
 from jaxmodels.samplers.vq_diffusion import posterior, vq_diffusion, vq_step
 from jaxmodels.samplers.vq_schedule import Rates, VQRow, VQSchedule
 
 __all__ = [
     "DiffusionRow",
+    "Example",
     "FlowRow",
     "FlowSchedule",
     "Known",
@@ -34,19 +37,26 @@ __all__ = [
     "Tokens",
     "VQRow",
     "VQSchedule",
+    "begin_with",
     "combine",
     "combine_log",
+    "continuing",
     "ddim",
     "ddim_step",
     "ddpm",
     "ddpm_step",
+    "draw_delays",
     "euler_step",
+    "example",
     "flow_euler",
     "flow_heun",
+    "given",
     "guide",
     "maskgit",
     "maskgit_step",
     "posterior",
+    "pull",
+    "soft_mask",
     "truncate",
     "vq_diffusion",
     "vq_step",
