@@ -29,7 +29,10 @@ COMPOSITION_ONLY = {
     },
 }
 # module of ours -> the only places of robojax that use it, and only inside of functions: WebRTC is a lot to import
-OF_THE_SERVICE = {"service.transport": {"robojax/client/asynchronous.py"}}
+OF_THE_SERVICE = {
+    "service.transport": {"robojax/client/asynchronous.py"},
+    "service.errors": {"robojax/robot/links.py"},
+}
 # third-party module -> the only places in jaxmodels that touch it
 ONE_PLACE = {"huggingface_hub": {"jaxmodels/hub.py"}}
 

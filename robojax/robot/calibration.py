@@ -9,7 +9,7 @@ from pathlib import Path
 from robojax.robot.errors import RobotError
 from robojax.robot.registers import RESOLUTION
 
-# LeRobot 0.4.4 keeps both arms in one folder; versions before it had one for each type.
+# LeRobot keeps both arms in one folder since 0.4.3; versions before it had one for each type.
 FOLDERS = {
     "so101_follower": ("so_follower", "so101_follower"),
     "so100_follower": ("so_follower", "so100_follower"),

@@ -25,5 +25,9 @@ class BusLost(RobotError):
         self.servos = servos
 
 
+class ArmLost(RobotError):
+    """The arm's thread ended: the text says why, and what of the arm is held."""
+
+
 class CameraLost(RobotError):
     """A camera gives no pictures."""

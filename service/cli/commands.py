@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "restart": ("service.cli.moves", "restart", "Stop and start a session, or load an interrupted one again."),
     "reset": ("service.cli.moves", "reset", "Take the latch of an emergency stop off; nothing moves by it."),
     "delete": ("service.cli.moves", "delete", "Remove a session and its rooms."),
+    "robot": ("service.cli.robot", "robot", "An SO-100 or SO-101 arm, or a simulated one, tied to a session."),
     "token": ("service.cli.token", "app", "Keys and tokens: who may call a server, and as what."),
     "deployments": ("service.cli.policies", "deployments", "What became of pushes to policies of running sessions."),
     "policy": ("service.cli.policies", "policy", "Bring a revision of its policy to a running session."),

@@ -1,0 +1,200 @@
+"""An SO-100 or SO-101 arm: its joints in a policy's units, read and told over the bus."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from robojax.robot import registers
+from robojax.robot.bus import Bus
+from robojax.robot.calibration import Calibration
+from robojax.robot.errors import BusLost, RobotError
+from robojax.robot.registers import Register
+from robojax.robot.units import Unit, from_steps, to_steps
+
+# Joint to servo id, as LeRobot numbers them.
+JOINTS = {"shoulder_pan": 1, "shoulder_lift": 2, "elbow_flex": 3, "wrist_flex": 4, "wrist_roll": 5, "gripper": 6}
+GRIPPER = "gripper"
+POSITION_MODE = 0
+# Register to value, as LeRobot sets up an arm of this kind: quick answers, soft enough not to shake.
+SET_UP = {
+    registers.RETURN_DELAY: 0,
+    registers.MAX_ACCELERATION: 254,
+    registers.ACCELERATION: 254,
+    registers.OPERATING_MODE: POSITION_MODE,
+    registers.P_COEFFICIENT: 16,
+    registers.I_COEFFICIENT: 0,
+    registers.D_COEFFICIENT: 32,
+}
+# Half of everything, so that a gripper that holds something does not burn out.
+SET_UP_GRIPPER = {registers.MAX_TORQUE: 500, registers.PROTECTION_CURRENT: 250, registers.OVERLOAD_TORQUE: 25}
+CALIBRATED = (registers.HOMING_OFFSET, registers.MIN_POSITION, registers.MAX_POSITION)
+# Readings in a row that may fail before a servo counts as lost; one lost packet is no lost servo.
+FAILURES = 3
+
+
+class Figures(NamedTuple):
+    """What a servo says of itself."""
+
+    volts: float
+    lowest: float
+    highest: float
+    celsius: int
+    hottest: int
+
+
+class Arm:
+    """An arm on an open bus. One thread at a time.
+
+    Attributes:
+        complaints: joint to what its servo complains of, as of the last reading.
+    """
+
+    def __init__(self, bus: Bus, calibration: Calibration, use_degrees: bool):
+        self._bus, self._calibration = bus, calibration
+        body = Unit.DEGREES if use_degrees else Unit.PERCENT
+        self._units = {name: Unit.GRIPPER if name == GRIPPER else body for name in JOINTS}
+        self._names = {servo: name for name, servo in JOINTS.items()}
+        self._failed = 0
+        self.complaints: dict[str, list[str]] = {}
+
+    def missing(self) -> dict[str, str]:
+        """Joint to what is wrong with its servo: none, or none of this kind."""
+        found = {name: self._bus.ping(servo) for name, servo in JOINTS.items()}
+        return {
+            name: f"servo {JOINTS[name]} does not answer"
+            if model is None
+            else f"servo {JOINTS[name]} is of model {model}, wanted {registers.MODEL_NUMBER} (STS3215)"
+            for name, model in found.items()
+            if model != registers.MODEL_NUMBER
+        }
+
+    def miscalibrated(self) -> dict[str, str]:
+        """Joint to how its servo's own zero and limits differ from the file."""
+        wrong = {}
+        for name, servo in JOINTS.items():
+            joint = self._calibration[name]
+            wanted = (joint.homing_offset, joint.range_min, joint.range_max)
+            found = tuple(self._bus.read(servo, register) for register in CALIBRATED)
+            if found != wanted:
+                wrong[name] = f"zero and limits in the servo are {found}, in the file {wanted}"
+        return wrong
+
+    def figures(self, joint: str) -> Figures:
+        """Voltage and temperature of a joint's servo, and between which they should be."""
+        servo = JOINTS[joint]
+
+        def read(register: Register) -> int:
+            return self._bus.read(servo, register)
+
+        return Figures(
+            read(registers.PRESENT_VOLTAGE) / 10,
+            read(registers.MIN_VOLTAGE) / 10,
+            read(registers.MAX_VOLTAGE) / 10,
+            read(registers.PRESENT_TEMPERATURE),
+            read(registers.MAX_TEMPERATURE),
+        )
+
+    def status(self, joint: str) -> list[str]:
+        """What a joint's servo complains of."""
+        return self._bus.status(JOINTS[joint])
+
+    @property
+    def held(self) -> list[str]:
+        """Joints whose torque is on."""
+        return [name for name, servo in JOINTS.items() if self._bus.read(servo, registers.TORQUE_ENABLE)]
+
+    def engage(self) -> None:
+        """Set the servos up and hold the arm where it is. Nothing moves by it, and nothing falls.
+
+        Servos that hold the arm already are left as they are: setting them up needs their torque off.
+
+        Raises:
+            RobotError: a servo is missing, of another kind, or calibrated otherwise than the file says.
+        """
+        if missing := self.missing():
+            raise RobotError(
+                "; ".join(f"{name}: {text}" for name, text in missing.items()),
+                "look at power and cables; `robojax robot --check` looks at each servo",
+            )
+        if wrong := self.miscalibrated():
+            raise RobotError(
+                "the calibration file is not that of this arm: "
+                + "; ".join(f"{name}: {text}" for name, text in wrong.items()),
+                "give the right --robot.id, or run lerobot-calibrate: it offers to write the file to the servos",
+            )
+        held = self.held
+        for name, servo in JOINTS.items():
+            if name not in held:
+                self._set_up(name, servo)
+            elif self._bus.read(servo, registers.OPERATING_MODE) != POSITION_MODE:
+                raise RobotError(
+                    f"{name}: servo {servo} is on and not in position mode",
+                    "lay the arm down, switch its power off and on, and start again",
+                )
+        self._write({name: value for name, value in self._steps().items() if name not in held})
+        for name in JOINTS:
+            if name not in held:
+                self._bus.write(JOINTS[name], registers.TORQUE_ENABLE, 1)
+                self._bus.write(JOINTS[name], registers.LOCK, 1)
+
+    def pose(self) -> dict[str, float] | None:
+        """Where the joints are; None when it could not be read this once.
+
+        Raises:
+            BusLost: it could not be read several times in a row.
+        """
+        try:
+            steps = self._steps()
+        except BusLost:
+            self._failed += 1
+            if self._failed >= FAILURES:
+                raise
+            return None
+        self._failed = 0
+        return {name: from_steps(value, self._calibration[name], self._units[name]) for name, value in steps.items()}
+
+    def move(self, targets: Mapping[str, float]) -> None:
+        """Tell the joints where to go; what is not named keeps its target. Never outside the calibrated range.
+
+        Raises:
+            BusLost: the port is gone. A servo that is gone shows in ``pose``: nobody confirms a target.
+        """
+        self._write(
+            {name: to_steps(value, self._calibration[name], self._units[name]) for name, value in targets.items()}
+        )
+
+    def hold_what_is_left(self) -> list[str]:
+        """Each servo that still answers is told to stay where it is; the joints for which that worked."""
+        held = []
+        for name, servo in JOINTS.items():
+            try:
+                at = self._bus.read(servo, registers.PRESENT_POSITION)
+                if name != GRIPPER:
+                    self._bus.write(servo, registers.GOAL_POSITION, at)
+                held.append(name)
+            except BusLost:
+                continue
+        return held
+
+    def release(self) -> None:
+        """Switch the torque off: the arm falls, unless it lies on something."""
+        for servo in JOINTS.values():
+            self._bus.write(servo, registers.TORQUE_ENABLE, 0)
+            self._bus.write(servo, registers.LOCK, 0)
+
+    def _set_up(self, name: str, servo: int) -> None:
+        wanted = SET_UP | (SET_UP_GRIPPER if name == GRIPPER else {})
+        # Most of it is memory that wears out, so only what differs is written.
+        different = {register: value for register, value in wanted.items() if self._bus.read(servo, register) != value}
+        if different:
+            self._bus.write(servo, registers.LOCK, 0)
+        for register, value in different.items():
+            self._bus.write(servo, register, value)
+
+    def _steps(self) -> dict[str, int]:
+        values, complaints = self._bus.read_all(list(JOINTS.values()), registers.PRESENT_POSITION)
+        self.complaints = {self._names[servo]: found for servo, found in complaints.items()}
+        return {self._names[servo]: value for servo, value in values.items()}
+
+    def _write(self, steps: Mapping[str, int]) -> None:
+        if steps:
+            self._bus.write_all({JOINTS[name]: value for name, value in steps.items()}, registers.GOAL_POSITION)

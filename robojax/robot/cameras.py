@@ -1,0 +1,213 @@
+"""Cameras through OpenCV, each on a thread of its own that keeps the newest picture."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robojax.robot.bus import INSTALL
+from robojax.robot.errors import CameraLost, RobotError
+
+TURNS = {0: None, 90: "ROTATE_90_CLOCKWISE", 180: "ROTATE_180", -90: "ROTATE_90_COUNTERCLOCKWISE"}
+BACKENDS = {"ANY": 0, "V4L2": 200}
+# Seconds without a picture after which a camera counts as lost.
+PATIENCE = 2.0
+
+
+@dataclass(frozen=True)
+class CameraConfig:
+    """One camera, with LeRobot's fields.
+
+    Attributes:
+        type: "opencv" for a device or a video file, "simulated" for drawn pictures.
+        index_or_path: number or path of the device, or the path of a video file, which is played again and again.
+        width, height: of the pictures that are sent, before they are turned; the device is asked for them.
+        rotation: clockwise, one of 0, 90, 180, -90.
+        fourcc: the device's pixel format, e.g. "MJPG"; its own when None.
+        warmup_s: how long the first picture may take beyond what is usual.
+    """
+
+    type: str = "opencv"
+    index_or_path: int | str | None = None
+    width: int | None = None
+    height: int | None = None
+    fps: float | None = None
+    color_mode: str = "rgb"
+    rotation: int = 0
+    fourcc: str | None = None
+    backend: str = "ANY"
+    warmup_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.type not in ("opencv", "simulated"):
+            wrong.append(f"type is {self.type!r}; there are opencv and simulated")
+        if self.type == "opencv" and (
+            isinstance(self.index_or_path, bool) or not isinstance(self.index_or_path, int | str)
+        ):
+            wrong.append("index_or_path is missing: a number, a device like /dev/video0, or a video file")
+        for name in ("width", "height", "fps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 10_000:
+                wrong.append(f"{name} is {value!r}, wanted a positive number")
+        if self.color_mode not in ("rgb", "bgr"):
+            wrong.append(f"color_mode is {self.color_mode!r}; there are rgb and bgr")
+        if self.color_mode == "bgr":
+            wrong.append("color_mode bgr: servers take RGB; leave it out")
+        if self.rotation not in TURNS:
+            wrong.append(f"rotation is {self.rotation!r}; there are 0, 90, 180 and -90")
+        if self.backend not in BACKENDS:
+            wrong.append(f"backend is {self.backend!r}; there are ANY and V4L2")
+        if self.fourcc is not None and len(self.fourcc) != 4:
+            wrong.append(f"fourcc is {self.fourcc!r}, wanted four letters, e.g. MJPG")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+
+class Camera:
+    """An open camera; a thread reads it until ``close``.
+
+    Attributes:
+        pictures: how many came.
+    """
+
+    def __init__(self, name: str, config: CameraConfig):
+        """Opens it and waits for its first picture.
+
+        Raises:
+            RobotError: OpenCV is not installed, or the camera cannot be opened or gives nothing.
+        """
+        self.name, self.config, self.pictures = name, config, 0
+        self._newest: tuple[np.ndarray, float] | None = None
+        self._why: str | None = None
+        self._end, self._first = threading.Event(), threading.Event()
+        read, self._release = _source(name, config)
+        self._thread = threading.Thread(target=self._run, args=(read,), name=f"camera-{name}", daemon=True)
+        self._thread.start()
+        if not self._first.wait(PATIENCE + config.warmup_s) or self._why is not None:
+            self.close()
+            raise CameraLost(
+                f"camera {name!r} ({config.index_or_path}) gives no picture: {self._why or 'nothing came'}",
+                "another program may have it; try a smaller size, fourcc MJPG, or another port",
+            )
+
+    def newest(self, now: float) -> np.ndarray:
+        """The newest picture: uint8 (h, w, 3), RGB.
+
+        Raises:
+            CameraLost: none came for a while.
+        """
+        assert self._newest is not None, "the first one was waited for"
+        picture, seen_at = self._newest
+        if self._why is not None or now - seen_at > PATIENCE:
+            raise CameraLost(
+                f"camera {self.name!r} gives no pictures any more: {self._why or f'none for {now - seen_at:.1f} s'}",
+                "look at its cable",
+            )
+        return picture
+
+    def close(self) -> None:
+        """Let it go."""
+        self._end.set()
+        self._thread.join(PATIENCE)
+        # A driver that does not come back keeps its device: releasing it under the thread would crash.
+        if not self._thread.is_alive():
+            self._release()
+
+    def _run(self, read: Callable[[], np.ndarray | None]) -> None:
+        failed = 0
+        try:
+            while not self._end.is_set():
+                picture = read()
+                if picture is None:
+                    failed += 1
+                    if failed > 10:
+                        self._why = "reading it fails"
+                        return
+                    self._end.wait(0.02)
+                    continue
+                failed = 0
+                self._newest = (picture, time.monotonic())
+                self.pictures += 1
+                self._first.set()
+        except Exception as error:
+            # Whatever a driver raises, the loop has to hear of it; here is nobody who would.
+            self._why = f"{type(error).__name__}: {error}"
+        finally:
+            self._first.set()
+
+
+def _source(name: str, config: CameraConfig) -> tuple[Callable[[], np.ndarray | None], Callable[[], None]]:
+    if config.type == "simulated":
+        return _drawn(config), lambda: None
+    try:
+        import cv2
+    except ImportError as error:
+        raise RobotError(f"{error.name} is not installed, which reads cameras", INSTALL) from error
+    place: Any = config.index_or_path
+    place = int(place) if isinstance(place, str) and place.isdigit() else place
+    is_file = isinstance(place, str) and Path(place).is_file()
+    capture = cv2.VideoCapture(place, cv2.CAP_ANY if is_file else BACKENDS[config.backend])
+    if not capture.isOpened():
+        capture.release()
+        raise CameraLost(
+            f"camera {name!r} ({place}) cannot be opened",
+            "lerobot-find-cameras opencv lists what there is; v4l2-ctl --list-devices, too",
+        )
+    if not is_file:
+        if config.fourcc is not None:
+            capture.set(cv2.CAP_PROP_FOURCC, cv2.VideoWriter.fourcc(*config.fourcc))
+        for which, value in (
+            (cv2.CAP_PROP_FRAME_WIDTH, config.width),
+            (cv2.CAP_PROP_FRAME_HEIGHT, config.height),
+            (cv2.CAP_PROP_FPS, config.fps),
+            (cv2.CAP_PROP_BUFFERSIZE, 1),
+        ):
+            capture.set(which, float(value or 0))
+    turn = None if TURNS[config.rotation] is None else getattr(cv2, str(TURNS[config.rotation]))
+    size = (int(config.width or 0), int(config.height or 0))
+    due = time.monotonic()
+
+    def read() -> np.ndarray | None:
+        nonlocal due
+        if is_file:
+            # A file has no clock of its own.
+            due = max(due + 1 / float(config.fps or 30), time.monotonic() - 1)
+            time.sleep(max(0.0, due - time.monotonic()))
+        is_good, picture = capture.read()
+        if not is_good and is_file:
+            capture.set(cv2.CAP_PROP_POS_FRAMES, 0)
+            is_good, picture = capture.read()
+        if not is_good or picture is None:
+            return None
+        if (picture.shape[1], picture.shape[0]) != size:
+            if not is_file:
+                raise ValueError(f"it gives {picture.shape[1]}x{picture.shape[0]}, wanted {size[0]}x{size[1]}")
+            picture = cv2.resize(picture, size, interpolation=cv2.INTER_AREA)
+        picture = cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)
+        return picture if turn is None else cv2.rotate(picture, turn)
+
+    return read, capture.release
+
+
+def _drawn(config: CameraConfig) -> Callable[[], np.ndarray]:
+    height, width = int(config.height or 0), int(config.width or 0)
+    ground = np.zeros((height, width, 3), np.uint8)
+    ground[..., 1] = np.linspace(0, 200, width, dtype=np.uint8)
+    ground[..., 2] = np.linspace(0, 200, height, dtype=np.uint8)[:, None]
+    count = 0
+
+    def read() -> np.ndarray:
+        nonlocal count
+        time.sleep(1 / float(config.fps or 30))
+        count += 1
+        picture = ground.copy()
+        left = count * 4 % max(1, width - 8)
+        picture[: height // 4, left : left + 8] = 255
+        return picture
+
+    return read

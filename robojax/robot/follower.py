@@ -1,0 +1,114 @@
+"""Where the joints should go now: the newest command while it is fresh, else where the arm is. Pure: takes ``now``."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+# LeRobot's names of the joints, by the names that a server may use for them.
+WIRE_NAMES = {
+    "Rotation": "shoulder_pan",
+    "Pitch": "shoulder_lift",
+    "Elbow": "elbow_flex",
+    "Wrist_Pitch": "wrist_flex",
+    "Wrist_Roll": "wrist_roll",
+    "Jaw": "gripper",
+}
+# Joints that keep what they were told when the arm is held: a gripper that opened a little would drop what it has.
+GRIPS = frozenset({"gripper"})
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the servos are told.
+
+    Attributes:
+        targets: joint to target, in the arm's units; None: nothing new.
+        clamped: joints whose target was too far from where they are.
+    """
+
+    targets: Mapping[str, float] | None
+    clamped: tuple[str, ...] = ()
+
+
+class Follower:
+    """Takes commands, gives goals.
+
+    Attributes:
+        hold: why the arm is held; None while it follows.
+        is_latched: after an emergency stop: it follows nothing any more, until the program is started anew.
+        commands: how many were taken.
+        refused: how many were not, because something of them made no sense.
+
+    Args:
+        joints: of the arm, by LeRobot's names.
+        patience: seconds without a command after which the arm is held.
+        max_relative_target: the farthest a target may be from where the joint is: one for all, or by name.
+    """
+
+    def __init__(
+        self, joints: Iterable[str], patience: float, max_relative_target: float | Mapping[str, float] | None = None
+    ):
+        self.joints = tuple(joints)
+        self._patience = patience
+        cap = max_relative_target
+        self._caps = dict(cap) if isinstance(cap, Mapping) else {} if cap is None else dict.fromkeys(self.joints, cap)
+        self._targets: dict[str, float] = {}
+        self._sent: dict[str, float] = {}
+        self._heard: float | None = None
+        self.hold: str | None = "no command has come yet"
+        self._is_held = True  # whether the servos were told to stay; at first they are, by whoever engaged them
+        self.is_latched = False
+        self.commands = 0
+        self.refused = 0
+
+    def command(self, values: Mapping[str, float], now: float) -> None:
+        """Take a command: name to target, of all joints or of some."""
+        if self.is_latched:
+            return
+        named = {plain(name): value for name, value in values.items()}
+        if not named or len(named) != len(values) or not all(self._is_target(*each) for each in named.items()):
+            # Half of a command that makes no sense is no motion that anybody thought of.
+            self.refused += 1
+            return
+        # Rooms forward only what changed, so what is not named keeps its target.
+        self._targets.update(named)
+        self._heard = now
+        self.commands += 1
+
+    def stop(self, reason: str, is_latched: bool = False) -> None:
+        """Hold from now on: until the next command, or for good."""
+        self._heard = None
+        self.is_latched = self.is_latched or is_latched
+        if self.hold is None or is_latched:
+            self._is_held = False
+            self.hold = reason
+
+    def goal(self, pose: Mapping[str, float], now: float) -> Goal:
+        """What the servos are told now, when the joints are here."""
+        if self._heard is not None and now - self._heard > self._patience:
+            self.stop(f"no command for {self._patience * 1e3:.0f} ms")
+        if self._heard is None or self.is_latched:
+            if self._is_held:
+                return Goal(None)
+            self._is_held = True
+            # Once only: told again and again where it hangs, an arm sinks.
+            self._sent = {name: self._sent.get(name, at) if name in GRIPS else at for name, at in pose.items()}
+            return Goal(dict(self._sent))
+        self.hold, self._is_held = None, False
+        targets, clamped = {}, []
+        for name, target in self._targets.items():
+            cap, at = self._caps.get(name, math.inf), pose[name]
+            targets[name] = min(max(target, at - cap), at + cap)
+            if targets[name] != target:
+                clamped.append(name)
+        self._sent.update(targets)
+        return Goal(targets, tuple(clamped))
+
+    def _is_target(self, name: str, value: object) -> bool:
+        return name in self.joints and isinstance(value, int | float) and math.isfinite(value)
+
+
+def plain(name: str) -> str:
+    """LeRobot's name of a joint: ``Rotation``, ``shoulder_pan.pos`` and ``main_shoulder_pan`` are all one."""
+    name = name.removesuffix(".pos").removeprefix("main_")
+    return WIRE_NAMES.get(name, name)

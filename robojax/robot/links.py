@@ -1,0 +1,184 @@
+"""How a robot is tied to its session: over the stream of a direct one, or through its rooms."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from robojax.client import (
+    AsyncSession,
+    ClientError,
+    Command,
+    Garbled,
+    Refused,
+    SessionStatus,
+    Status,
+    Stopped,
+    StreamClosed,
+    Unreachable,
+    Wrong,
+)
+from robojax.client.messages import write
+from robojax.client.observation import observation
+from robojax.client.stream import AsyncStream
+from robojax.robot.body import Body
+from robojax.robot.errors import RobotError
+
+# Seconds before each further try to reach a server that is gone.
+AGAIN = (0.2, 0.5, 1.0, 2.0)
+TAKEN = 4409
+Pictures = Callable[[], Mapping[str, np.ndarray]]
+Tell = Callable[[str], None]
+
+
+class Link(Protocol):
+    """A tie that is made again whenever it breaks."""
+
+    async def run(self, linked: asyncio.Event) -> None:
+        """Carry observations up and commands down until cancelled; ``linked`` is set when it carries.
+
+        Raises:
+            RobotError: it cannot be made, and trying again would not help.
+        """
+        ...
+
+
+class StreamLink:
+    """The stream of a direct session."""
+
+    def __init__(
+        self, session: AsyncSession, body: Body, pictures: Pictures, rate: float, is_compressed: bool, tell: Tell
+    ):
+        self._session, self._body, self._pictures = session, body, pictures
+        self._period, self._is_compressed, self._tell = 1 / rate, is_compressed, tell
+        self._told: set[str] = set()
+
+    async def run(self, linked: asyncio.Event) -> None:
+        """See ``Link``."""
+        tries = 0
+        while True:
+            try:
+                async with self._session.stream() as stream:
+                    tries = 0
+                    await self._carry(stream, linked)
+            except Refused as error:
+                raise RobotError(f"the server refused: {error}", "robojax sessions shows what there is") from error
+            except (Unreachable, StreamClosed, Garbled, TimeoutError) as error:
+                if isinstance(error, StreamClosed) and error.code == TAKEN:
+                    raise RobotError(str(error), "end the other one first") from error
+                self._body.stop(f"the server is gone ({error})")
+                linked.clear()
+                await asyncio.sleep(AGAIN[min(tries, len(AGAIN) - 1)])
+                tries += 1
+
+    async def _carry(self, stream: AsyncStream, linked: asyncio.Event) -> None:
+        await together(self._read(stream), self._send(stream, linked))
+
+    async def _send(self, stream: AsyncStream, linked: asyncio.Event) -> None:
+        number, sent_at, due = 0, 0.0, time.monotonic()
+        while True:
+            newest = self._body.pose
+            if newest is not None and newest[1] > sent_at:
+                pose, seen_at = newest
+                number += 1
+                data = await asyncio.to_thread(self._packed, pose, seen_at, number)
+                await stream.send(data)
+                sent_at = seen_at
+                linked.set()
+            else:
+                # Nothing new of the arm: nothing is made up, but the server hears that this program is there.
+                await stream.ping(number)
+            due = max(due + self._period, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+
+    def _packed(self, pose: Mapping[str, float], seen_at: float, number: int) -> bytes:
+        seen = observation(self._pictures(), pose, number=number, is_compressed=self._is_compressed)
+        age = max(0.0, time.monotonic() - seen_at) * 1e3
+        return write("observation", seen | {"age_ms": min(age, 10_000.0)})
+
+    async def _read(self, stream: AsyncStream) -> None:
+        while True:
+            match await stream.next():
+                case Command(joints=joints):
+                    self._body.command(joints)
+                case Stopped(reason=reason):
+                    self._body.stop(f"emergency stop: {reason}", is_latched=True)
+                case Status(status=status, hold=hold, reason=reason):
+                    why = hold or reason
+                    self._tell(f"session {self._session.id}: {status}" + (f" ({why})" if why else ""))
+                case Wrong(code=code, detail=detail) if code not in self._told:
+                    self._told.add(code)
+                    self._tell(f"the server cannot use what is sent: {detail} ({code})")
+                case _:
+                    pass
+
+
+class RoomsLink:
+    """The rooms of a session."""
+
+    def __init__(self, session: AsyncSession, transport: str, body: Body, pictures: Pictures, rate: float, tell: Tell):
+        self._session, self._transport = session, transport
+        self._body, self._pictures, self._rate, self._tell = body, pictures, rate, tell
+
+    async def run(self, linked: asyncio.Event) -> None:
+        """See ``Link``. The rooms are joined again by themselves when they were lost."""
+        from service.errors import ServiceError
+
+        try:
+            robot = await self._session.robot(
+                self._transport,
+                on_command=lambda values, _: self._body.command(values),
+                on_emergency_stop=lambda stop: self._body.stop(f"emergency stop: {stop.reason}", is_latched=True),
+                rate=self._rate,
+            )
+            async with robot as joined:
+                await together(self._send(joined, linked), self._watch())
+        except ServiceError as error:
+            raise RobotError(f"the rooms cannot be used: {error}", "robojax sessions shows what there is") from error
+
+    async def _send(self, robot: Any, linked: asyncio.Event) -> None:
+        sent_at, due = 0.0, time.monotonic()
+        while True:
+            newest = self._body.pose
+            if newest is not None and newest[1] > sent_at:
+                pose, sent_at = newest
+                for name, picture in self._pictures().items():
+                    robot.show(name, picture)
+                robot.send_joints(pose)
+                linked.set()
+            due = max(due + 1 / self._rate, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+
+    async def _watch(self) -> None:
+        """Tell how the session is; rooms do not say."""
+        last = None
+        while True:
+            try:
+                status = await self._session.status()
+                if (found := described(status)) != last:
+                    self._tell(found)
+                    last = found
+            except ClientError:
+                last = None
+            await asyncio.sleep(1)
+
+
+def described(status: SessionStatus) -> str:
+    """A session's status in a line."""
+    why = status.error_message or status.stats.get("hold")
+    return f"session {status.session_id}: {status.status}" + (f" ({why})" if why else "")
+
+
+async def together(*work: Coroutine[None, None, None]) -> None:
+    """Run until the first of them ends or fails; the others are cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
