@@ -210,7 +210,11 @@ def _keep_sessions(
     async def open_store(app: App) -> None:
         opened.enter_context(keeping(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
-        engine = Engine(stuck_after=settings.stuck_after, durations=_durations(app.ctx))
+        engine = Engine(
+            stuck_after=settings.stuck_after,
+            durations=_durations(app.ctx),
+            batch_sizes=settings.engine_batch_sizes,
+        )
         app.ctx.recordings = Recordings(settings, lambda session_id: app.ctx.sessions.get(session_id))
         try:
             app.ctx.sessions = Sessions(

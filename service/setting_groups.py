@@ -64,6 +64,7 @@ def _source(name: str, source: object) -> object:
 MODEL_NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,64}")
 Sources = Annotated[Mapping[str, tuple[str, str | None]], NoDecode, BeforeValidator(_sources)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=512)], ...], NoDecode, BeforeValidator(_split)]
 Ranges = Annotated[
     Mapping[str, tuple[FiniteFloat, FiniteFloat]], NoDecode, BeforeValidator(_from_json), AfterValidator(_ranges)
 ]
@@ -257,6 +258,22 @@ class PolicySettings(Group):
         description="Bytes of memory for the process that reads a policy's files before this one does.",
     )
     stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up.")
+    engine_batch_sizes: Counts = Field(
+        default=(1, 2, 4, 8, 16),
+        description="How many robots' inferences may run as one, by the sizes that are compiled; larger ones than 1 are "
+        "compiled while no robot runs. 1 for one at a time.",
+    )
+    engine_devices: Names = Field(
+        default=(),
+        description="Devices that policies run on side by side, as cuda:0, cuda:1; each holds a copy of the weights. A "
+        "policy too large for one is spread over several: cuda:0+cuda:1. Default: the one that device names.",
+    )
+    engine_load: FiniteFloat = Field(
+        default=0.9,
+        gt=0,
+        description="Share of the time that sessions may ask a device to compute, by measurement; one that would ask "
+        "for more is refused, or slowed down where it says degrade.",
+    )
 
 
 class ModelSettings(Group):

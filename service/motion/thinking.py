@@ -135,7 +135,7 @@ class Thinking:
         self.frame_age.add(time.monotonic() - snapshot.seen_at)
         try:
             try:
-                inference = await self._engine.submit(served, observation, due=due)
+                inference = await self._engine.submit(served, observation, due=due, asker=self)
             finally:
                 self.asked_at = None
         except InferenceStuck as error:

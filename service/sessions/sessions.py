@@ -58,6 +58,7 @@ class Sessions:
             records: nothing outlives the process without.
         """
         self.engine = engine
+        engine.has_running_robot = self.has_running_robot
         self.settings = settings or SessionSettings()
         self._transport = transport
         self._load = load

@@ -1,0 +1,166 @@
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.engine.batching import Batching, Chosen
+from service.engine.costs import Costs
+
+SIZES = (1, 2, 4, 8)
+
+
+@dataclass(eq=False)
+class Asked:
+    due: float
+    is_alone: bool = False
+    is_wanted: bool = True
+
+
+def costs(**seconds: float) -> Costs:
+    made = Costs()
+    for size, taken in seconds.items():
+        made.learn(int(size[1:]), taken)
+    return made
+
+
+# As on a device that a batch of 8 costs twice what one costs.
+GENTLE = costs(b1=0.010, b2=0.012, b4=0.015, b8=0.020)
+# As on a device that gains nothing.
+LINEAR = costs(b1=0.010, b2=0.020, b4=0.040, b8=0.080)
+
+
+def line(*dues: float, known: Costs = GENTLE) -> Batching[Asked]:
+    batching: Batching[Asked] = Batching()
+    for due in dues:
+        batching.add("line", Asked(due), known, SIZES)
+    return batching
+
+
+def chosen(batching: Batching[Asked], now: float = 0.0) -> Chosen[Asked]:
+    found = batching.choose(now)
+    assert found is not None
+    return found
+
+
+def test_nobody_waits_and_nothing_runs() -> None:
+    assert Batching[Asked]().choose(0.0) is None
+
+
+def test_whoever_is_alone_goes_at_once() -> None:
+    found = chosen(line(9.0))
+    assert (len(found.members), found.size) == (1, 1)
+
+
+def test_who_waits_goes_together_when_nobody_is_late_by_it() -> None:
+    batching = line(*[0.1] * 8)
+    found = chosen(batching)
+    assert (len(found.members), found.size, len(batching)) == (8, 8, 0)
+
+
+def test_a_batch_is_padded_to_a_size_that_is_compiled() -> None:
+    found = chosen(line(*[0.1] * 7))
+    assert (len(found.members), found.size) == (7, 8)
+
+
+def test_padding_that_costs_more_than_it_gives_is_not_taken() -> None:
+    # 5 in a batch of 8 give 250 a second, 4 in a batch of 4 give 400.
+    known = costs(b1=0.005, b2=0.006, b4=0.010, b8=0.020)
+    found = chosen(line(*[1.0] * 5, known=known))
+    assert (len(found.members), found.size) == (4, 4)
+
+
+def test_nobody_joins_a_batch_that_would_make_the_first_one_late() -> None:
+    found = chosen(line(0.013, 0.5, 0.5, 0.5))
+    assert (len(found.members), found.size, found.members[0].due) == (2, 2, 0.013)
+    assert len(chosen(line(0.011, 0.5, 0.5)).members) == 1
+
+
+def test_who_is_late_anyway_keeps_nobody_from_joining() -> None:
+    assert len(chosen(line(-1.0, 0.005, 0.5, 0.5)).members) == 4
+
+
+def test_a_batch_that_gains_nothing_is_not_made() -> None:
+    assert len(chosen(line(*[1.0] * 8, known=LINEAR)).members) == 1
+
+
+def test_soonest_due_first() -> None:
+    batching = line(0.3, 0.1, 0.2, known=LINEAR)
+    assert [chosen(batching).members[0].due for _ in range(3)] == [0.1, 0.2, 0.3]
+
+
+def test_a_batch_makes_nobody_in_another_line_late() -> None:
+    batching = line(*[0.2] * 8)
+    batching.add("other", Asked(0.211), costs(b1=0.195), SIZES)  # has to begin at 0.016, before the others have to
+    first, second = chosen(batching), chosen(batching)
+    assert (first.line, second.line) == ("other", "line")
+    batching = line(*[0.1] * 8)
+    batching.add("other", Asked(0.117), costs(b1=0.001), SIZES)
+    assert len(chosen(batching, 0.095).members) == 8, "they are late already, and it is quick"
+    batching = line(*[0.029] * 8)
+    batching.add("other", Asked(0.0347), costs(b1=0.0146), SIZES)
+    assert chosen(batching).size == 8
+    batching = line(*[0.029] * 8)
+    batching.add("other", Asked(0.0345), costs(b1=0.0146), SIZES)
+    assert chosen(batching).size == 4
+
+
+def test_who_may_spoil_a_batch_runs_alone_and_the_others_together() -> None:
+    batching = line(0.1, 0.1, 0.1)
+    batching.add("line", Asked(0.05, is_alone=True), GENTLE, SIZES)
+    assert [len(chosen(batching).members) for _ in range(2)] == [1, 3]
+
+
+def test_who_is_not_wanted_any_more_is_left_out() -> None:
+    batching = line(0.2)
+    batching.add("line", Asked(0.1, is_wanted=False), GENTLE, SIZES)
+    assert chosen(batching).members[0].due == 0.2
+    batching.add("line", Asked(0.1, is_wanted=False), GENTLE, SIZES)
+    assert batching.choose(0.0) is None
+    assert not len(batching)
+
+
+def test_sizes_that_are_not_compiled_yet_are_not_used() -> None:
+    batching: Batching[Asked] = Batching()
+    for _ in range(8):
+        batching.add("line", Asked(1.0), GENTLE, (1, 2))
+    assert chosen(batching).size == 2
+    batching.add("line", Asked(1.0), GENTLE, (1, 2, 4))  # compiled meanwhile
+    assert chosen(batching).size == 4
+
+
+@given(st.lists(st.tuples(st.floats(-0.1, 0.2), st.sampled_from("ab"), st.booleans()), max_size=20), st.floats(0, 0.1))
+def test_everybody_is_served_once_and_nobody_is_made_late(asked: list[tuple[float, str, bool]], now: float) -> None:
+    batching: Batching[Asked] = Batching()
+    known = {"a": GENTLE, "b": costs(b1=0.002, b2=0.003, b8=0.009)}
+    waiting = []
+    for due, key, is_alone in asked:
+        waiting.append(request := Asked(due, is_alone))
+        batching.add(key, request, known[key], SIZES)
+    served: list[Asked] = []
+    while (found := batching.choose(now)) is not None:
+        served += found.members
+        assert found.size in SIZES
+        assert len(found.members) <= found.size
+        end, at_best = now + known[str(found.line)].slow(found.size), now + known[str(found.line)].slow(1)
+        assert not [member for member in found.members if at_best <= member.due < end]
+        now = end
+    assert len(served) == len(waiting)
+    assert set(map(id, served)) == set(map(id, waiting))
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(1, 0.01), (4, 0.03), (8, 0.06), (2, 0.02), (3, 0.03)])
+def test_a_size_that_nobody_measured_is_guessed_from_the_nearest_with_care(size: int, seconds: float) -> None:
+    assert costs(b1=0.01, b4=0.03).usual(size) == pytest.approx(seconds)
+
+
+def test_what_batches_take_is_their_median_and_what_nine_of_ten_do_not_exceed() -> None:
+    made = Costs()
+    assert not made.is_known
+    assert made.usual(4) == made.slow(4) == 0
+    for milliseconds in range(1, 12):
+        made.learn(1, milliseconds / 1e3)
+    assert made.milliseconds() == {"1": {"p50": 6.0, "p90": 10.0}}
+    for _ in range(32):
+        made.learn(1, 0.5)
+    assert made.usual(1) == 0.5, "what is long over counts no more"
