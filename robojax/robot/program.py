@@ -20,7 +20,7 @@ from robojax.robot.errors import RobotError
 from robojax.robot.flags import RobotConfig
 from robojax.robot.follower import Follower
 from robojax.robot.keyboard import keys
-from robojax.robot.links import Link, RoomsLink, StreamLink, Tell, described, together
+from robojax.robot.links import Link, Pictures, RoomsLink, StreamLink, Tell, described, together
 
 LOOK = 0.1  # seconds between looks at the arm
 LEAVE = 3.0  # seconds that saying goodbye to the server may take
