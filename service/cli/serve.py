@@ -183,7 +183,13 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _default(value: object) -> str:
     if value is None or value == () or value == {}:
         return ""
-    shown = ",".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value
+    shown = (
+        ",".join(map(str, value))
+        if isinstance(value, tuple)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else value
+    )
     return f" Default: {shown}."
 
 
