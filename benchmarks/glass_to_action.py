@@ -72,7 +72,8 @@ class Eye(Protocol):
 class Robot:
     """What one robot showed and heard."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: tuple[int, int] = SIZE) -> None:
+        self.size = size
         self.taken: dict[int, float] = {}
         self.heard: list[tuple[float, int]] = []
         self._pose = dict(zip(JOINTS, map(float, BASE), strict=True))
@@ -93,7 +94,7 @@ class Robot:
             await sleep_until(start + number / FPS)
             now = time.monotonic()
             self.taken[stamp(now)] = now
-            eye.show(CAMERA, picture(SIZE, now))
+            eye.show(CAMERA, picture(self.size, now))
             eye.send_joints({name: float(value) for name, value in zip(JOINTS, BASE, strict=True)})
 
 

@@ -35,12 +35,16 @@ def stacked_bars(
     _save(path, title, unit, len(rows), draw)
 
 
-def bars(path: Path, title: str, rows: Mapping[str, float], unit: str, ours: Sequence[str] = ()) -> None:
+def bars(
+    path: Path, title: str, rows: Mapping[str, float], unit: str, ours: Sequence[str] = (), log: bool = False
+) -> None:
     """One bar per row; those of ``ours`` stand out."""
 
     def draw(axes: Any) -> None:
         colours = [COLOURS[0] if name in ours else COLOURS[-1] for name in rows]
         axes.barh(list(rows), list(rows.values()), color=colours, height=0.55)
+        if is_log:
+            axes.set_xscale("log")
         for place, value in enumerate(rows.values()):
             axes.annotate(f"{value:.3g}", (value, place), (4, 0), textcoords="offset points", va="center", size=9)
 
