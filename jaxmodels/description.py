@@ -8,6 +8,7 @@ from jaxmodels.checkpoints import lerobot
 from jaxmodels.errors import ConfigError, HubError
 from jaxmodels.features import camera_name
 from jaxmodels.hub import POLICY_FILES, fetch
+from jaxmodels.policies import policy_type
 from jaxmodels.types import Requirements
 
 DESCRIBING = tuple(name for name in POLICY_FILES if name != lerobot.WEIGHTS)
@@ -55,4 +56,5 @@ def requirements_of(description: lerobot.Description) -> Requirements:
         joint_names=description.sidecar.joint_names,
         rate=description.sidecar.rate,
         temporal_ensemble_coeff=config.temporal_ensemble_coeff,
+        takes_prefix=policy_type(config.type).takes_prefix,
     )

@@ -8,6 +8,8 @@ import numpy as np
 from jaxmodels.checkpoints.contents import Checkpoint
 from jaxmodels.errors import ObservationError
 from jaxmodels.features import IMAGES, Feature, camera_name
+from jaxmodels.policies import policy_type
+from jaxmodels.prefixes import check_none, read_prefix
 from jaxmodels.program import Inputs
 from jaxmodels.types import Observation
 
@@ -20,6 +22,7 @@ class Reader:
         self._cameras: tuple[Feature, ...] = config.cameras
         self._state: Feature | None = config.state
         self._environment_state: Feature | None = config.environment_state
+        self._prefix = (config.chunk_size, config.action.shape[0]) if policy_type(config.type).takes_prefix else None
         self._outside = checkpoint.normalization.outside_name
         features = (*self._cameras, self._state, self._environment_state)
         # A feature may come under its name outside, its name inside, or (cameras) as observation.images.<camera>.
@@ -47,7 +50,12 @@ class Reader:
             found = {name: np.shape(observation[name])[:1] for name in observation if name.startswith("observation.")}
             raise ObservationError(f"features have different batch sizes: {found}; wanted one for all")
         frames = tuple((image.shape[1], image.shape[2]) for image in images)
-        return Observation(images, state, environment_state), self._inputs(batches.pop(), frames)
+        batch = batches.pop()
+        if self._prefix is None:
+            check_none(observation)
+            return Observation(images, state, environment_state), self._inputs(batch, frames)
+        prefix = read_prefix(observation, batch, *self._prefix)
+        return Observation(images, state, environment_state, prefix), self._inputs(batch, frames)
 
     def inputs(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None) -> Inputs:
         """The shapes of an observation with frames of these sizes.
@@ -70,6 +78,7 @@ class Reader:
             frames=frames,
             state=None if self._state is None else self._state.shape[0],
             environment_state=None if self._environment_state is None else self._environment_state.shape[0],
+            prefix=self._prefix,
         )
 
     def _find(self, observation: Mapping[str, np.ndarray], feature: Feature) -> tuple[str, np.ndarray]:

@@ -18,10 +18,12 @@ from jaxtyping import Array, Float, UInt8
 from jaxmodels.compile_cache import use_compile_cache
 from jaxmodels.devices import Device, exact_products
 from jaxmodels.normalization import Affine
-from jaxmodels.types import Observation
+from jaxmodels.types import Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
 Weights: TypeAlias = tuple[jax.Array, ...]
+# Of a number's size: a spread or range below is none, but some of the last bits of float32.
+STILL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class Inputs:
 
     Attributes:
         frames: (height, width) of each camera's frames as they arrive.
+        prefix: (t, a) of the plan that is continued, for policies that do.
     """
 
     batch: int
     frames: tuple[Size, ...]
     state: int | None
     environment_state: int | None
+    prefix: Size | None = None
 
     def shapes(self, sharding: jax.sharding.Sharding) -> Observation:
         def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -45,6 +49,9 @@ class Inputs:
             images=tuple(shape(*size, 3, dtype=jnp.uint8) for size in self.frames),
             state=None if self.state is None else shape(self.state),
             environment_state=None if self.environment_state is None else shape(self.environment_state),
+            prefix=None
+            if self.prefix is None
+            else Prefix(shape(*self.prefix), shape(dtype=jnp.int32), shape(dtype=jnp.int32)),
         )
 
 
@@ -69,6 +76,13 @@ def pixels(frames: UInt8[Array, "b h w 3"], size: Size, scale: Affine, dtype: DT
     return scale.normalize(x).astype(dtype)
 
 
+def planned(actions: Float[Array, "b t a"], scale: Affine) -> Float[Array, "b t a"]:
+    """Actions as the policy gave them, from what its un-normalisation made of them."""
+    # Where a joint never moved in the data, rounding of its value divided by next to nothing could be anything.
+    moves = scale.scale > STILL * (1 + jnp.abs(scale.offset))
+    return jnp.where(moves, (actions - scale.offset) / jnp.where(moves, scale.scale, 1), 0) + scale.shift
+
+
 def normalize(
     observation: Observation, scales: Scales, sizes: tuple[Size, ...], dtype: DTypeLike = jnp.float32
 ) -> Observation:
@@ -82,6 +96,9 @@ def normalize(
         images=tuple(pixels(frames, size, scale, dtype) for frames, size, scale in images),
         state=vector(observation.state, scales.state),
         environment_state=vector(observation.environment_state, scales.environment_state),
+        prefix=None
+        if observation.prefix is None
+        else observation.prefix._replace(actions=planned(observation.prefix.actions, scales.action)),
     )
 
 

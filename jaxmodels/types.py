@@ -32,6 +32,7 @@ class Observation(NamedTuple):
         images: one array (b, h, w, 3) per camera. uint8 pixels outside a program; inside, floats.
         state: (b, s), or None when the policy reads no state.
         environment_state: (b, e), or None.
+        prefix: the plan to continue; None for a policy that continues none.
 
     No jaxtyping here: JAX also builds trees of shapes and of gradients with this class.
     """
@@ -39,6 +40,7 @@ class Observation(NamedTuple):
     images: tuple[Any, ...] = ()
     state: Any = None
     environment_state: Any = None
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True)

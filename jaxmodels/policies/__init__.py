@@ -20,6 +20,7 @@ class PolicyType:
         architecture: what programs depend on, out of a config; equal ones share programs.
         prepare: (config, weights of the module, platform) to weights of the serving program.
         act: serving weights and a normalised observation to a normalised chunk.
+        takes_prefix: whether the observation may hold a plan for `act` to continue.
     """
 
     config: Callable[[dict[str, Any]], Any]
@@ -28,6 +29,7 @@ class PolicyType:
     architecture: Callable[[Any], Any]
     prepare: Callable[..., dict[str, Any]]
     act: Callable[..., Any]
+    takes_prefix: bool = False
 
 
 def policy_types() -> tuple[str, ...]:
