@@ -24,12 +24,17 @@ _NUMBERS: dict[int, struct.Struct] = {
     0xD3: struct.Struct(">q"),
 }
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# First byte to how the length is written.
-_SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
-_BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}
-_TEXT = {0xD9: 1, 0xDA: 2, 0xDB: 4}
-_LISTS = {0xDC: 2, 0xDD: 4}
-_MAPS = {0xDE: 2, 0xDF: 4}
+_B, _H, _I = struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I")
+# First byte to what it is, and how its length is written, or what that is.
+_KINDS: dict[int, tuple[str, struct.Struct | None, int]] = {
+    **{0x80 + count: ("map", None, count) for count in range(16)},
+    **{0x90 + count: ("list", None, count) for count in range(16)},
+    **{0xA0 + count: ("text", None, count) for count in range(32)},
+    **{first: ("data", size, 0) for first, size in ((0xC4, _B), (0xC5, _H), (0xC6, _I))},
+    **{first: ("text", size, 0) for first, size in ((0xD9, _B), (0xDA, _H), (0xDB, _I))},
+    **{first: ("list", size, 0) for first, size in ((0xDC, _H), (0xDD, _I))},
+    **{first: ("map", size, 0) for first, size in ((0xDE, _H), (0xDF, _I))},
+}
 
 
 class Reader:
@@ -50,7 +55,7 @@ class Reader:
         most: int = 4096,
     ):
         self._body = memoryview(body)
-        self._at = 0
+        self._at, self._end = 0, len(self._body)
         self._made = made
         self._wanted = wanted
         self._left = most
@@ -58,13 +63,12 @@ class Reader:
     @property
     def is_at_end(self) -> bool:
         """Whether all was read."""
-        return self._at == len(self._body)
+        return self._at == self._end
 
     @property
     def is_map(self) -> bool:
         """Whether a map begins here."""
-        first = self._body[self._at] if not self.is_at_end else 0
-        return 0x80 <= first <= 0x8F or first in _MAPS
+        return self._at < self._end and _KINDS.get(self._body[self._at], (None,))[0] == "map"
 
     def count(self) -> int:
         """Entries of the map that begins here.
@@ -72,11 +76,7 @@ class Reader:
         Raises:
             InvalidRequest: none does.
         """
-        if not self.is_map:
-            raise self._wanted()
-        first = self._body[self._at]
-        self._at += 1
-        return first & 0x0F if first <= 0x8F else self._size(_MAPS[first])
+        return self._size("map")
 
     def data(self) -> memoryview:
         """Bytes, where they lie.
@@ -84,12 +84,8 @@ class Reader:
         Raises:
             InvalidRequest: here are none, or not all of them.
         """
-        size = _BINARY.get(self._body[self._at]) if not self.is_at_end else None
-        if size is None:
-            raise self._wanted()
-        self._at += 1
-        length = self._size(size)
-        if length > len(self._body) - self._at:
+        length = self._size("data")
+        if length > self._end - self._at:
             raise InvalidRequest("the msgpack is cut off", ("body",))
         return self._take(length)
 
@@ -103,28 +99,29 @@ class Reader:
         self._left -= 1
         if self._left < 0:
             raise TooLarge("the msgpack has too many values; send arrays as arrays")
-        if self.is_at_end:
+        at = self._at
+        if at >= self._end:
             raise self._wanted()
-        first = self._body[self._at]
-        if first in _BINARY:
-            return self.data()
-        is_map, is_list = 0x80 <= first <= 0x8F or first in _MAPS, 0x90 <= first <= 0x9F or first in _LISTS
-        if (is_map or is_list) and depth >= _DEPTH:
-            raise self._wanted()
-        if is_map:
-            return self._map(key, depth)
-        self._at += 1
-        if first <= 0x7F:
+        first = self._body[at]
+        if first < 0x80:
+            self._at = at + 1
             return first
         if first >= 0xE0:
+            self._at = at + 1
             return first - 0x100
-        if 0xA0 <= first <= 0xBF:
-            return self._text(first & 0x1F)
-        if first in _TEXT:
-            return self._text(self._size(_TEXT[first]))
-        if is_list:
-            count = first & 0x0F if first <= 0x9F else self._size(_LISTS[first])
+        kind = _KINDS.get(first, ("", None, 0))[0]
+        if kind == "text":
+            return self._text(self._size("text"))
+        if kind == "data":
+            return self.data()
+        if kind == "map" or kind == "list":
+            if depth >= _DEPTH:
+                raise self._wanted()
+            if kind == "map":
+                return self._map(key, depth)
+            count = self._size("list")
             return [self.value(key, depth + 1) for _ in range(min(count, self._left + 1))]
+        self._at = at + 1
         if first in _CONSTANTS:
             return _CONSTANTS[first]
         number = _NUMBERS.get(first)
@@ -134,7 +131,7 @@ class Reader:
 
     def _map(self, key: object, depth: int) -> Any:
         found: dict[Any, Any] = {}
-        for _ in range(min(self.count(), self._left + 1)):
+        for _ in range(min(self._size("map"), self._left + 1)):
             name = self.value(depth=_DEPTH)
             if isinstance(name, memoryview) and len(name) <= 64:
                 name = bytes(name)
@@ -147,15 +144,24 @@ class Reader:
         if length > _HEAD:
             raise self._wanted()
         try:
-            return bytes(self._take(length)).decode()
+            return str(self._take(length), "utf-8")
         except UnicodeDecodeError:
             raise self._wanted() from None
 
-    def _size(self, size: int) -> int:
-        return _SIZES[size].unpack(self._take(size))[0]
+    def _size(self, wanted: str) -> int:
+        """The length that is written here, of what is wanted here."""
+        at = self._at
+        if at >= self._end:
+            raise self._wanted()
+        kind, packed, known = _KINDS.get(self._body[at], ("", None, 0))
+        if kind != wanted:
+            raise self._wanted()
+        self._at = at + 1
+        return known if packed is None else packed.unpack(self._take(packed.size))[0]
 
     def _take(self, length: int) -> memoryview:
-        start, self._at = self._at, self._at + length
-        if self._at > len(self._body):
+        start, end = self._at, self._at + length
+        if end > self._end:
             raise self._wanted()
-        return self._body[start : self._at]
+        self._at = end
+        return self._body[start:end]

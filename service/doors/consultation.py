@@ -1,6 +1,7 @@
 """A client that controls its robot itself asks what to do: the policy thinks, and the guard judges what is told."""
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from service.stage import Stage
 
 # Stages in which the session's own control loop stands still, and clients may control by themselves.
 ASKABLE = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
+_SHOWN = 0.01  # seconds
 # Of one session, at a time.
 MOST = 32
 
@@ -65,6 +67,7 @@ class Consultation:
         self._patience = patience
         self._plan: np.ndarray | None = None
         self._given = 0
+        self._shown_at = -math.inf
         # The newest actions that were done, as the client says.
         self._trail = np.zeros((0, 0), np.float32)
 
@@ -156,9 +159,7 @@ class Consultation:
         pose, odd = seen.pose(wanted)
         frames = await seen.decoded(wanted)
         now = time.monotonic()
-        for camera, image in frames.items():
-            drive.frame(camera, image, now)
-        drive.joints(seen.joints, now)
+        self._show(drive, frames, seen, now)
         thinking = drive.thinking
         served = thinking.served
         observation = {f"observation.images.{camera}": frames[camera][None] for camera in wanted.cameras}
@@ -169,7 +170,7 @@ class Consultation:
         if not served.is_compiled(sizes):
             await self._compile(drive, sizes)
         try:
-            inference = await self._engine.submit(served, observation)
+            inference = await self._engine.submit(served, observation, asker=self)
             chunk, clamped = self._judged(drive, inference.chunk, pose)
         except PolicyFailed:
             thinking.errors += 1
@@ -181,6 +182,16 @@ class Consultation:
             thinking.shadow.offer(whole, inference.chunk)
         drive.taps.planned(inference.chunk[0], now, time.monotonic())
         return Thought(chunk, clamped, inference, now - began, odd)
+
+    def _show(self, drive: Drive, frames: Mapping[str, np.ndarray], seen: Observation, now: float) -> None:
+        """For whoever looks on: the page, a recording, the figures. Not more often than anybody looks."""
+        if now - self._shown_at < _SHOWN:
+            return
+        self._shown_at = now
+        for camera, image in frames.items():
+            if drive.buffer.put_frame(camera, image, now):
+                drive.taps.saw(camera, image, now)
+        drive.buffer.put_joints(seen.joints, now)
 
     async def _compile(self, drive: Drive, sizes: Sizes) -> None:
         try:

@@ -62,13 +62,13 @@ class Observation:
 
     def pose(self, wanted: Wanted) -> tuple[np.ndarray, list[str]]:
         """(a,) float32 in the order of the joints, inside their ranges; and which came far outside of them."""
-        joints = wanted.joints.joints
-        came = np.array([self.joints[joint.name] for joint in joints], np.float64)
-        low, high = (np.array([getattr(joint, end) for joint in joints]) for end in ("low", "high"))
-        pose = np.clip(came, low, high)
-        with np.errstate(invalid="ignore"):
-            odd = np.abs(came - pose) > ODD * (high - low)
-        return pose.astype(np.float32), [joint.name for joint, is_odd in zip(joints, odd, strict=True) if is_odd]
+        came = np.fromiter((self.joints[name] for name in wanted.joints.names), np.float32, len(wanted.joints))
+        low, high = wanted.joints.ends
+        pose = np.minimum(np.maximum(came, low), high)
+        if (pose == came).all():
+            return pose, []
+        far = np.abs(came - pose) > ODD * (high - low)
+        return pose, [name for name, is_odd in zip(wanted.joints.names, far, strict=True) if is_odd]
 
 
 def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Observation:

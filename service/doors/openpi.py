@@ -30,6 +30,7 @@ class OpenpiDoor:
         self._is_still_in = is_still_in
         self._looked_at = time.monotonic()
         self._before: float | None = None
+        self._unpacker = packing.Unpacker()
 
     async def attend(self) -> None:
         """Serve it until its socket ends, or something goes wrong."""
@@ -53,7 +54,7 @@ class OpenpiDoor:
     async def _answer(self, raw: memoryview | str, began: float) -> dict[str, Any]:
         if isinstance(raw, str):
             raise InvalidRequest("observations are binary; this is text")
-        message = packing.unpack(raw)
+        message = self._unpacker.unpack(raw)
         if not isinstance(message, Mapping):
             raise InvalidRequest("an observation is a map")
         wanted = self._consultation.wanted()

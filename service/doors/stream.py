@@ -54,6 +54,7 @@ class Stream:
         self._is_still_in = is_still_in
         self._stop = stop
         self._is_text = False
+        self._unpacker = packing.Unpacker()
         self._link: DirectLink
         self._commands = 0
         self._seen: tuple[int | None, float] | None = None
@@ -97,7 +98,7 @@ class Stream:
         number = None
         try:
             self._is_text = isinstance(raw, str)
-            message = packing.unpack_json(raw) if isinstance(raw, str) else packing.unpack(raw)
+            message = packing.unpack_json(raw) if isinstance(raw, str) else self._unpacker.unpack(raw)
             if not isinstance(message, Mapping) or not isinstance(message.get("kind"), str):
                 raise InvalidRequest("wanted a map with a kind")
             number = acts.whole(message, "number")

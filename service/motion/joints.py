@@ -85,6 +85,11 @@ class JointTable:
         return len(self.joints)
 
     @property
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """(a,) float32 each: where the ranges begin and end; infinite for joints of which nobody knows."""
+        return self._low, self._high
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Wire names in order."""
         return tuple(joint.name for joint in self.joints)
