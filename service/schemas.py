@@ -104,11 +104,13 @@ ASK_AHEAD = (
 )
 ACTION_STEPS = "Actions of a chunk to do before the next one takes over. Null: the policy's own; 1 with ensemble."
 # As service.motion.overlap knows them.
-Overlap = Literal["replace", "weighted_average", "latest_only", "average", "conservative", "ensemble", "rtc"]
+Overlap = Literal[
+    "replace", "weighted_average", "latest_only", "average", "conservative", "ensemble", "crossfade", "rtc"
+]
 OVERLAP = (
-    "How a new chunk joins what is left of the plan: replace (latest_only), LeRobot's weighted_average (0.3 old, 0.7 "
-    "new), average and conservative (0.7 old), ensemble (ACT's, over time), rtc for policies that continue a plan. "
-    "Null: ensemble where the checkpoint says so, else the default."
+    "How a new chunk joins what is left of the plan: replace (latest_only); LeRobot's weighted_average (0.3 old, 0.7 "
+    "new), average, conservative (0.7 old); ensemble (ACT's, over time); crossfade; rtc, for policies that continue a "
+    "plan. Null: ensemble where the checkpoint says so, else the default."
 )
 
 
@@ -174,6 +176,11 @@ class NewSessionRequest(CreateSessionRequest):
     temporal_ensemble_coeff: Coefficient = Field(default=None, description=COEFFICIENT)
     ask_ahead: AskAhead = Field(default=None, description=ASK_AHEAD)
     action_steps: ActionSteps = Field(default=None, description=ACTION_STEPS)
+    degrade: bool = Field(
+        default=False,
+        description="Be inferred for less often where the device has no time for more, instead of a refusal (409); stats "
+        "say how often: inferences_per_second.",
+    )
     record: bool = Field(default=False, description="Record every tick from the first start on.")
 
 

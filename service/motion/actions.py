@@ -73,10 +73,14 @@ class ActionQueue:
         after = self._chunk[begin + 1 : begin + 1 + count]
         return skipped, before + np.float32(share) * (after - before), counts
 
-    def joined(self, chunk: np.ndarray, seen_at: float) -> np.ndarray:
-        """The chunk (t, a), each of its actions weighed against the one that is planned for its moment."""
+    def joined(self, chunk: np.ndarray, seen_at: float, next_one: int = 0) -> np.ndarray:
+        """The chunk (t, a), each of its actions weighed against the one that is planned for its moment.
+
+        ``next_one`` is the first that can still be done.
+        """
         first, planned, counts = self.planned(seen_at, len(chunk))
-        kept = 1 - np.asarray(self.overlap.share(counts), np.float64)
+        after = np.arange(first, first + len(planned)) - next_one + 1
+        kept = 1 - np.asarray(self.overlap.share(counts, after), np.float64)
         if not len(planned) or not kept.any():
             return chunk
         joined = np.array(chunk, np.float32)

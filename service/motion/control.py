@@ -306,8 +306,11 @@ class Control:
         seen_at = request.snapshot.seen_at
         wanted = np.clip(chunk[0], -_WILDEST, _WILDEST).astype(np.float32)
         plan = np.concatenate([wanted, wanted], axis=1)
-        plan = self.actions.joined(plan, seen_at) if fade is None else self.actions.faded(plan, seen_at, now, fade)
         motion, first = self._motion(seen_at, now)
+        if fade is None:
+            plan = self.actions.joined(plan, seen_at, first)
+        else:
+            plan = self.actions.faded(plan, seen_at, now, fade)
         judged = self.guard.judge(plan[:, : self.pace.width], motion, first)
         if judged.actions is None:
             self._reject(judged.reason or "", judged.text, now)

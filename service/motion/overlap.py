@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxmodels import Requirements
 
+# Seconds; see docs/motion.md.
+CROSSFADED = 0.24
 # ACT's own.
 COEFFICIENT = 0.01
 LARGEST_COEFFICIENT = 10.0
@@ -36,8 +38,13 @@ class Overlap(Protocol):
         """Whether the policy is shown what is left of the plan, and begins its chunk with what will be over."""
         ...
 
-    def share(self, counts: np.ndarray) -> np.ndarray | float:
-        """The weight (n,) in 0..1 of a new action, where ``counts`` (n,) of them make up the one that is planned."""
+    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
+        """The weight (n,) in 0..1 of each new action that something is planned for.
+
+        Args:
+            counts: (n,) of how many predictions the planned one is made.
+            after: (n,) 1 for the first action that can still be done, 2 for the next; 0 and below: it is over.
+        """
         ...
 
 
@@ -58,7 +65,7 @@ class Weighted:
         """Unless it replaces."""
         return self.weight < 1
 
-    def share(self, counts: np.ndarray) -> float:
+    def share(self, counts: np.ndarray, after: np.ndarray) -> float:
         """The weight, of whatever."""
         return self.weight
 
@@ -79,7 +86,7 @@ class Ensembled:
                 f"{LARGEST_COEFFICIENT:g}; above 0 the older predictions weigh more, below the newer ones"
             )
 
-    def share(self, counts: np.ndarray) -> np.ndarray:
+    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
         """The last weight of so many and one, by the sum of all: a geometric series."""
         c = self.coefficient
         if abs(c) < 1e-9:
@@ -92,9 +99,27 @@ class Ensembled:
         return (1 - ratio) / (1 - ratio ** (counts + 1.0))
 
 
+@dataclass(frozen=True)
+class Crossfaded:
+    """The plan leads over into the new chunk: the first actions weigh little, after ``steps`` of them it is all new.
+
+    Where less is left of the plan, it leads over as fast as that lasts.
+    """
+
+    steps: int
+    name: str = "crossfade"
+    is_mixed: bool = True
+    sends_plan: bool = False
+
+    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Growing evenly."""
+        steps = min(self.steps, int(after[-1])) if len(after) else self.steps
+        return np.clip(after / (max(steps, 0) + 1.0), 0.0, 1.0)
+
+
 REPLACE = Weighted("replace", 1.0)
 RTC = Weighted("rtc", 1.0, sends_plan=True)
-ENSEMBLE = "ensemble"
+ENSEMBLE, CROSSFADE = "ensemble", "crossfade"
 # Chosen by benchmarks/smoothness.py.
 DEFAULT = REPLACE.name
 # By the names that requests know them by.
@@ -108,18 +133,22 @@ OVERLAPS: Mapping[str, Overlap] = MappingProxyType(
             Weighted("average", 0.5),
             Weighted("conservative", 0.3),
             Ensembled(),
+            Crossfaded(6),
             RTC,
         )
     }
 )
 
 
-def overlap_of(requirements: Requirements, name: str | None = None, coefficient: float | None = None) -> Overlap:
+def overlap_of(
+    requirements: Requirements, name: str | None = None, coefficient: float | None = None, *, action_rate: float = 25.0
+) -> Overlap:
     """How chunks of this policy are joined.
 
     Args:
         name: one of ``OVERLAPS``; when None, as the checkpoint says, else the default.
         coefficient: of ``ensemble``; when None the checkpoint's, else ACT's own.
+        action_rate: actions per second.
 
     Raises:
         ValueError: it is not possible with this policy, or there is no such way; says what is possible.
@@ -143,7 +172,7 @@ def overlap_of(requirements: Requirements, name: str | None = None, coefficient:
         raise ValueError(
             f"overlap {name!r} has no coefficient; leave temporal_ensemble_coeff out, or ask for 'ensemble'"
         )
-    return OVERLAPS[name]
+    return Crossfaded(max(round(CROSSFADED * action_rate), 1)) if name == CROSSFADE else OVERLAPS[name]
 
 
 def _listed(names: list[str]) -> str:

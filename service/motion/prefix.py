@@ -16,7 +16,8 @@ def prefix_of(plan: np.ndarray, delay: int, pace: Pace) -> Mapping[str, np.ndarr
         delay: how many of these will be over when the answer comes, as far as one knows.
     """
     actions = np.zeros((1, pace.chunk, pace.width), np.float32)
-    actions[0, : len(plan)] = plan
+    if len(plan):  # before the first chunk not even its width is known
+        actions[0, : len(plan)] = plan
     return {
         PREFIX_ACTIONS: actions,
         PREFIX_DELAY: np.array([min(delay, len(plan))], np.int32),

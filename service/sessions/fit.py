@@ -30,11 +30,12 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         requested=new.joint_names,
         ranges=settings.joint_ranges,
     )
-    overlap = _overlap(requirements, new)
     rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)
+    action_rate = requirements.rate or rate
+    overlap = _overlap(requirements, new, action_rate)
     pace = Pace(
         rate=rate,
-        action_rate=requirements.rate or rate,
+        action_rate=action_rate,
         action_steps=_action_steps(requirements, new, overlap),
         chunk=requirements.chunk,
         width=requirements.action,
@@ -49,9 +50,9 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
     return table, pace
 
 
-def _overlap(requirements: Requirements, new: NewSession) -> Overlap:
+def _overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Overlap:
     try:
-        return overlap_of(requirements, new.overlap, new.temporal_ensemble_coeff)
+        return overlap_of(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
     except ValueError as error:
         name = "overlap" if new.temporal_ensemble_coeff is None else "temporal_ensemble_coeff"
         raise InvalidRequest(str(error), ("body", name)) from None

@@ -35,7 +35,7 @@ export class Create {
         field("rate", "Ticks per second", { inputmode: "decimal", placeholder: "the policy's own" }),
         field("max_relative_target", "Largest step per tick", { inputmode: "decimal", placeholder: "the server's limits" }),
         field("language_instruction", "Instruction", { placeholder: "for policies that read one" }),
-        choice("overlap", "A new chunk", [["", "as the policy says"], ["replace", "replaces the plan"], ["weighted_average", "weighs 0.7 against it"], ["average", "weighs 0.5 against it"], ["conservative", "weighs 0.3 against it"], ["ensemble", "is averaged over time (ACT)"], ["rtc", "continues it (RTC)"]]),
+        choice("overlap", "A new chunk", [["", "as the policy says"], ["replace", "replaces the plan"], ["weighted_average", "weighs 0.7 against it"], ["average", "weighs 0.5 against it"], ["conservative", "weighs 0.3 against it"], ["ensemble", "is averaged over time (ACT)"], ["crossfade", "leads over from it"], ["rtc", "continues it (RTC)"]]),
         choice("auto_update", "When the revision moves", [["off", "do nothing"], ["stage", "make the new one ready"], ["swap", "swap it in when it passes"]]),
         make("div", { class: "row" }, tick("dry_run", "Dry run: send nothing"), tick("record", "Record"))),
       // Below the buttons: what appears above them would move them away from under the finger.

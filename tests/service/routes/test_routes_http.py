@@ -69,7 +69,7 @@ async def test_another_method_is_405_and_says_which_are_allowed(server, method):
 
 async def test_paths_with_names_say_their_methods_too(server):
     async with server.http.request("TRACE", "/sessions/arm") as answer:
-        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD, OPTIONS, DELETE")
+        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD, OPTIONS, PATCH, DELETE")
     async with server.http.put("/api/sessions/arm/stop") as answer:
         assert (answer.status, answer.headers["allow"]) == (405, "POST, OPTIONS")
 
