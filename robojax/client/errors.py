@@ -28,13 +28,14 @@ class Unreachable(ClientError):
     """No answer came.
 
     Attributes:
+        why: what happened, in few words.
         may_have_arrived: whether the server may have done what it was asked all the same. It is never asked again by
             itself then, unless it was only to tell something.
     """
 
-    def __init__(self, text: str, may_have_arrived: bool):
+    def __init__(self, text: str, why: str, may_have_arrived: bool):
         super().__init__(text)
-        self.may_have_arrived = may_have_arrived
+        self.why, self.may_have_arrived = why, may_have_arrived
 
 
 class Garbled(ClientError):

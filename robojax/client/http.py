@@ -104,9 +104,9 @@ def options(httpx2: Any, headers: dict[str, str]) -> dict[str, Any]:
 def unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> Unreachable:
     """A failure of the connection in words."""
     never = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
+    why = "no answer in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
     if never:
-        text = f"no robojax server answers at {base}: {str(error) or type(error).__name__}"
-        return Unreachable(f"{text}; start one with `robojax serve`, or give its URL", may_have_arrived=False)
-    what = "no answer in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
+        then = "start one with `robojax serve`, or give its URL"
+        return Unreachable(f"no robojax server answers at {base}: {why}; {then}", why, may_have_arrived=False)
     doubt = "" if call.is_safe else "; it may have been done all the same, so look before you ask again"
-    return Unreachable(f"{call.method} {call.path} at {base}: {what}{doubt}", may_have_arrived=True)
+    return Unreachable(f"{call.method} {call.path} at {base}: {why}{doubt}", why, may_have_arrived=True)

@@ -232,7 +232,8 @@ def opening(url: str) -> Iterator[None]:
         raise refusal(answer.status_code, answer.headers, bytes(answer.body or b"")) from error
     except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
         place = url.split("?")[0]
-        raise Unreachable(f"{place} cannot be opened: {str(error) or type(error).__name__}", False) from error
+        why = str(error) or type(error).__name__
+        raise Unreachable(f"{place} cannot be opened: {why}", why, may_have_arrived=False) from error
 
 
 @contextmanager

@@ -147,35 +147,21 @@ def call(
         key: key or token of the caller's; ROBOJAX_KEY when None.
         then: what to do where there is no such thing, or it cannot be done now.
     """
-    import json
-    from http.client import HTTPException
-    from urllib.error import HTTPError, URLError
-    from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+    from robojax.client import Client, Garbled, Refused, Unreachable, Unusable
 
-    class Stay(HTTPRedirectHandler):
-        """The key is for the server that was named, not for whatever that one points to."""
-
-        def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
-            return None
-
-    data = None if body is None else json.dumps(body).encode()
-    request = Request(
-        base + path, data=data, method=method, headers={"content-type": "application/json"} | credentials(key)
-    )
     try:
-        # A robot's server is on this machine or network: a proxy from the environment has no business in between.
-        with build_opener(ProxyHandler({}), Stay).open(request, timeout=patience) as answer:
-            return json.load(answer)
-    except HTTPError as error:
-        try:
-            why = json.load(error)["detail"]
-        except (ValueError, KeyError, TypeError):
-            why = f"status {error.code}"
+        with Client(base, key=key, timeout=patience) as client:
+            return client.request(method, path, body)
+    except Refused as error:
         usual = then or "robojax sessions shows what there is"
-        advice = usual if error.code in (400, 404, 409, 422) else _ADVICE.get(error.code, "look at the server's log")
-        fail(Code.TRANSPORT, f"the server at {base} refused", str(why), advice)
-    except (URLError, TimeoutError, HTTPException, ValueError) as error:
-        why = str(getattr(error, "reason", None) or error) or type(error).__name__
+        advice = (
+            usual if error.status in (400, 404, 409, 422) else _ADVICE.get(error.status, "look at the server's log")
+        )
+        fail(Code.TRANSPORT, f"the server at {base} refused", error.text, advice)
+    except Unusable as error:
+        fail(Code.USAGE, "the server cannot be called", str(error), "give another --url, or another key")
+    except (Unreachable, Garbled) as error:
+        why = error.why if isinstance(error, Unreachable) else str(error)
         fail(
             Code.TRANSPORT, f"no robojax server answers at {base}", why, "start it with `robojax serve`, or give --url"
         )
@@ -183,15 +169,13 @@ def call(
 
 def credentials(key: str | None) -> dict[str, str]:
     """The header of a key or token, as said or as ROBOJAX_KEY says; empty without one."""
-    import os
+    from robojax.client import Unusable
+    from robojax.client.address import credentials as header_of
 
-    sent = (key or os.environ.get("ROBOJAX_KEY") or "").strip()
-    if not sent:
-        return {}
-    if not sent.isascii() or not sent.isprintable() or " " in sent:
-        fail(Code.USAGE, "the key cannot be used", "it has characters that no key has", "robojax token new makes one")
-    # Bearer takes both keys and tokens.
-    return {"authorization": f"Bearer {sent}"}
+    try:
+        return header_of(key)
+    except Unusable as error:
+        fail(Code.USAGE, "the key cannot be used", str(error), "robojax token new makes one")
 
 
 _ADVICE = {
