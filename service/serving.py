@@ -5,7 +5,7 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import uvloop
@@ -107,8 +107,17 @@ async def _part(connections: set[Any]) -> None:
         connection.abort()
 
 
-def run(app: Sanic[Any, Any], listener: socket.socket, started: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; ``started`` is told the URL when it answers. A second signal ends at once."""
+def run(
+    app: Sanic[Any, Any],
+    listener: socket.socket,
+    started: Callable[[str], None],
+    beside: tuple[Sanic[Any, Any], socket.socket] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; ``started`` is told the URL when it answers. A second signal ends at once.
+
+    Args:
+        beside: an app of the same process on a port of its own, which ends before the first one does.
+    """
 
     async def until_signal() -> None:
         loop = asyncio.get_running_loop()
@@ -127,7 +136,10 @@ def run(app: Sanic[Any, Any], listener: socket.socket, started: Callable[[str], 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ask)
         try:
-            async with serving(app, listener) as url:
+            async with AsyncExitStack() as served:
+                url = await served.enter_async_context(serving(app, listener))
+                if beside is not None:
+                    await served.enter_async_context(serving(*beside))
                 is_started = True
                 started(url)
                 await asked.wait()

@@ -101,6 +101,17 @@ class ServerSettings(Group):
         description="Web pages that may call the session API and the rooms, as exact origins (https://host). "
         "Pages of this server and of this machine always may; '*' is everybody.",
     )
+    openpi_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="A second port, which speaks openpi's WebSocket protocol: for clients that are told a host and "
+        "a port only.",
+    )
+    openpi_session: str | None = Field(
+        default=None,
+        description="The session that port is for; else the only direct one that a client's key sees.",
+    )
 
 
 class AccessSettings(Group):
@@ -260,8 +271,8 @@ class PolicySettings(Group):
     stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up.")
     engine_batch_sizes: Counts = Field(
         default=(1, 2, 4, 8, 16),
-        description="How many robots' inferences may run as one, by the sizes that are compiled; larger ones than 1 are "
-        "compiled while no robot runs. 1 for one at a time.",
+        description="How many robots' inferences may run as one, by the sizes that are compiled; larger ones than 1 "
+        "are compiled while no robot runs. 1 for one at a time.",
     )
     engine_devices: Names = Field(
         default=(),

@@ -36,11 +36,13 @@ def serve(config: Path | None, **flags: Any) -> None:
         logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
     try:
         listener = listen(settings.host, settings.port)
+        openpi = None if settings.openpi_port is None else listen(settings.host, settings.openpi_port)
     except CannotListen as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     close_to_strangers(listener.getsockname()[0], settings, "serve")
     # Most of what takes long to import is not needed to refuse.
     from service.app import create_app
+    from service.doors.sockets import openpi_app
     from service.errors import ModelError
     from service.updates.webhooks import StartFailed
 
@@ -50,13 +52,16 @@ def serve(config: Path | None, **flags: Any) -> None:
     except SettingsError as error:
         listener.close()
         fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help` lists all")
+    beside = None if openpi is None else (openpi_app(app), openpi)
+    also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
     try:
         run(
             app,
             listener,
             lambda url: typer.echo(
-                f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs). Ctrl-C ends it."
+                f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs{also}). Ctrl-C ends it."
             ),
+            beside,
         )
     except ModelError as error:
         fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")

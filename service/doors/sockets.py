@@ -62,13 +62,10 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
     return blueprint
 
 
-def openpi_app(app: App, origins: Origins, session_id: str | None) -> App:
-    """A second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and ``/healthz``.
-
-    Args:
-        session_id: whom clients are for; else the only direct session that a client's key sees.
-    """
+def openpi_app(app: App) -> App:
+    """A second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and ``/healthz``."""
     settings = app.ctx.settings
+    origins, session_id = Origins(settings.origins), settings.openpi_session
     beside: App = Sanic(
         f"openpi-{secrets.token_hex(4)}", config=configuration(settings), ctx=app.ctx, configure_logging=False
     )
