@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--count", type=int, default=8, help="inferences per round and side")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
-    parser.add_argument("--out", type=Path, default=RESULTS / "act_latency.json")
+    parser.add_argument("--output", "--out", type=Path, default=RESULTS / "act_latency.json")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -164,7 +164,7 @@ def main() -> None:
                 f"{name:18} {side:22} p50 {figures['p50_ms']:8.1f} ms  p99 {figures['p99_ms']:8.1f} ms  "
                 f"{ratio:5.2f} x ours  difference {figures['largest_difference']:.1e}"
             )
-    write(options.out, result)
+    write(options.output, result)
 
 
 if __name__ == "__main__":

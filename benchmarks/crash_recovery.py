@@ -269,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS / "crash_recovery.json")
+    parser.add_argument("--output", "--results", type=Path, default=RESULTS / "crash_recovery.json")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -283,7 +283,7 @@ def main() -> None:
         **found,
         "is_met": not any(found[fault] for fault in FAULTS),
     }
-    write(options.results, result)
+    write(options.output, result)
     print(json.dumps(result, indent=2))
     raise SystemExit(0 if result["is_met"] else 1)
 

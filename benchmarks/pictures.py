@@ -36,7 +36,7 @@ def stacked_bars(
 
 
 def bars(
-    path: Path, title: str, rows: Mapping[str, float], unit: str, ours: Sequence[str] = (), log: bool = False
+    path: Path, title: str, rows: Mapping[str, float], unit: str, ours: Sequence[str] = (), is_log: bool = False
 ) -> None:
     """One bar per row; those of ``ours`` stand out."""
 

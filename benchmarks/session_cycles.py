@@ -148,7 +148,7 @@ def is_met(found: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=1000)
-    parser.add_argument("--results", type=Path, default=RESULTS / "session_cycles.json")
+    parser.add_argument("--output", "--results", type=Path, default=RESULTS / "session_cycles.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(Path(folder), options.cycles))
@@ -160,7 +160,7 @@ def main() -> None:
         **found,
         "is_met": is_met(found),
     }
-    write(options.results, result)
+    write(options.output, result)
     print(json.dumps(result, indent=2))
     raise SystemExit(0 if result["is_met"] else 1)
 

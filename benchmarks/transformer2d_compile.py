@@ -65,7 +65,7 @@ def in_a_process(layers: int, way: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS / "transformer2d_compile.json")
+    parser.add_argument("--output", "--out", type=Path, default=RESULTS / "transformer2d_compile.json")
     parser.add_argument("--once", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
@@ -81,7 +81,7 @@ def main() -> None:
         ratio = float(np.median(np.array(seconds[DEEP]) / np.array(seconds[SHALLOW])))
         result[way] = {f"{SHALLOW}_layers_s": shallow, f"{DEEP}_layers_s": deep, "ratio": ratio}
         print(f"{way:14} {SHALLOW} layers {shallow:.2f} s  {DEEP} layers {deep:.2f} s  ratio {ratio:.2f}", flush=True)
-    write(options.out, result)
+    write(options.output, result)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="per round and side, at least one call")
     parser.add_argument("--case", action="append", help="only those whose name has this in it; may be given again")
-    parser.add_argument("--out", type=Path, default=RESULTS / "transformer2d_latency.json")
+    parser.add_argument("--output", "--out", type=Path, default=RESULTS / "transformer2d_latency.json")
     options = parser.parse_args()
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("diffusers") is None:
         raise SystemExit("this compares with diffusers in torch; install both: pip install robojax[parity]")
@@ -117,7 +117,7 @@ def main() -> None:
         side: [sys.executable, script, name, device, dtype, options.compile_mode] for side, name in sides.items()
     }
     # Figures of other devices and of cases that are not run this time stay in the file.
-    result = json.loads(options.out.read_text()) if options.out.exists() else {}
+    result = json.loads(options.output.read_text()) if options.output.exists() else {}
     section = result.setdefault(f"{device} {dtype}", {"cases": {}})
     section["machine"] = machine("torch", "diffusers")
     for name in names:
@@ -131,7 +131,7 @@ def main() -> None:
                 f"difference {values['largest_difference']:.1e} of {values['largest_output']:.1f}",
                 flush=True,
             )
-        write(options.out, result)
+        write(options.output, result)
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def main() -> None:
         rows,
         "ms",
         [row for row in rows if row.endswith(f": {OURS}")],
-        log=True,
+        is_log=True,
     )
 
 

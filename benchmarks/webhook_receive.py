@@ -237,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer-python", help="a Python that has huggingface_hub, gradio and fastapi")
-    parser.add_argument("--results", type=Path, default=RESULTS / "webhook_receive.json")
+    parser.add_argument("--output", "--results", type=Path, default=RESULTS / "webhook_receive.json")
     arguments = parser.parse_args()
     waits = asyncio.run(run(arguments.rounds, arguments.peer_python))
     unrelated = waits["ours"]["while_3_slow_handlers_run"]["unrelated"]  # type: ignore[index]
@@ -251,7 +251,7 @@ def main() -> None:
         "target_ms": TARGET_MS,
         "is_met": unrelated["p99"] < TARGET_MS,
     }
-    write(arguments.results, result)
+    write(arguments.output, result)
     print(json.dumps(result, indent=1))
     if arguments.peer_python is None:
         print("no peer: give --peer-python a Python with huggingface_hub, gradio and fastapi to compare")
