@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "stop": ("service.cli.sessions", "stop", "Stop a session, or with --all every robot (emergency stop, latched)."),
     "start": ("service.cli.moves", "start", "Let a session move its robot."),
     "restart": ("service.cli.moves", "restart", "Stop and start a session, or load an interrupted one again."),
+    "adjust": ("service.cli.moves", "adjust", "How chunks are joined and when they are asked for, while it moves."),
     "reset": ("service.cli.moves", "reset", "Take the latch of an emergency stop off; nothing moves by it."),
     "delete": ("service.cli.moves", "delete", "Remove a session and its rooms."),
     "robot": ("service.cli.robot", "robot", "An SO-100 or SO-101 arm, or a simulated one, tied to a session."),

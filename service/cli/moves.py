@@ -1,10 +1,11 @@
-"""``robojax start``, ``restart``, ``reset`` and ``delete``: a session of a running server moved on by hand."""
+"""``robojax start``, ``restart``, ``adjust``, ``reset``, ``delete``: a session of a running server moved on by hand."""
 
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from service.cli.failure import Code, fail
 from service.cli.sessions import AsJson, Key, Url, base_url, call
 
 SESSION = Annotated[str, typer.Argument(help="The session.")]
@@ -23,6 +24,51 @@ def restart(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJs
     One that was interrupted (its server was ended) is only loaded again, in its old rooms: start then moves the robot.
     """
     _tell(_call("POST", session_id, "/restart", url, key, patience=LOADED), as_json)
+
+
+def adjust(
+    session_id: SESSION,
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            help="How a new chunk joins the plan: replace, weighted_average, latest_only, average, conservative, "
+            "ensemble, crossfade, rtc; or default."
+        ),
+    ] = None,
+    ask_ahead: Annotated[
+        str | None, typer.Option(help="Seconds before it is needed that a chunk is asked for; or default (measured).")
+    ] = None,
+    action_steps: Annotated[
+        str | None, typer.Option(help="Actions of a chunk to do before the next takes over; or default (the policy's).")
+    ] = None,
+    temporal_ensemble_coeff: Annotated[str | None, typer.Option(help="Of ensemble; or default.")] = None,
+    url: Url = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change how a session joins its policy's chunks, from the next chunk on, while its robot moves."""
+    asked = {
+        "overlap": (overlap, str),
+        "ask_ahead": (ask_ahead, float),
+        "action_steps": (action_steps, int),
+        "temporal_ensemble_coeff": (temporal_ensemble_coeff, float),
+    }
+    body: dict[str, object] = {}
+    for name, (text, kind) in asked.items():
+        if text is None:
+            continue
+        try:
+            body[name] = None if text == "default" else kind(text)
+        except ValueError:
+            flag = f"--{name.replace('_', '-')}"
+            fail(
+                Code.USAGE, "nothing was changed", f"{flag} {text!r} is no number", f"give a number, or {flag} default"
+            )
+    if not body:
+        fail(Code.USAGE, "nothing was changed", "nothing was asked for", "robojax adjust ID --overlap crossfade")
+    place = f"/sessions/{quote(session_id, safe='')}"
+    found = call(base_url(url), "PATCH", place, body, key=key, then="robojax adjust --help says what there is")
+    _tell(found, as_json)
 
 
 def reset(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:

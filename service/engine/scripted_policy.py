@@ -3,12 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError, ObservationError
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 
 SO100_REQUIREMENTS = Requirements(
     policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=20, action_steps=20
@@ -61,6 +62,8 @@ class ScriptedPolicy:
             failure.wait()
         wanted = {f"observation.images.{camera}" for camera in self.requirements.cameras}
         wanted |= {"observation.state"} if self.requirements.state is not None else set()
+        if self.requirements.takes_prefix and PREFIX_ACTIONS in observation:
+            wanted |= {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
         if wanted != set(observation):
             raise ObservationError(f"observation has {sorted(observation)}, wanted {sorted(wanted)}")
         need = self.requirements
@@ -68,6 +71,13 @@ class ScriptedPolicy:
         state = observation.get("observation.state", np.zeros((batch, need.action), np.float32))
         steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
         chunk = (state[:, None, :] + steps).astype(np.float32)
+        if PREFIX_ACTIONS in observation:
+            # What will have been done when this answer comes is done: the chunk begins with it.
+            over = (
+                np.arange(need.chunk)[None, :]
+                < np.minimum(observation[PREFIX_DELAY], observation[PREFIX_LENGTH])[:, None]
+            )
+            chunk = np.where(over[..., None], observation[PREFIX_ACTIONS], chunk)
         self.timings = {"to_device": 0.0, "compute": time.perf_counter() - started, "to_host": 0.0}
         return chunk
 
@@ -86,6 +96,10 @@ class ScriptedPolicy:
         """Whether ``compile`` was called for these sizes."""
         sizes = dict(self.requirements.cameras if cameras is None else cameras)
         return sizes in self.compiled if batch == 1 else (batch, sizes) in self.batches
+
+    def on(self, device: str) -> "ScriptedPolicy":
+        """One that does the same and fails at the same."""
+        return replace(self, device=device, compiled=[], batches=[], threads=set())
 
     def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """What it is said to take; nothing is done."""
