@@ -1,0 +1,36 @@
+"""Six simulated servos behind a pseudo-terminal, with the real package for servos at the other end."""
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("scservo_sdk", reason="the extra 'robot' is not installed")
+
+from robojax.robot import registers
+from robojax.robot.arm import JOINTS, Arm
+from robojax.robot.bus import Bus
+from robojax.robot.calibration import JointCalibration
+from robojax.robot.simulated import Servo, SimulatedBus
+
+LOW, HIGH = 700, 3395
+CALIBRATION = {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in JOINTS.items()}
+
+
+@pytest.fixture
+def servos() -> Iterator[SimulatedBus]:
+    made = {servo: Servo() for servo in JOINTS.values()}
+    for servo in made.values():
+        servo[registers.MIN_POSITION], servo[registers.MAX_POSITION] = LOW, HIGH
+    with SimulatedBus(made) as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def bus(servos: SimulatedBus) -> Iterator[Bus]:
+    with Bus(servos.port) as bus:
+        yield bus
+
+
+@pytest.fixture
+def arm(bus: Bus) -> Arm:
+    return Arm(bus, CALIBRATION, use_degrees=False)

@@ -1,0 +1,82 @@
+"""The arm: nothing jumps or falls when it is engaged, and what does not fit is refused."""
+
+import pytest
+
+from robojax.robot import registers
+from robojax.robot.arm import JOINTS, Arm
+from robojax.robot.errors import BusLost, RobotError
+from robojax.robot.simulated import SimulatedBus
+
+ALL = tuple(JOINTS.values())
+
+
+def test_a_limp_arm_is_set_up_as_lerobot_does_and_held_where_it_lies(arm: Arm, servos: SimulatedBus) -> None:
+    for servo in ALL:
+        servos.servo(servo).place(1000 + servo)
+        servos.servo(servo)[registers.GOAL_POSITION] = 3000  # of another day
+    arm.engage()
+    for servo in ALL:
+        memory = servos.servo(servo)
+        assert (memory[registers.P_COEFFICIENT], memory[registers.RETURN_DELAY]) == (16, 0)
+        assert memory[registers.TORQUE_ENABLE] == 1
+        assert memory[registers.GOAL_POSITION] == 1000 + servo
+        assert all(goal == 1000 + servo for _, goal in memory.written)
+    assert servos.servo(6)[registers.MAX_TORQUE] == 500
+
+
+def test_an_arm_that_is_held_already_is_not_let_go(arm: Arm, servos: SimulatedBus) -> None:
+    servos.servo(2)[registers.TORQUE_ENABLE] = 1
+    arm.engage()
+    # Its torque was never off, so nothing was set up there, and its goal is what it was.
+    assert servos.servo(2)[registers.P_COEFFICIENT] == 32
+    assert servos.servo(2).written == []
+    assert arm.held == list(JOINTS)
+
+
+def test_the_pose_and_targets_are_in_the_units_of_the_policy(arm: Arm, servos: SimulatedBus) -> None:
+    arm.engage()
+    arm.move({"shoulder_pan": 100.0, "gripper": 0.0})
+    arm.pose()  # nobody confirms a target; what is asked after it is answered after it
+    assert servos.servo(1)[registers.GOAL_POSITION] == 3395
+    assert servos.servo(6)[registers.GOAL_POSITION] == 700
+    assert servos.servo(3)[registers.GOAL_POSITION] == 2048
+    arm.move({"wrist_roll": -100.0})
+    servos.servo(5).place(700)
+    assert (arm.pose() or {})["wrist_roll"] == pytest.approx(-100.0, abs=0.5)
+
+
+@pytest.mark.parametrize("what", ["missing", "model", "calibration"])
+def test_what_does_not_fit_is_refused_before_anything_is_held(arm: Arm, servos: SimulatedBus, what: str) -> None:
+    if what == "missing":
+        servos.line.silent.add(3)
+    elif what == "model":
+        servos.servo(3)[registers.MODEL] = 2825
+    else:
+        servos.servo(3)[registers.HOMING_OFFSET] = 5
+    with pytest.raises(RobotError, match="elbow_flex"):
+        arm.engage()
+    assert all(servos.servo(servo)[registers.TORQUE_ENABLE] == 0 for servo in ALL)
+
+
+def test_one_lost_reading_is_no_lost_servo_but_three_are(arm: Arm, servos: SimulatedBus) -> None:
+    servos.line.silent.add(2)
+    assert arm.pose() is None
+    servos.line.silent.clear()
+    assert arm.pose() is not None
+    servos.line.silent.add(2)
+    assert (arm.pose(), arm.pose()) == (None, None)
+    with pytest.raises(BusLost, match="servo 2"):
+        arm.pose()
+
+
+def test_a_servo_that_is_on_in_another_mode_is_refused(arm: Arm, servos: SimulatedBus) -> None:
+    servos.servo(1)[registers.TORQUE_ENABLE] = 1
+    servos.servo(1)[registers.OPERATING_MODE] = 1
+    with pytest.raises(RobotError, match="not in position mode"):
+        arm.engage()
+
+
+def test_torque_goes_off_only_when_asked(arm: Arm, servos: SimulatedBus) -> None:
+    arm.engage()
+    arm.release()
+    assert arm.held == []

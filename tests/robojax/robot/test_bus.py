@@ -1,0 +1,109 @@
+"""The bus: the real package on a pseudo-terminal, simulated servos behind it."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robojax.robot import registers
+from robojax.robot.bus import Bus
+from robojax.robot.errors import BusLost, RobotError
+from robojax.robot.registers import Register
+from robojax.robot.simulated import Servo, ServoLine, SimulatedBus, checksum
+
+ALL = range(1, 7)
+
+
+def test_servos_that_are_there_answer_and_others_do_not(bus: Bus) -> None:
+    assert [bus.ping(servo) for servo in (1, 6, 7)] == [777, 777, None]
+
+
+def test_registers_are_written_and_read_with_their_sign(bus: Bus, servos: SimulatedBus) -> None:
+    bus.write(3, registers.HOMING_OFFSET, -77)
+    assert bus.read(3, registers.HOMING_OFFSET) == -77
+    # Sign and magnitude, as Feetech's table says: bit 11 and 77.
+    assert servos.servo(3).read(31, 2, 0.0) == (77 | 1 << 11).to_bytes(2, "little")
+
+
+def test_all_servos_are_read_and_told_with_one_packet(bus: Bus, servos: SimulatedBus) -> None:
+    bus.write_all({servo: 1000 + servo for servo in ALL}, registers.GOAL_POSITION)
+    assert [bus.read(servo, registers.GOAL_POSITION) for servo in ALL] == [1001, 1002, 1003, 1004, 1005, 1006]
+    servos.servo(2).status = 4 | 32
+    values, complaints = bus.read_all(list(ALL), registers.PRESENT_POSITION)
+    assert values == dict.fromkeys(ALL, 2048)
+    assert complaints == {2: ["it is too hot", "it is overloaded"]}
+    assert bus.status(2) == complaints[2]
+
+
+@pytest.mark.parametrize("fault", ["silent", "garbled"])
+def test_a_servo_that_fails_is_named_and_nothing_is_made_up_for_it(bus: Bus, servos: SimulatedBus, fault: str) -> None:
+    getattr(servos.line, fault).add(4)
+    with pytest.raises(BusLost, match="servo 4") as lost:
+        bus.read_all(list(ALL), registers.PRESENT_POSITION)
+    assert lost.value.servos == (4,)
+    with pytest.raises(BusLost, match="servo 4"):
+        bus.write(4, registers.TORQUE_ENABLE, 1)
+    getattr(servos.line, fault).clear()
+    assert bus.read_all(list(ALL), registers.PRESENT_POSITION)[0] == dict.fromkeys(ALL, 2048)
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(bus: Bus, servos: SimulatedBus) -> None:
+    # What was on the line before a question: servo 1 at position 1, well-formed.
+    stale = bytes([1, 4, 0, 1, 0])
+    os.write(servos._ours, b"\xff\xff" + stale + bytes([checksum(stale)]))
+    assert bus.read(1, registers.PRESENT_POSITION) == 2048
+
+
+def test_a_port_that_goes_away_is_told(servos: SimulatedBus) -> None:
+    with Bus(servos.port) as bus:
+        bus._handler.ser.close()
+        for _ in range(2):
+            with pytest.raises(BusLost, match="is gone"):
+                bus.read(1, registers.PRESENT_POSITION)
+
+
+def test_two_programs_do_not_get_one_arm(bus: Bus, servos: SimulatedBus) -> None:
+    with pytest.raises(RobotError, match="cannot be opened") as refused:
+        Bus(servos.port)
+    assert "another program" in refused.value.then
+
+
+def test_a_port_that_is_not_there_says_how_to_find_it() -> None:
+    with pytest.raises(RobotError, match="cannot be opened") as refused:
+        Bus("/dev/ttyACM99")
+    assert "lerobot-find-port" in refused.value.then
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_break_the_servos(data: bytes) -> None:
+    line = ServoLine({1: Servo()})
+    line.feed(data, 0.0)
+    ask = bytes([1, 4, 2, 56, 2])
+    # What is left of half a packet may eat what follows; then there is silence, and it is asked again.
+    for _ in range(100):
+        answer = line.feed(b"\xff\xff" + ask + bytes([checksum(ask)]), 0.0)
+    assert answer.endswith(b"\xff\xff" + bytes([1, 4, 0, 0, 8, 0xF2]))
+
+
+@pytest.mark.parametrize("value", [-(1 << 11), 1 << 11])
+def test_a_value_that_does_not_fit_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match="Homing_Offset cannot be"):
+        registers.HOMING_OFFSET.encode(value)
+
+
+@given(st.integers(-32767, 32767))
+def test_signs_come_back(value: int) -> None:
+    register = Register("x", 0, 2, sign_bit=15)
+    assert register.decode(register.encode(value)) == value
+
+
+def test_a_servo_moves_only_with_torque_and_no_faster_than_it_can() -> None:
+    servo = Servo(2048, speed=1000.0)
+    servo.read(56, 2, 1.0)
+    servo.write(42, (3000).to_bytes(2, "little"), 1.0)
+    servo.read(56, 2, 2.0)
+    assert (servo[registers.PRESENT_POSITION], servo.written) == (2048, [])
+    servo.write(40, b"\1", 2.0)
+    servo.read(56, 2, 2.5)
+    assert servo[registers.PRESENT_POSITION] == 2548

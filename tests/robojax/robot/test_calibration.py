@@ -1,0 +1,74 @@
+"""LeRobot's calibration files are found, read and checked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from robojax.robot.arm import JOINTS
+from robojax.robot.calibration import calibration_folder, find_calibration, read_calibration
+from robojax.robot.errors import RobotError
+
+# As LeRobot writes them.
+GOOD = {
+    name: {"id": servo, "drive_mode": 0, "homing_offset": -100 * servo, "range_min": 700, "range_max": 3300}
+    for name, servo in JOINTS.items()
+}
+
+
+def written(folder: Path, content: object, name: str = "mine.json") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_a_calibration_of_lerobot_is_read_in_the_arms_order(tmp_path: Path) -> None:
+    found = read_calibration(written(tmp_path, dict(reversed(GOOD.items()))), JOINTS)
+    assert list(found) == list(JOINTS)
+    assert (found["gripper"].id, found["gripper"].homing_offset, found["gripper"].range_max) == (6, -600, 3300)
+
+
+@pytest.mark.parametrize("place", ["so_follower", "so101_follower"])
+def test_it_is_found_where_old_and_new_versions_of_lerobot_put_it(tmp_path: Path, monkeypatch, place: str) -> None:
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_LEROBOT_CALIBRATION", raising=False)
+    file = written(tmp_path / "calibration" / "robots" / place, GOOD)
+    assert find_calibration("so101_follower", "mine") == file
+
+
+def test_two_that_differ_are_not_chosen_between(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_LEROBOT_CALIBRATION", str(tmp_path))
+    assert calibration_folder() == tmp_path
+    written(tmp_path / "robots" / "so_follower", GOOD)
+    written(tmp_path / "robots" / "so101_follower", GOOD | {"x": 1})
+    with pytest.raises(RobotError, match="two calibrations"):
+        find_calibration("so101_follower", "mine")
+
+
+@pytest.mark.parametrize("name", ["../mine", "", "..", "a/b"])
+def test_an_id_is_no_way_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RobotError, match="cannot be a file's name"):
+        find_calibration("so101_follower", name, tmp_path)
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    bad = {name: dict(joint) for name, joint in GOOD.items()} | {"elbow": {}}
+    del bad["shoulder_pan"]
+    bad["elbow_flex"]["id"] = 5
+    bad["wrist_roll"]["range_max"] = 700
+    bad["gripper"]["drive_mode"] = 2
+    bad["wrist_flex"]["homing_offset"] = "0"
+    with pytest.raises(RobotError) as refused:
+        read_calibration(written(tmp_path, bad), JOINTS)
+    for text in ("'shoulder_pan' is missing", "'elbow' is none", "is servo 5, wanted 3", "700..700", "drive_mode is 2"):
+        assert text in str(refused.value)
+    assert "homing_offset is no whole number" in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    with pytest.raises(RobotError, match=r"cannot be read|no JSON object"):
+        read_calibration(file, JOINTS)

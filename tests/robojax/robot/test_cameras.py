@@ -1,0 +1,49 @@
+"""Cameras: a video file through OpenCV, and what is said of one that is not there."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from robojax.robot.cameras import Camera, CameraConfig
+from robojax.robot.errors import CameraLost
+
+cv2 = pytest.importorskip("cv2", reason="the extra 'robot' is not installed")
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory) -> Path:
+    """Five red pictures, 64x48."""
+    file = tmp_path_factory.mktemp("video") / "red.avi"
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), 30, (64, 48))
+    for _ in range(5):
+        writer.write(np.full((48, 64, 3), (0, 0, 255), np.uint8))  # BGR
+    writer.release()
+    return file
+
+
+def test_a_video_file_is_played_again_and_again_in_rgb_and_turned(video: Path) -> None:
+    camera = Camera("front", CameraConfig("opencv", str(video), 32, 24, 500, rotation=90))
+    try:
+        deadline = time.monotonic() + 10
+        while camera.pictures < 12 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        picture = camera.newest(time.monotonic())
+    finally:
+        camera.close()
+    assert camera.pictures >= 12
+    assert picture.shape == (32, 24, 3)
+    assert np.abs(picture.astype(int) - (255, 0, 0)).max() < 8
+
+
+def test_old_pictures_are_not_shown_as_new_ones(video: Path) -> None:
+    camera = Camera("front", CameraConfig("opencv", str(video), 64, 48, 30))
+    camera.close()
+    with pytest.raises(CameraLost, match="gives no pictures any more"):
+        camera.newest(time.monotonic() + 3)
+
+
+def test_a_camera_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CameraLost, match="cannot be opened"):
+        Camera("front", CameraConfig("opencv", str(tmp_path / "none.avi"), 64, 48, 30))

@@ -1,0 +1,67 @@
+"""LeRobot's flags, read as LeRobot reads them; what is wrong is said at once."""
+
+from pathlib import Path
+
+import pytest
+
+from robojax.robot.arm import JOINTS
+from robojax.robot.errors import RobotError
+from robojax.robot.flags import read_cameras, read_cap, robot_config
+
+LEROBOT = "{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"
+REAL = {"type": "so101_follower", "port": "/dev/ttyACM0", "id": "mine", "use_degrees": "true"}
+
+
+def test_the_line_of_lerobots_documents_is_understood() -> None:
+    config = robot_config(**REAL, cameras=LEROBOT, max_relative_target="10", calibration_dir="~/here")
+    front = config.cameras["front"]
+    assert (front.index_or_path, front.width, front.height, front.fps) == (0, 640, 480, 30)
+    assert (config.use_degrees, config.max_relative_target) == (True, 10.0)
+    assert config.calibration_dir == Path("~/here").expanduser()
+
+
+def test_an_arm_falls_only_when_asked_and_has_a_limit_of_its_own() -> None:
+    config = robot_config(**REAL)
+    assert (config.disable_torque_on_disconnect, config.max_relative_target) == (False, 20.0)
+
+
+def test_the_unit_of_a_real_arm_is_never_guessed() -> None:
+    with pytest.raises(RobotError, match="unit of the joints") as refused:
+        robot_config(**REAL | {"use_degrees": None})
+    assert "stats.json" in refused.value.then
+    assert robot_config(type="simulated").use_degrees is False
+
+
+def test_everything_that_is_missing_is_said_at_once() -> None:
+    with pytest.raises(RobotError) as refused:
+        robot_config(type=None, cameras="{front: 1}", max_relative_target="-1", disable_torque_on_disconnect="maybe")
+    for text in ("--robot.type", "--robot.port", "--robot.id", "--robot.cameras", "max_relative_target", "'maybe'"):
+        assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{front: {type: zmq, width: 1, height: 1, fps: 1}}", "type is 'zmq'"),
+        ("{front: {type: opencv, width: 640, height: 480, fps: 30}}", "index_or_path is missing"),
+        ("{front: {type: opencv, index_or_path: 0, width: 640, height: 480}}", "fps is None"),
+        ("{front: {type: opencv, index_or_path: 0, widht: 640}}", "widht is not known"),
+        ("{front: {type: opencv, index_or_path: 0, width: -1, height: 480, fps: 30, rotation: 45}}", "rotation is 45"),
+        ("{front: {type: opencv, index_or_path: 0, width: 1, height: 1, fps: 1, color_mode: bgr}}", "servers take RGB"),
+        ("[1", "cannot be read"),
+        ("!!python/object/apply:os.system [echo]", "cannot be read"),
+    ],
+)
+def test_cameras_that_cannot_be_are_explained(text: str, said: str) -> None:
+    with pytest.raises(RobotError, match="camera") as refused:
+        read_cameras(text)
+    assert said in str(refused.value)
+
+
+def test_a_cap_is_for_all_joints_or_for_each() -> None:
+    each = {name: 5.0 for name in JOINTS}
+    assert read_cap("none") is None
+    assert read_cap(str(each).replace("'", "")) == each
+    for bad in ("0", "{gripper: 5}", "true", ".nan", "yes"):
+        with pytest.raises(RobotError, match="max_relative_target"):
+            read_cap(bad)

@@ -1,0 +1,87 @@
+"""Which goal the servos get: given times, no threads."""
+
+import math
+
+import pytest
+
+from robojax.robot.arm import JOINTS
+from robojax.robot.follower import Follower, plain
+
+POSE = dict.fromkeys(JOINTS, 10.0)
+
+
+def follower(**more) -> Follower:
+    return Follower(JOINTS, patience=0.5, **more)
+
+
+def test_nothing_is_told_before_the_first_command() -> None:
+    each = follower()
+    assert each.goal(POSE, 1.0).targets is None
+    assert each.hold == "no command has come yet"
+
+
+def test_a_fresh_command_is_followed_by_whatever_names_it_has() -> None:
+    each = follower()
+    each.command({"Rotation": 12.0, "gripper": 50.0, "wrist_flex.pos": 9.0}, 1.0)
+    assert each.goal(POSE, 1.1).targets == {"shoulder_pan": 12.0, "gripper": 50.0, "wrist_flex": 9.0}
+    assert each.hold is None
+
+
+def test_rooms_tell_only_what_changed_so_the_others_keep_their_target() -> None:
+    each = follower()
+    each.command({"Rotation": 12.0, "Elbow": 13.0}, 1.0)
+    each.command({"Elbow": 14.0}, 1.1)
+    assert each.goal(POSE, 1.2).targets == {"shoulder_pan": 12.0, "elbow_flex": 14.0}
+
+
+def test_silence_holds_the_arm_once_where_it_is_and_keeps_the_grip() -> None:
+    each = follower()
+    each.command({"Rotation": 90.0, "Jaw": 3.0}, 1.0)
+    each.goal(POSE, 1.0)
+    held = each.goal(POSE, 1.6)
+    assert held.targets == POSE | {"gripper": 3.0}
+    assert each.hold == "no command for 500 ms"
+    # An arm that is told again and again where it hangs would sink.
+    assert each.goal(dict.fromkeys(JOINTS, 8.0), 1.7).targets is None
+    each.command({"Rotation": 20.0}, 2.0)
+    assert (each.goal(POSE, 2.0).targets or {})["shoulder_pan"] == 20.0
+
+
+def test_no_target_is_farther_from_the_joint_than_allowed() -> None:
+    each = follower(max_relative_target=5.0)
+    each.command({"Rotation": 90.0, "Elbow": 12.0, "Pitch": -90.0}, 1.0)
+    goal = each.goal(POSE, 1.0)
+    assert goal.targets == {"shoulder_pan": 15.0, "elbow_flex": 12.0, "shoulder_lift": 5.0}
+    assert set(goal.clamped) == {"shoulder_pan", "shoulder_lift"}
+
+
+def test_an_emergency_stop_is_followed_by_nothing_any_more() -> None:
+    each = follower()
+    each.command({"Rotation": 90.0}, 1.0)
+    each.goal(POSE, 1.0)
+    each.stop("emergency stop", is_latched=True)
+    assert each.goal(POSE, 1.1).targets == POSE
+    each.command({"Rotation": 90.0}, 1.2)
+    assert each.goal(POSE, 1.2).targets is None
+    assert (each.hold, each.is_latched, each.commands) == ("emergency stop", True, 1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"Rotation": math.nan},
+        {"Rotation": 1.0, "Elbow": math.inf},
+        {"leg": 1.0},
+        {},
+        {"Rotation": 1, "shoulder_pan": 2},
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused_whole(bad) -> None:
+    each = follower()
+    each.command(bad, 1.0)
+    assert each.goal(POSE, 1.0).targets is None
+    assert (each.commands, each.refused) == (0, 1)
+
+
+def test_names_of_old_and_new_datasets_are_one() -> None:
+    assert {plain(name) for name in ("Jaw", "gripper", "gripper.pos", "main_gripper")} == {"gripper"}
