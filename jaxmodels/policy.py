@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,10 @@ from jaxmodels import observations
 from jaxmodels.checkpoints import lerobot
 from jaxmodels.checkpoints.contents import Checkpoint
 from jaxmodels.description import requirements_of
-from jaxmodels.devices import device_name, find_device, find_dtype
+from jaxmodels.devices import find_dtype
 from jaxmodels.errors import ConfigError
 from jaxmodels.hub import fetch
+from jaxmodels.placement import find_placement
 from jaxmodels.policies import policy_type
 from jaxmodels.program import Inputs, Programs, Scales
 from jaxmodels.types import Observation, Requirements
@@ -42,7 +44,8 @@ def load_policy(
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
         dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
-        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
+        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, ``cuda:0+cuda:1`` for a policy too large for one of them;
+            JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
         on_progress: told ``downloading``, ``reading``, ``ready``.
         inspect: given the folder before anything in it is read; raises CheckpointError when it should not be.
@@ -54,7 +57,7 @@ def load_policy(
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
     tell = on_progress or (lambda stage: None)
-    where, compute = find_device(device), find_dtype(dtype)
+    where, compute = find_placement(device), find_dtype(dtype)
     folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
     commit = None
     if not str(path_or_repo) or not folder.is_dir():
@@ -66,7 +69,7 @@ def load_policy(
     if inspect is not None:
         inspect(folder)
     checkpoint = lerobot.read(folder)
-    same_place = like is not None and (like.dtype, like.device) == (compute.name, device_name(where))
+    same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint)
     else:
@@ -98,16 +101,16 @@ class Policy:
         self.commit: str | None = None
         self._checkpoint = checkpoint
         self._kind = policy_type(config.type)
-        self._dtype, self._device = find_dtype(dtype), find_device(device)
+        self._dtype, self._place = find_dtype(dtype), find_placement(device)
         self._sizes = tuple((feature.shape[1], feature.shape[2]) for feature in config.cameras)
         scales = _scales(checkpoint)
-        serving = self._kind.prepare(config, checkpoint.weights, self._device.platform)
+        serving = self._kind.prepare(config, checkpoint.weights, self._place.platform)
         if _programs is None:
             shapes = {
                 name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
             }
             act = partial(self._kind.act, self._kind.architecture(config))
-            _programs = Programs(act, shapes, scales, self._sizes, self._dtype, self._device)
+            _programs = Programs(act, shapes, scales, self._sizes, self._dtype, self._place)
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
         renames = checkpoint.normalization.renames
@@ -123,7 +126,7 @@ class Policy:
     @property
     def device(self) -> str:
         """Where it runs, e.g. ``cpu:0``."""
-        return device_name(self._device)
+        return self._place.name
 
     @property
     def dtype(self) -> str:
@@ -157,7 +160,7 @@ class Policy:
 
     def _run(self, program: Any, seen: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
-        placed = jax.block_until_ready(jax.device_put(seen, self._device))
+        placed = jax.block_until_ready(jax.device_put(seen, self._place.whole))
         sent = time.perf_counter()
         chunk = jax.block_until_ready(program(self._weights, placed))
         computed = time.perf_counter()
@@ -166,7 +169,7 @@ class Policy:
         return actions, {"to_device": sent - start, "compute": computed - sent, "to_host": ended - computed}
 
     def _zeros(self, inputs: Inputs) -> Observation:
-        shapes = inputs.shapes(jax.sharding.SingleDeviceSharding(self._device))
+        shapes = inputs.shapes(self._place.whole)
         return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
@@ -206,6 +209,20 @@ class Policy:
         if not self.fits(checkpoint):
             raise ConfigError("the checkpoint has another architecture; load it as a policy of its own")
         return Policy(checkpoint, dtype=self.dtype, device=self.device, _programs=self._programs)
+
+    def on(self, device: str | None) -> "Policy":
+        """The same policy on another device; on its own, one that shares weights and programs with it.
+
+        Raises:
+            ConfigError: there is no such device.
+        """
+        if find_placement(device) == self._place:
+            other = copy(self)
+            other._timings = {}
+            return other
+        other = Policy(self._checkpoint, dtype=self.dtype, device=device)
+        other.commit = self.commit
+        return other
 
     def save(self, path: str | Path) -> None:
         """Writes LeRobot's layout, and ``robojax.json`` for what it has no field for."""

@@ -12,12 +12,14 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxmodels.compile_cache import use_compile_cache
-from jaxmodels.devices import Device, exact_products
+from jaxmodels.devices import exact_products
 from jaxmodels.normalization import Affine
+from jaxmodels.placement import Placement
 from jaxmodels.types import Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
@@ -103,7 +105,7 @@ def normalize(
 
 
 class Programs:
-    """Executables of one architecture on one device, made when first asked for.
+    """Executables of one architecture in one place, made when first asked for.
 
     Args:
         act: serving weights (by name) and a normalised observation to a normalised chunk.
@@ -119,14 +121,14 @@ class Programs:
         scales: Scales,
         sizes: tuple[Size, ...],
         dtype: DTypeLike,
-        device: Device,
+        place: Placement,
     ):
         self._act = act
         self._weights = dict(weights)
         self._scales = scales
         self._sizes = sizes
         self._dtype = dtype
-        self._device = device
+        self._place = place
         self._compiled: dict[Inputs, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 
@@ -146,11 +148,13 @@ class Programs:
     def flatten(self, weights: Mapping[str, Any], scales: Scales) -> Weights:
         """Weights and scales on the device, in the order the executables want."""
         arrays = [jnp.asarray(weights[name], shape.dtype) for name, shape in self._weights.items()]
-        return tuple(jax.device_put([*arrays, *jax.tree.leaves(scales)], self._device))
+        everything = [*arrays, *jax.tree.leaves(scales)]
+        places = [*(self._place.spread(np.shape(array)) for array in arrays)]
+        places += [self._place.whole] * (len(everything) - len(places))
+        return tuple(jax.device_put(everything, places))
 
     def _compile(self, inputs: Inputs) -> jax.stages.Compiled:
         use_compile_cache()
-        sharding = jax.sharding.SingleDeviceSharding(self._device)
         names = list(self._weights)
         leaves, tree = jax.tree.flatten(self._scales)
 
@@ -160,9 +164,11 @@ class Programs:
             chunk = self._act(weights, normalize(observation, scales, self._sizes, self._dtype))
             return scales.action.unnormalize(chunk.astype(jnp.float32))
 
+        whole = self._place.whole
         flat = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            for leaf in (*self._weights.values(), *leaves)
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._place.spread(leaf.shape))
+            for leaf in self._weights.values()
         ]
+        flat += [jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole) for leaf in leaves]
         with exact_products(self._dtype):
-            return jax.jit(run).lower(tuple(flat), inputs.shapes(sharding)).compile()
+            return jax.jit(run, out_shardings=whole).lower(tuple(flat), inputs.shapes(whole)).compile()

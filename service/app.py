@@ -214,6 +214,8 @@ def _keep_sessions(
             stuck_after=settings.stuck_after,
             durations=_durations(app.ctx),
             batch_sizes=settings.engine_batch_sizes,
+            devices=settings.engine_devices,
+            load=settings.engine_load,
         )
         app.ctx.recordings = Recordings(settings, lambda session_id: app.ctx.sessions.get(session_id))
         try:
@@ -298,7 +300,7 @@ def _loader(settings: Settings) -> LoadPolicy:
             path,
             revision,
             settings.dtype,
-            settings.device,
+            next(iter(settings.engine_devices), settings.device),
             like=like,
             on_progress=on_progress,
             inspect=Inspection(settings.load_memory),

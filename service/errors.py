@@ -8,6 +8,7 @@ ServiceError                  500 internal
 ├── SessionExists             409 session_exists
 ├── MoveRefused               409 move_refused     the stage table forbids the move
 ├── RobotTaken                409 robot_taken      another controller commands the robot of these rooms
+├── Overloaded                409 overloaded       the devices have no time for another robot at its rate
 ├── TooManySessions           429 too_many_sessions
 ├── TooManyRequests           429 too_many_requests  a caller asked for more than it may in this time
 ├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
@@ -114,6 +115,13 @@ class TooManyRequests(ServiceError):
     def __init__(self, message: str, retry_after: float = 1.0):
         super().__init__(message)
         self.headers = {"retry-after": str(max(math.ceil(retry_after), 1))}
+
+
+class Overloaded(ServiceError):
+    """The devices have no time for another robot at the rate it asks for; the message has the figures."""
+
+    status = 409
+    code = "overloaded"
 
 
 class TooManySessions(ServiceError):

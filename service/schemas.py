@@ -178,8 +178,8 @@ class NewSessionRequest(CreateSessionRequest):
     action_steps: ActionSteps = Field(default=None, description=ACTION_STEPS)
     degrade: bool = Field(
         default=False,
-        description="Be inferred for less often where the device has no time for more, instead of a refusal (409); stats "
-        "say how often: inferences_per_second.",
+        description="Be inferred for less often where the device has no time for more, instead of a refusal (409); "
+        "stats say how often: inferences_per_second.",
     )
     record: bool = Field(default=False, description="Record every tick from the first start on.")
 

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from jaxmodels.errors import JaxModelsError
+from service.engine.admission import Admission, Claim, judge
 from service.engine.growth import Growth
 from service.engine.lane import Lane
 from service.engine.progress import Durations
@@ -28,7 +29,7 @@ from service.engine.store import Store, in_short, let_go
 from service.engine.worker import call_in_thread
 from service.errors import PolicyFailed
 
-__all__ = ["Engine", "Inference", "InferenceStuck", "LoadPolicy", "Policy", "Served", "Sizes", "in_words"]
+__all__ = ["Admission", "Engine", "Inference", "InferenceStuck", "LoadPolicy", "Policy", "Served", "Sizes", "in_words"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,16 @@ class Engine:
         switch_interval: float | None = 0.001,
         durations: Durations | None = None,
         batch_sizes: Sequence[int] = (1,),
+        devices: Sequence[str] = (),
+        load: float | None = None,
     ):
-        """One request at a time unless ``batch_sizes`` names larger ones."""
+        """One request at a time unless ``batch_sizes`` names larger ones.
+
+        Args:
+            devices: where policies run, each a copy; the one that it was loaded on when there are none. A device that
+                is named twice runs two batches at a time.
+            load: share of the devices' time that may be promised; no end of it when None.
+        """
         self.stuck_after = stuck_after
         self.durations = durations or Durations()
         self.has_running_robot: Callable[[], bool] = lambda: False
@@ -74,7 +83,11 @@ class Engine:
         self._asked = 0
         self._suspects: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
-        self._lanes = [Lane("device", niceness, stuck_after)]
+        self.load = load
+        self._devices = tuple(devices)
+        names = ["device", *(f"device:{number}" for number in range(1, len(self._devices)))]
+        self._lanes = [Lane(name, niceness, stuck_after) for name in names]
+        self._claims: dict[object, Claim] = {}
         self._growth = Growth(batch_sizes, self._may_grow, niceness)
         self._store = Store(self._replicas, self._growth.want, niceness)
 
@@ -106,7 +119,8 @@ class Engine:
         return self._store.policy(load, path, revision, on_progress, folder=folder, like=like)
 
     def _replicas(self, policy: Policy) -> tuple[Replica, ...]:
-        return (Replica(policy, 0),)
+        copies = [policy.on(name) for name in self._devices[1:]]
+        return tuple(Replica(copy, lane) for lane, copy in enumerate([policy, *copies]))
 
     def _may_grow(self) -> bool:
         return not (self._asked or self.building.locked() or self.has_running_robot())
@@ -184,6 +198,32 @@ class Engine:
             let_go(error)
             raise PolicyFailed(f"the policy raised {type(error).__name__} {in_short(error)}") from error
 
+    def admit(self, served: Served, per_second: float, *, who: object = None) -> Admission:
+        """Whether there is time for so many more inferences per second of this policy; promises nothing.
+
+        Args:
+            who: whose claim is to be another one; it counts no more.
+        """
+        mine, others = [], 0.0
+        for holder, claim in self._claims.items():
+            if holder is who:
+                continue
+            if claim.served() is served:
+                mine.append(claim.per_second)
+            else:
+                others += claim.share
+        limit = float("inf") if self.load is None else self.load
+        return judge(served, per_second, mine, others, limit=limit)
+
+    def claim(self, who: object, served: Served, per_second: float) -> None:
+        """Promise somebody so many inferences per second, until ``release``."""
+        share = self.admit(served, per_second, who=who).share
+        self._claims[who] = Claim(ref(served), per_second, share)
+
+    def release(self, who: object) -> None:
+        """Nothing is promised to them any more."""
+        self._claims.pop(who, None)
+
     async def until_idle(self) -> None:
         """Wait until no session waits for an inference: what has time begins only then."""
         while self._asked:
@@ -214,15 +254,28 @@ class Engine:
             raise PolicyFailed(f"the policy raised {type(error).__name__}; the server's log says more") from error
 
     def facts(self) -> dict[str, object]:
-        """What is loaded, where it runs and how busy the devices are."""
+        """What is loaded, where it runs, what its batches take and how busy the devices are; JSON-ready."""
         loaded = self._store.all
         return {
             "device": next((served.policy.device for served in loaded), None),
+            "devices": [self._figures(number, lane, loaded) for number, lane in enumerate(self._lanes)],
             "policies_loaded": len(loaded),
             "policies_loading": self._store.loading,
             "inferences_waiting": sum(lane.waiting for lane in self._lanes),
             "threads_replaced": sum(lane.abandoned for lane in self._lanes),
             "batch_sizes_to_compile": self._growth.left,
+            "promised_per_second": round(sum(claim.per_second for claim in self._claims.values()), 2),
+            "promised_load": round(sum(claim.share for claim in self._claims.values()), 4),
+        }
+
+    def _figures(self, number: int, lane: Lane, loaded: Sequence[Served]) -> dict[str, object]:
+        here = [served.replicas[number] for served in loaded if number < len(served.replicas)]
+        return {
+            "device": here[0].policy.device if here else None,
+            "waiting": lane.waiting,
+            "load": round(lane.load(time.monotonic()), 4),
+            "batches": {str(size): count for size, count in sorted(lane.batches.items())},
+            "batch_ms": [replica.costs.milliseconds() for replica in here],
         }
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ OVERDUE = 0.1
 UNKNOWN = 1.0
 # Seconds after which a request goes before those that are due sooner: whoever has much time is not forgotten.
 PATIENCE = 1.0
+# Seconds that a device's load is of.
+LOOKED_BACK = 5.0
 # Threads left behind that may still come back; with so many a batch is waited for until it is stuck.
 MOST_LEFT = 8
 
@@ -86,14 +89,13 @@ class Lane:
         abandoned: threads left behind in a batch that did not return in time.
         asked: requests that nobody has answered yet.
         batches: how many there were of each size.
-        busy: seconds that the device was used.
     """
 
     def __init__(self, name: str = "device", niceness: int = 0, stuck_after: float = 5.0):
         self.stuck_after = stuck_after
         self.abandoned = self.asked = 0
         self.batches: dict[int, int] = {}
-        self.busy = 0.0
+        self._busy: deque[tuple[float, float]] = deque(maxlen=256)
         self._name = name
         self._niceness = niceness
         self._inbox = _Inbox()
@@ -109,6 +111,14 @@ class Lane:
         running = [*self._left, *filter(None, (self._current,))]
         begun = sum(member.is_wanted and member.batch is batch for batch in running for member in batch.members)
         return max(self.asked - begun, 0)
+
+    def load(self, now: float) -> float:
+        """Share of the newest seconds that the device was used."""
+        since = now - LOOKED_BACK
+        spent = [(began, ended) for began, ended in tuple(self._busy) if ended > since]
+        if len(spent) == self._busy.maxlen:
+            since = spent[0][0]  # there were more before them
+        return min(sum(ended - max(began, since) for began, ended in spent) / max(now - since, 1e-9), 1.0)
 
     async def ask(
         self, replica: Replica, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool = False
@@ -232,7 +242,7 @@ class Lane:
                 is_left = self._current is not batch
                 if not is_left:
                     self._current = None
-            self.busy += time.monotonic() - batch.started
+            self._busy.append((batch.started, time.monotonic()))
             self._deliver(batch, found)
             if is_left:
                 return  # somebody else works here now

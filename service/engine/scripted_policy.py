@@ -98,8 +98,8 @@ class ScriptedPolicy:
         return sizes in self.compiled if batch == 1 else (batch, sizes) in self.batches
 
     def on(self, device: str) -> "ScriptedPolicy":
-        """One that does the same and fails at the same."""
-        return replace(self, device=device, compiled=[], batches=[], threads=set())
+        """One that does the same, and fails when it is told to itself."""
+        return replace(self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set())
 
     def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """What it is said to take; nothing is done."""

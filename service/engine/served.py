@@ -45,6 +45,10 @@ class Policy(Protocol):
         """Seconds that ``act`` takes now for such a batch, measured with zeros; compiled before."""
         ...
 
+    def on(self, device: str) -> "Policy":
+        """The same on another device; on its own, one that shares the weights."""
+        ...
+
 
 class LoadPolicy(Protocol):
     """``jaxmodels.load_policy``, or a double."""

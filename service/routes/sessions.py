@@ -49,6 +49,7 @@ async def create_session(request: Request) -> HTTPResponse:
         temporal_ensemble_coeff=body.temporal_ensemble_coeff,
         ask_ahead=body.ask_ahead,
         action_steps=body.action_steps,
+        degrade=body.degrade,
         record=body.record,
         owner=caller.owner,
     )

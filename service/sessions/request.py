@@ -36,6 +36,7 @@ class NewSession:
         temporal_ensemble_coeff: of the overlap ``ensemble`` (LeRobot's name); the checkpoint's, else ACT's, when None.
         ask_ahead: seconds before it is needed that the next chunk is asked for; as long as answers take when None.
         action_steps: actions of a chunk to do before the next one takes over; the policy's own number when None.
+        degrade: whether it may be inferred for less often than it asks for when the devices have no time for that.
         record: whether everything that happens is recorded from the first start on.
         owner: who made it, as its key is called; None where there are no keys.
     """
@@ -59,6 +60,7 @@ class NewSession:
     temporal_ensemble_coeff: float | None = None
     ask_ahead: float | None = None
     action_steps: int | None = None
+    degrade: bool = False
     record: bool = False
     owner: str | None = None
 

@@ -16,9 +16,11 @@ from service.motion.control import Control
 from service.motion.drive import Drive
 from service.motion.joints import JointTable
 from service.motion.overlap import ENSEMBLE
+from service.motion.pace import Pace
 from service.motion.tap import Tap, Taps
 from service.safety.lease import Leases, robot_of
 from service.safety.shadow import Shadow, shadow_of
+from service.sessions.admitted import admitted, promised
 from service.sessions.fit import fit, limits_of
 from service.sessions.request import NewSession, SessionSettings
 from service.sessions.status import About, SessionStatus, joining_of, queue_of, status_of
@@ -86,6 +88,7 @@ class Session:
         self.is_halted = False
         self.policies = Changeover(new, engine, load, self._driven)
         self.figures: list[Callable[[], Mapping[str, object]]] = []
+        self._admission: Mapping[str, object] = {}
         self._taps = Taps()
         self._transport = transport
         self._engine = engine
@@ -144,7 +147,7 @@ class Session:
         return self._taps.attach(tap)
 
     def _about(self) -> About:
-        extra: dict[str, object] = {}
+        extra: dict[str, object] = dict(self._admission)
         for figures in self.figures:
             extra |= figures()
         return About(
@@ -202,8 +205,8 @@ class Session:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
         self._settings.check(new)
-        _, pace = fit(drive.thinking.served.requirements, new, self._settings)
-        drive.adjust(pace)
+        _, asked = fit(drive.thinking.served.requirements, new, self._settings)
+        drive.adjust(pace := self._admitted(drive.thinking.served, asked))
         self.new = new
         logger.info("session %s: overlap %s, %d actions of a chunk", self.id, pace.overlap.name, pace.action_steps)
 
@@ -305,7 +308,8 @@ class Session:
         try:
             self._leases.take(robot, self)
             served = await self.policies.begin(self.progress.tell)
-            table, pace = fit(served.requirements, new, self._settings)
+            table, asked = fit(served.requirements, new, self._settings)
+            pace = self._admitted(served, asked)
             limits = limits_of(table, served.requirements, new, self._settings)
             async with self._shadow(served, table) as shadow:
                 buffer = Buffer(
@@ -341,7 +345,13 @@ class Session:
                     await self._drive_robot(drive, link)
         finally:
             self._leases.release(robot, self)
+            self._engine.release(self)
             await self.policies.close()
+
+    def _admitted(self, served: Served, asked: Pace) -> Pace:
+        pace = admitted(self._engine, self, served, asked, degrade=self.new.degrade)
+        self._admission = promised(asked, pace)
+        return pace
 
     def _shadow(self, served: Served, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
         return shadow_of(

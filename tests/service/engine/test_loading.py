@@ -14,7 +14,7 @@ from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
 
-DEMO = Path(__file__).parents[2] / "service" / "demo" / "policy"
+DEMO = Path(__file__).parents[3] / "service" / "demo" / "policy"
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -98,6 +98,7 @@ def test_the_full_document_is_a_superset():
         "temporal_ensemble_coeff",
         "ask_ahead",
         "action_steps",
+        "degrade",
         "record",
     }
     assert more["required"] == request["required"]

@@ -1,0 +1,68 @@
+"""Where a policy's weights lie: on one device, or spread over several that compute together."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxmodels.devices import Device, device_name, find_device
+from jaxmodels.errors import ConfigError
+
+# Numbers below which an array lies whole on every device: it is small, and gathering takes longer than reading.
+SMALL = 1 << 14
+AXIS = "model"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Devices of one kind; what comes and goes is whole on each, weights are spread.
+
+    For policies too large for one device: each array is split along its largest axis that the devices divide, and XLA
+    moves what a product needs. Answers differ in the last bits from those of one device.
+    """
+
+    devices: tuple[Device, ...]
+
+    @property
+    def name(self) -> str:
+        """As `find_placement` reads it, e.g. ``cpu:0`` or ``cuda:0+cuda:1``."""
+        return "+".join(device_name(device) for device in self.devices)
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    @property
+    def whole(self) -> jax.sharding.Sharding:
+        """For what every device has all of."""
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    def spread(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        """For a weight of this shape."""
+        count = len(self.devices)
+        axes = [axis for axis, size in enumerate(shape) if size % count == 0]
+        if count == 1 or not axes or np.prod(shape) < SMALL:
+            return self.whole
+        widest = max(axes, key=lambda axis: shape[axis])
+        return NamedSharding(
+            self._mesh, PartitionSpec(*(AXIS if axis == widest else None for axis in range(len(shape))))
+        )
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,))
+
+
+def find_placement(name: str | None) -> Placement:
+    """A device by name (see `find_device`), or several with ``+`` between them.
+
+    Raises:
+        ConfigError: there is no such device, one is named twice, or they are of different kinds.
+    """
+    devices = (find_device(None),) if name is None else tuple(find_device(part.strip()) for part in name.split("+"))
+    if len(set(devices)) < len(devices) or len({device.platform for device in devices}) > 1:
+        raise ConfigError(f"device is {name!r}; wanted different devices of one kind, as cuda:0+cuda:1")
+    return Placement(devices)

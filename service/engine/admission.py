@@ -1,0 +1,78 @@
+"""Whether a device has the time for one more robot, by what its batches were measured to take."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from service.engine.costs import Costs
+from service.engine.served import Served
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a policy's device says to so many more inferences per second.
+
+    Attributes:
+        fits: whether it has the time.
+        share: of one device's time that they take.
+        per_second: how many it has the time for.
+        text: the figures, for whoever is refused.
+    """
+
+    fits: bool
+    share: float
+    per_second: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Inferences per second that a session was promised; its policy is not kept by it."""
+
+    served: "weakref.ref[Served]"
+    per_second: float
+    share: float
+
+
+def each(costs: Costs, sizes: Iterable[int], rates: Sequence[float], devices: int = 1) -> tuple[float, int]:
+    """Seconds of a device that one inference takes when robots of these rates share it, and the batch size for that.
+
+    Batches are no larger than there are robots for a device, and twice one's time (a request may come when one has
+    just begun) is no longer than the quickest robot leaves between its requests.
+    """
+    robots, fastest = -(-len(rates) // devices), max(rates)
+    usable = [size for size in sizes if size <= max(robots, 1) and 2 * costs.slow(size) * fastest <= 1]
+    best = min(usable, key=lambda size: costs.usual(size) / size, default=1)
+    return costs.usual(best) / best, best
+
+
+def judge(
+    served: Served,
+    per_second: float,
+    mine: Sequence[float],
+    others: float,
+    *,
+    limit: float,
+) -> Admission:
+    """Whether so many more inferences fit.
+
+    Args:
+        mine: rates of those who share the policy already.
+        others: share of a device that other policies take.
+        limit: share that all together may take.
+    """
+    costs, devices = served.costs, len(served.replicas)
+    sizes = served.replicas[0].can(frozenset(served.requirements.cameras.items()))
+    seconds, batch = each(costs, sizes, (*mine, per_second), devices)
+    before = others + sum(mine) * seconds / devices
+    share = per_second * seconds / devices
+    left = max(limit - before, 0.0) * devices / seconds if seconds else per_second
+    # One at a time there is no more than what one inference leaves, whatever the others do.
+    alone = 1 / costs.slow(1) if costs.slow(1) else per_second
+    possible = min(left, alone, per_second)
+    text = (
+        f"an inference takes {seconds * 1e3:.1f} ms here (in batches of {batch}), {len(mine)} other sessions of this "
+        f"policy and {before:.0%} of the device's time are promised (engine_load allows {limit:.0%}); this session "
+        f"asks for {per_second:.1f} inferences per second and there is time for {possible:.1f}"
+    )
+    return Admission(before + share <= limit + 1e-9 and per_second <= alone, share, possible, text)

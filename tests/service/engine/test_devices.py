@@ -1,0 +1,111 @@
+"""Policies on several devices: copies that share the load, and one spread over all of them."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from service.engine.engine import Engine
+from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
+
+OBSERVATION = {
+    "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
+    "observation.state": np.zeros((1, 6), np.float32),
+}
+# In a process of its own: how many devices there are is decided when JAX begins.
+SCRIPT = """
+import numpy as np
+from flax import nnx
+
+from jaxmodels.checkpoints.contents import Checkpoint
+from jaxmodels.errors import ConfigError
+from jaxmodels.features import ACTION, ENVIRONMENT_STATE, Feature
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.act.model import Act
+from jaxmodels.policy import Policy
+from jaxmodels.weights import blueprint
+
+seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
+small = dict(dim_model=128, n_heads=2, dim_feedforward=256, n_encoder_layers=1, n_decoder_layers=1, use_vae=False)
+config = ActConfig(input_features=seen, output_features=given, chunk_size=8, n_action_steps=8, **small)
+shapes = blueprint(lambda: Act(config, rngs=nnx.Rngs(0))).shapes
+rng = np.random.default_rng(0)
+weights = {name: 0.1 * rng.standard_normal(leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
+stats = {ENVIRONMENT_STATE: dict(mean=np.zeros(4), std=np.ones(4)), ACTION: dict(mean=np.zeros(6), std=np.ones(6))}
+normalization = from_stats(seen, given, config.normalization_mapping, stats)
+policy = Policy(Checkpoint(config, weights, normalization), device="cpu:0")
+
+observation = {ENVIRONMENT_STATE: np.ones((1, 4), np.float32)}
+chunk = policy.act(observation)
+same, copy, spread = policy.on("cpu:0"), policy.on("cpu:1"), policy.on("cpu:0+cpu:1")
+assert same._weights is policy._weights, "one copy in memory"
+assert (same.device, copy.device, spread.device) == ("cpu:0", "cpu:1", "cpu:0+cpu:1")
+assert {device.id for weight in copy._weights for device in weight.devices()} == {1}
+assert np.array_equal(copy.act(observation), chunk)
+assert np.abs(spread.act(observation) - chunk).max() < 1e-4
+held = sum(part.data.nbytes for weight in spread._weights for part in weight.addressable_shards if part.device.id == 0)
+assert held < 0.6 * sum(weight.nbytes for weight in policy._weights)
+for wrong in ("cpu:0+cpu:0", "cpu:7", "cpu:0+nonsense"):
+    try:
+        policy.on(wrong)
+    except ConfigError:
+        continue
+    raise SystemExit(f"{wrong} was taken")
+print("well")
+"""
+
+
+def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "ROBOJAX_COMPILE_CACHE": "off",
+    }
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "well", done.stderr[-2000:]
+
+
+async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thread() -> None:
+    made: list[ScriptedPolicy] = []
+    gate = threading.Event()
+
+    class Copied(ScriptedPolicy):
+        def on(self, device: str) -> ScriptedPolicy:
+            made.append(other := super().on(device))
+            return other
+
+    def make() -> ScriptedPolicy:
+        made.append(policy := Copied(device="a", failures=[gate]))
+        return policy
+
+    engine = Engine(switch_interval=None, devices=("a", "b"), batch_sizes=(1, 2))
+    async with engine.policy(ScriptedLoader(make), "p", None, lambda word: None) as served:
+        made[1].failures.clear()
+        held = asyncio.create_task(engine.submit(served, OBSERVATION))
+        async with asyncio.timeout(10):
+            while not made[0].acted:  # noqa: ASYNC110 - it is another thread's
+                await asyncio.sleep(0.001)
+        for _ in range(3):
+            await engine.submit(served, OBSERVATION)
+        assert (made[0].acted, made[1].acted) == (1, 3)
+        gate.set()
+        await held
+        assert [policy.threads for policy in made] == [{"device"}, {"device:1"}]
+        devices = engine.facts()["devices"]
+        assert isinstance(devices, list)
+        assert [device["device"] for device in devices] == ["a", "b"]
+        assert [device["batches"] for device in devices] == [{"1": 1}, {"1": 3}]
+        assert all(0 <= device["load"] <= 1 and "1" in device["batch_ms"][0] for device in devices)
+    await engine.close()
+
+
+@pytest.mark.parametrize("devices", [(), ("a",), ("a", "a")])
+async def test_any_number_of_devices_is_closed(devices: tuple[str, ...]) -> None:
+    engine = Engine(switch_interval=None, devices=devices)
+    await engine.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("device")]
