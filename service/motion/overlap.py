@@ -20,6 +20,7 @@ CROSSFADED = 0.24
 # ACT's own.
 COEFFICIENT = 0.01
 LARGEST_COEFFICIENT = 10.0
+ALL = 1 << 30
 
 
 class Overlap(Protocol):
@@ -29,8 +30,8 @@ class Overlap(Protocol):
     def name(self) -> str: ...
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether more than the newest prediction counts."""
+    def lasting(self) -> int:
+        """How many actions of a plan still count after the next chunk has taken over, at most."""
         ...
 
     @property
@@ -61,9 +62,9 @@ class Weighted:
     sends_plan: bool = False
 
     @property
-    def is_mixed(self) -> bool:
-        """Unless it replaces."""
-        return self.weight < 1
+    def lasting(self) -> int:
+        """All, unless it is replaced."""
+        return ALL if self.weight < 1 else 0
 
     def share(self, counts: np.ndarray, after: np.ndarray) -> float:
         """The weight, of whatever."""
@@ -76,7 +77,7 @@ class Ensembled:
 
     coefficient: float = COEFFICIENT
     name: str = "ensemble"
-    is_mixed: bool = True
+    lasting: int = ALL
     sends_plan: bool = False
 
     def __post_init__(self) -> None:
@@ -108,8 +109,12 @@ class Crossfaded:
 
     steps: int
     name: str = "crossfade"
-    is_mixed: bool = True
     sends_plan: bool = False
+
+    @property
+    def lasting(self) -> int:
+        """As long as it leads over."""
+        return self.steps
 
     def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Growing evenly."""
@@ -121,7 +126,7 @@ REPLACE = Weighted("replace", 1.0)
 RTC = Weighted("rtc", 1.0, sends_plan=True)
 ENSEMBLE, CROSSFADE = "ensemble", "crossfade"
 # Chosen by benchmarks/smoothness.py.
-DEFAULT = REPLACE.name
+DEFAULT = CROSSFADE
 # By the names that requests know them by.
 OVERLAPS: Mapping[str, Overlap] = MappingProxyType(
     {

@@ -136,9 +136,9 @@ class Rollout:
                 return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
             if run < len(seen):
                 chunks.append(chunk[0])
-        # Ensembling does something of every action; otherwise a chunk is done from where its answer finds it.
+        # A chunk is done from where its answer finds it, and some of it while the next one takes over.
         late = round(drive.control.late_by_chunk.percentile(90) or 0)
-        executed = pace.chunk if pace.overlap.is_mixed else min(pace.action_steps + late, pace.chunk)
+        executed = min(pace.action_steps + late + pace.overlap.lasting, pace.chunk)
         trial = Trial(
             chunks=chunks,
             references=[None if old is None else old[0] for _, old in seen],
