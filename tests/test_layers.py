@@ -101,7 +101,7 @@ def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
 
 
 def test_the_service_uses_only_public_names_of_jaxmodels() -> None:
-    public = ("jaxmodels", "jaxmodels.errors", "jaxmodels.training", "jaxmodels.data")
+    public = ("jaxmodels", "jaxmodels.errors", "jaxmodels.training", "jaxmodels.data", "jaxmodels.types")
     wrong = []
     for path in (ROOT / "service").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,14 +1,14 @@
 """Everything that shapes an ACT policy: every field of LeRobot's configuration, and one more vision backbone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.features import ACTION, ENVIRONMENT_STATE, MODES, STATE, TYPES, Feature, dump_features, parse_features
+from jaxmodels.features import ACTION, ENVIRONMENT_STATE, MODES, STATE, TYPES, Feature
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.resnet import RESNETS
+from jaxmodels.policies.fields import dump_fields, read_fields
 
 SMALL_CNN = "small_cnn"
 BACKBONES = (*RESNETS, SMALL_CNN)
@@ -165,62 +165,11 @@ class ActConfig:
         Raises:
             ConfigError: unknown fields, or values that make no sense.
         """
-        known = {field.name: field for field in fields(cls)}
-        # A field that is null and unknown is a newer LeRobot's that nobody set.
-        values = {
-            name: value for name, value in values.items() if name != "type" and (name in known or value is not None)
-        }
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"ACT config: unknown fields {', '.join(unknown)}; this reads the fields of LeRobot 0.4.4"
-            )
         read = dict(values)
-        for name in ("input_features", "output_features"):
-            read[name] = parse_features(name, values.get(name))
-        if "normalization_mapping" in values:
-            mapping = values["normalization_mapping"]
-            if not isinstance(mapping, Mapping):
-                raise ConfigError("ACT config: normalization_mapping is no object of type and mode")
-            read["normalization_mapping"] = tuple((str(kind), str(mode)) for kind, mode in mapping.items())
-        if values.get("tags") is not None:
-            read["tags"] = tuple(str(tag) for tag in values["tags"])
-        for name, value in read.items():
-            read[name] = _typed(name, str(known[name].type), value)
-        return cls(**read)
+        if read.get("replace_final_stride_with_dilation") in (0, 1):  # LeRobot declares this flag as an integer
+            read["replace_final_stride_with_dilation"] = bool(read["replace_final_stride_with_dilation"])
+        return cls(**read_fields(cls, read, "ACT config", "this reads the fields of LeRobot 0.4.4"))
 
     def to_json(self) -> dict[str, Any]:
         """The fields as LeRobot writes them, ``type`` first."""
-        values: dict[str, Any] = {"type": self.type}
-        values |= {field.name: getattr(self, field.name) for field in fields(self)}
-        values["input_features"] = dump_features(self.input_features)
-        values["output_features"] = dump_features(self.output_features)
-        values["normalization_mapping"] = dict(self.normalization_mapping)
-        values["tags"] = None if self.tags is None else list(self.tags)
-        return values
-
-
-_KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
-    {
-        "int": int,
-        "bool": bool,
-        "str": str,
-        "float": (int, float),
-        "str | None": (str, type(None)),
-        "bool | None": (bool, type(None)),
-        "float | None": (int, float, type(None)),
-    }
-)
-
-
-def _typed(name: str, declared: str, value: Any) -> Any:
-    """Checks a JSON value against the declared type of its field; LeRobot declares a flag as an integer."""
-    if name == "replace_final_stride_with_dilation" and value in (0, 1):
-        return bool(value)
-    kind = _KINDS.get(declared.removeprefix("<class '").removesuffix("'>"))
-    if kind is None:
-        return value
-    is_number_flag = isinstance(value, bool) and kind not in (bool, (bool, type(None)))
-    if is_number_flag or not isinstance(value, kind):
-        raise ConfigError(f"ACT config: {name} is {value!r}; wanted {declared}")
-    return float(value) if declared.startswith("float") and value is not None else value
+        return dump_fields(self)
