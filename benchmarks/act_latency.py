@@ -135,7 +135,7 @@ def measure(commands: dict[str, list[str]], case: tuple[int, int, int], rounds: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--peer-python", type=Path, help="a Python that can import lerobot 0.4.4")
+    parser.add_argument("--peer-python", "--lerobot-python", type=Path, help="a Python that can import lerobot 0.4.4")
     parser.add_argument("--compiled-peer", action="store_true", help="also measure the peer under torch.compile")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--count", type=int, default=8, help="inferences per round and side")

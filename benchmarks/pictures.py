@@ -30,7 +30,7 @@ def stacked_bars(
             places = [place for place, name in enumerate(rows) if name in marks]
             values = [marks[name] for name in rows if name in marks]
             axes.plot(values, places, "|", color="#1b1e23", markersize=22, label=mark)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False, fontsize=9)
+        axes.figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
     _save(path, title, unit, len(rows), draw)
 
@@ -60,13 +60,13 @@ def _save(path: Path, title: str, unit: str, rows: int, draw: Callable[[Any], No
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.55 * rows))
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.5 * rows), layout="constrained")
     draw(axes)
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     axes.set_title(title, loc="left", size=11, weight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.1)
-    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
+    figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
     print(f"written: {path}", flush=True)

@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "recordings": ("service.cli.recordings", "app", "What a server recorded: list, info, export to a dataset."),
     "replay": ("service.cli.replay", "replay", "A recording against a policy: how far off it would have been."),
     "webhooks": ("service.cli.webhooks", "app", "Manage webhooks of the Hub, receive them, replay what came."),
+    "bench": ("service.cli.bench", "bench", "Measure this machine with the benchmarks of a checkout; writes a page."),
     "train": ("service.cli.train", "train", "Train a small ACT policy on demonstrations."),
     "transport": ("service.cli.transport", "transport", "Run a rooms server alone."),
 }

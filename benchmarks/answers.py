@@ -1,0 +1,91 @@
+"""What each benchmark found, in a sentence; they are given its results."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def glass(found: Mapping[str, Any]) -> str:
+    ways = {name: one["light_to_motion_ms"] for name, one in found["cases"].items()}
+    return "; ".join(f"{name}: {way['p50']:.0f} ms (p99 {way['p99']:.0f})" for name, way in ways.items())
+
+
+def jitter(found: Mapping[str, Any]) -> str:
+    typical = found["lateness_ms_of_the_median_round"]
+    own, bare = typical["sessions"]["p99"], typical["bare"]["p99"]
+    return f"{found['sessions']} sessions at {found['rate_hz']:g} Hz: p99 {own:.1f} ms; bare loops {bare:.1f} ms"
+
+
+def peers(found: Mapping[str, Any]) -> str:
+    sides = [(case, side, one) for case, rows in found["cases_ms"].items() for side, one in rows.items()]
+    return "; ".join(
+        f"{case}: {side} takes {one['ratio']:.1f} times ours" for case, side, one in sides if side != "robojax"
+    )
+
+
+def start(found: Mapping[str, Any]) -> str:
+    rows = found["since_process_start"].items()
+    return "; ".join(f"{name}: {row['first_action_s']:.1f} s to the first action" for name, row in rows)
+
+
+def act(found: Mapping[str, Any]) -> str:
+    name, sides = next(iter(found["cases"].items()))
+    return f"{name}: " + ", ".join(f"{side} {one['p50_ms']:.0f} ms" for side, one in sides.items())
+
+
+def load(found: Mapping[str, Any]) -> str:
+    rows = found["rows"]
+    return f"{sum(bool(row['passes']) for row in rows)} of {len(rows)} rows hold: " + ", ".join(
+        row["row"] for row in rows
+    )
+
+
+def swap(found: Mapping[str, Any]) -> str:
+    typical, counted = found["lateness_ms_of_the_median_round"], found["counted"]["swapping"]
+    late = f"p99 {typical['swapping']['p99']:.1f} ms, steady {typical['steady']['p99']:.1f} ms"
+    return f"{found['swaps']} swaps, {counted['missed_ticks']} ticks missed; {late}"
+
+
+def webhooks(found: Mapping[str, Any]) -> str:
+    waits = {side: one["while_3_slow_handlers_run"]["unrelated"]["p99"] for side, one in found["waits_ms"].items()}
+    return "p99: " + ", ".join(f"{side} {wait:.1f} ms" for side, wait in waits.items())
+
+
+def transformer(found: Mapping[str, Any]) -> str:
+    cases = next(iter(found.values()))["cases"]
+    name = next(one for one in cases if "DiT" in one)
+    return f"{name}: " + ", ".join(f"{side} {one['p50_ms']:.0f} ms" for side, one in cases[name].items())
+
+
+def compile(found: Mapping[str, Any]) -> str:
+    return "; ".join(f"{way}: {found[way]['ratio']:.1f} times" for way in ("ahead", "on first call"))
+
+
+def kills(found: Mapping[str, Any]) -> str:
+    faults = ("lost", "ghosts", "moved_by_themselves", "latches_wrong")
+    counts = ", ".join(f"{found[name]} {name.replace('_', ' ')}" for name in faults)
+    return f"{found['kills']} kills: {counts}"
+
+
+def cycles(found: Mapping[str, Any]) -> str:
+    return f"{found['cycles']} cycles: memory {found['memory_growth']:+.1%}, {found['sessions_growth']:g} sessions left"
+
+
+def hostile(found: Mapping[str, Any]) -> str:
+    beside = found["session_beside"]["during_requests"]
+    missed = beside["missed_ticks"]
+    return f"{found['requests']} requests, {len(found['wrong'])} wrong answers, {missed} ticks missed beside"
+
+
+def faults(found: Mapping[str, Any]) -> str:
+    return f"{found['lifted']} of {found['of']} cubes lifted"
+
+
+def page(found: Mapping[str, Any]) -> str:
+    looking, alone = found["two_pages_look"]["p99_ms"], found["nobody_looks"]["p99_ms"]
+    return f"tick p99 {looking:.1f} ms with two pages, {alone:.1f} ms without"
+
+
+def smooth(found: Mapping[str, Any]) -> str:
+    rows = [row for row in found["rows"] if row["overlap"] == found["default"]]
+    lifted = ", ".join(f"{row['delay_ms']} ms: {row['lifted']} of {row['episodes']}" for row in rows)
+    return f"{found['default']} (the default) lifts, by delay: {lifted}"

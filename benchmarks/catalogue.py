@@ -1,0 +1,230 @@
+"""All benchmarks: the question of each, how to run it briefly or fully, and how to read what it found."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import answers
+
+FOLDER = Path(__file__).parent
+PEER = "--lerobot-python"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One file of this folder.
+
+    Attributes:
+        name: of the script and of its results.
+        question: as a user asks it.
+        reading: what the figures mean, for somebody who has not seen them before.
+        minutes: that it takes about, fully and briefly.
+        quick: its arguments for a brief run; without any it is left out of those.
+        full: its arguments else.
+        answer: a sentence from its results.
+        takes_peer: whether it can be given a Python with LeRobot in it.
+    """
+
+    name: str
+    question: str
+    reading: str
+    minutes: tuple[float, float]
+    answer: Callable[[Mapping[str, Any]], str] = lambda found: ""
+    quick: Sequence[str] | None = None
+    full: Sequence[str] = ()
+    takes_peer: bool = False
+
+    @property
+    def script(self) -> Path:
+        return FOLDER / f"{self.name}.py"
+
+    def answered(self, found: Mapping[str, Any]) -> str:
+        """The answer; nothing when the results are of another shape than it knows."""
+        try:
+            return self.answer(found)
+        except (KeyError, TypeError, IndexError, ValueError, StopIteration):
+            return ""
+
+
+ALL: Sequence[Benchmark] = (
+    Benchmark(
+        "glass_to_action",
+        "How long from light to motion?",
+        "From a picture being taken to the first command that used it, stage by stage. 'event to motion' is what a "
+        "person sees: from something that happens at a random moment to the first command that can know of it; it adds "
+        "the wait for the next question to the policy.",
+        (3.5, 1.5),
+        answers.glass,
+        ("--seconds", "5"),
+    ),
+    Benchmark(
+        "control_jitter",
+        "How late is a tick while policies compute?",
+        "Lateness from a tick's deadline to its code running, beside bare loops that do nothing but send. Above 5 ms "
+        "for the bare loops, the machine was busy with other things, and only the ratio means anything.",
+        (3, 0.7),
+        answers.jitter,
+        ("--rounds", "2"),
+    ),
+    Benchmark(
+        "robots_per_device",
+        "How many robots on this machine, and where does it break?",
+        "Robots whose policies run on one device: how many keep their rate without a miss, one at a time and batched, "
+        "and how long an answer takes as their number grows.",
+        (5, 1),
+        quick=("--quick",),
+    ),
+    Benchmark(
+        "isolation",
+        "Does one failing session disturb the others?",
+        "Lateness of seven sessions while an eighth raises, answers with NaN or stalls; 1.0 means unchanged.",
+        (4, 1),
+        quick=("--quick",),
+    ),
+    Benchmark(
+        "smoothness",
+        "How smooth is the motion when chunks come late?",
+        "Cubes lifted and mean jerk of the demo's arm by how chunks are joined and how late they come. In virtual "
+        "time: other work on the machine changes nothing.",
+        (5, 1),
+        answers.smooth,
+        ("--episodes", "2", "--delay", "0", "--delay", "200"),
+    ),
+    Benchmark(
+        "real_time_chunking",
+        "Does a chunk continue the plan that is being executed?",
+        "Jumps between two chunks of a policy with an iterative sampler, by what is done about them and by delay.",
+        (1, 0.5),
+        quick=("--episodes", "64"),
+    ),
+    Benchmark(
+        "vs_peers",
+        "How much faster than the peers?",
+        "One observation to its chunk, by each project's own server and client, and without any. A ratio of 2 means "
+        "that the peer takes twice as long in the same run.",
+        (5, 2.5),
+        answers.peers,
+        ("--rounds", "2", "--count", "2"),
+        takes_peer=True,
+    ),
+    Benchmark(
+        "transport_overhead",
+        "What does the server itself cost, per request?",
+        "A policy that computes nothing behind our server and openpi's: what is left is the transport.",
+        (3, 1),
+        quick=("--quick",),
+    ),
+    Benchmark(
+        "cold_start",
+        "How long until it is ready?",
+        "Seconds since the process was started. 'first' compiles, 'again' finds on disk what was compiled before.",
+        (5, 1.5),
+        answers.start,
+        ("--rounds", "1"),
+        takes_peer=True,
+    ),
+    Benchmark(
+        "act_latency",
+        "How long does ACT of LeRobot's size take?",
+        "From NumPy frames to NumPy actions, batch 1, beside LeRobot's own in torch over the same files.",
+        (4, 1),
+        answers.act,
+        ("--rounds", "2", "--count", "3", "--case", "2 cameras 224x224"),
+        takes_peer=True,
+    ),
+    Benchmark(
+        "load",
+        "Are the server's times kept under load?",
+        "Rows L1 to L9, each with its target and, where it is about lateness, bare loops beside it. A row that misses "
+        "its target passes when bare loops miss it too and are at most 1.5 times better.",
+        (4.5, 1),
+        answers.load,
+        ("--only", "L1,L7", "--sessions", "8", "--seconds", "10"),
+    ),
+    Benchmark(
+        "policy_swap",
+        "Does swapping a policy cost a running robot ticks?",
+        "Rounds in which policies are loaded, judged and swapped, and rounds in which nothing is.",
+        (2, 0.7),
+        answers.swap,
+        ("--rounds", "1"),
+    ),
+    Benchmark(
+        "webhook_receive",
+        "Do slow webhook handlers keep others waiting?",
+        "Milliseconds that an unrelated request waits while three handlers are slow.",
+        (1.5, 0.4),
+        answers.webhooks,
+        ("--rounds", "1"),
+    ),
+    Benchmark(
+        "page",
+        "What does the page cost the robots?",
+        "Lateness of ticks with nobody looking on, and with two pages that draw plots and pictures.",
+        (1.2, 1.2),
+        answers.page,
+    ),
+    Benchmark(
+        "transformer2d_latency",
+        "How long does a forward pass of the 2D transformer take?",
+        "Beside diffusers' own in torch, eager and compiled, over the same files.",
+        (4.5, 1),
+        answers.transformer,
+        ("--rounds", "2", "--seconds", "1", "--case", "DiT-S/2, 32x32x4, batch 1"),
+        ("--compiled-peer",),
+    ),
+    Benchmark(
+        "transformer2d_compile",
+        "Does a deep transformer compile about as fast as a shallow one?",
+        "28 layers against 2: above 2 times the target is missed.",
+        (2, 0.6),
+        answers.compile,
+        ("--rounds", "1"),
+    ),
+    Benchmark(
+        "demo_with_faults",
+        "Does the arm hold and go on when something breaks?",
+        "Twenty cubes of the demo; while it lifts each, a camera stalls, or the rooms' server or its gateway dies.",
+        (5, 1),
+        answers.faults,
+        ("--episodes", "3"),
+    ),
+    Benchmark(
+        "crash_recovery",
+        "Is anything lost when the server is killed?",
+        "Every figure but those of acknowledged requests should be 0.",
+        (4, 0.7),
+        answers.kills,
+        ("--kills", "10"),
+    ),
+    Benchmark(
+        "session_cycles",
+        "Does a server that makes and deletes sessions all day grow?",
+        "What the server holds after a thousand lives of a session, against what it held after a hundred.",
+        (4, 1),
+        answers.cycles,
+        ("--cycles", "200"),
+    ),
+    Benchmark(
+        "hostile_requests",
+        "What do ten thousand malformed requests do?",
+        "Answers of 500 and above, tracebacks and missed ticks should be 0; memory should not grow.",
+        (2, 1),
+        answers.hostile,
+        ("--requests", "1000"),
+    ),
+)
+
+
+def wanted(names: Sequence[str]) -> Sequence[Benchmark]:
+    """Those whose scripts are here, all or by name, in this order.
+
+    Raises:
+        KeyError: names that are none of theirs.
+    """
+    here = [one for one in ALL if one.script.is_file()]
+    unknown = set(names) - {one.name for one in here}
+    if unknown:
+        raise KeyError(", ".join(sorted(unknown)))
+    return [one for one in here if not names or one.name in names]
