@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from jaxmodels.features import ACTION, STATE, Feature
 from jaxmodels.normalization import from_stats
 from jaxmodels.policies.act.config import SMALL_CNN, ActConfig
 from jaxmodels.policies.act.model import Act
-from jaxmodels.weights import flatten
+from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
+from jaxmodels.weights import blueprint, flatten
 from service.engine.engine import Engine
 from service.errors import PolicyError
 from service.sessions.sessions import NewSession, Sessions
@@ -64,6 +67,31 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policies") / "small"
     lerobot.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=50.0, joint_names=NAMES)))
     return folder
+
+
+@pytest.fixture
+def sampled_folder(tmp_path: Path) -> Path:
+    """An untrained small policy that samples its chunks and continues plans, around `POSE`."""
+    config = Diffusion2dConfig(
+        input_features=(Feature(STATE, "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32))),
+        output_features=(Feature(ACTION, "ACTION", (6,)),),
+        normalization_mapping=(("STATE", "MIN_MAX"), ("ACTION", "MIN_MAX")),
+        chunk_size=20,
+        n_action_steps=5,
+        dim_model=16,
+        n_heads=2,
+        n_layers=1,
+        num_inference_steps=4,
+    )
+    draw = np.random.default_rng(0)
+    pose = np.array(list(POSE.values()), np.float32)
+    stats = {name: {"min": pose - np.float32(0.1), "max": pose + np.float32(0.1)} for name in (STATE, ACTION)}
+    shapes = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0))).shapes
+    weights = {name: (0.15 * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
+    normalization = from_stats(config.input_features, config.output_features, config.normalization_mapping, stats)
+    sidecar = Sidecar(rate=50.0, joint_names=NAMES)
+    lerobot.write(tmp_path / "sampled", Checkpoint(config, weights, normalization, sidecar))
+    return tmp_path / "sampled"
 
 
 def load(
@@ -140,6 +168,48 @@ async def test_frames_of_another_size_are_compiled_for_while_the_robot_is_held(p
         robot_task.cancel()
     finally:
         await sessions.close()
+
+
+async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_folder: Path) -> None:
+    answered: list[tuple[dict[str, np.ndarray], np.ndarray]] = []
+
+    def load_and_listen(path: str, revision: str | None = None, /, **options: Any) -> jaxmodels.Policy:
+        policy = jaxmodels.load_policy(path, revision, on_progress=options.get("on_progress"))
+        act = policy.act
+
+        def listen(observation: dict[str, np.ndarray]) -> np.ndarray:
+            answered.append((dict(observation), act(observation)))
+            return answered[-1][1]
+
+        policy.act = listen  # type: ignore[method-assign]
+        return policy
+
+    transport = MemoryTransport()
+    sessions = Sessions(transport=transport, load=load_and_listen, engine=Engine(switch_interval=None))
+    try:
+        session = await sessions.create(
+            NewSession("s", str(sampled_folder), "memory://", policy_type="diffusion2d", overlap="rtc")
+        )
+        link = transport.link
+
+        async def robot() -> None:
+            while True:
+                link.deliver_frame("front", FRAME)
+                link.deliver_joints(POSE)
+                await asyncio.sleep(0.02)
+
+        robot_task = asyncio.create_task(robot())
+        await sessions.start("s")
+        await until(lambda: sum(int(seen[PREFIX_LENGTH][0]) > 0 for seen, _ in answered if PREFIX_LENGTH in seen) > 2)
+        assert session.stage is Stage.RUNNING
+        assert session.status().stats["overlap"] == "rtc"
+        robot_task.cancel()
+    finally:
+        await sessions.close()
+    for seen, chunk in answered:
+        if PREFIX_LENGTH in seen:
+            executed = int(seen[PREFIX_DELAY][0])
+            np.testing.assert_allclose(chunk[0, :executed], seen[PREFIX_ACTIONS][0, :executed], atol=1e-4)
 
 
 async def test_a_folder_without_a_policy_is_refused_with_the_reason(tmp_path: Path) -> None:
