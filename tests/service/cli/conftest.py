@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
+from service.cli.commands import main
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Started = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
 
@@ -30,6 +32,30 @@ def robojax(environment, tmp_path) -> Run:
             timeout=timeout,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def call(environment, tmp_path, monkeypatch, capsys) -> Run:
+    """``robojax``, without a process of its own, where its start is not what is shown."""
+    for name in os.environ.keys() - environment.keys():
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "argv", ["robojax", *arguments])
+            for name, value in more.items():
+                patched.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        told = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return subprocess.CompletedProcess(arguments, ended.value.code, told.out, told.err)
 
     return run
 
