@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from robojax.client.answers import Action, Chunk
@@ -49,7 +49,7 @@ class Stream:
             Refused: the server cannot, or does not want to.
             StreamClosed: the stream is over.
         """
-        with self._reading:
+        with self._reading, in_time():
             self._send(write("act", observation(images, state, **more)))
             until = time.monotonic() + self._patience
             while True:
@@ -122,16 +122,17 @@ class AsyncStream:
 
     async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
         """An observation, and its chunk or action; see ``Stream.act``."""
-        await self._send(write("act", observation(images, state, **more)))
-        async with asyncio.timeout(self._patience):
-            while True:
-                found = await self._next()
-                if isinstance(found, Chunk | Action):
-                    return found
-                if isinstance(found, Wrong):
-                    raise _refused(found)
-                if found is not None:
-                    self._kept.append(found)
+        with in_time():
+            async with asyncio.timeout(self._patience):
+                await self._send(write("act", observation(images, state, **more)))
+                while True:
+                    found = await self._next()
+                    if isinstance(found, Chunk | Action):
+                        return found
+                    if isinstance(found, Wrong):
+                        raise _refused(found)
+                    if found is not None:
+                        self._kept.append(found)
 
     async def emergency_stop(self, reason: str) -> None:
         """Latch the session."""
@@ -184,12 +185,12 @@ def open_stream(url: str, headers: Mapping[str, str], patience: float) -> Iterat
     """A stream until the context ends."""
     from websockets.sync.client import connect
 
-    with opening(url):
-        socket = connect(url, **_options(headers, patience))
-    try:
-        yield Stream(socket, patience)
-    finally:
-        socket.close()
+    with ExitStack() as stack:
+        with opening(url):
+            socket = stack.enter_context(connect(url, **_options(headers, patience)))
+        with in_time():
+            stream = Stream(socket, patience)
+        yield stream
 
 
 @asynccontextmanager
@@ -197,15 +198,13 @@ async def open_async_stream(url: str, headers: Mapping[str, str], patience: floa
     """The same on an event loop."""
     from websockets.asyncio.client import connect
 
-    with opening(url):
-        socket = await connect(url, **_options(headers, patience))
-    try:
-        with closing():
+    async with AsyncExitStack() as stack:
+        with opening(url):
+            socket = await stack.enter_async_context(connect(url, **_options(headers, patience)))
+        with closing(), in_time():
             async with asyncio.timeout(patience):
                 first = read(await socket.recv())
         yield AsyncStream(socket, _welcomed(first), patience)
-    finally:
-        await socket.close()
 
 
 def _options(headers: Mapping[str, str], patience: float) -> dict[str, Any]:
@@ -246,6 +245,15 @@ def closing() -> Iterator[None]:
     except ConnectionClosed as error:
         frame = error.rcvd
         raise StreamClosed(frame.code if frame else 1006, frame.reason if frame else "") from error
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """An answer that does not come, as one of ours."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise Unreachable("the stream: no answer in time", "no answer in time", may_have_arrived=True) from error
 
 
 def _welcomed(first: Message | None) -> Welcome:

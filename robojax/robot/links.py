@@ -29,6 +29,8 @@ from robojax.robot.errors import RobotError
 # Seconds before each further try to reach a server that is gone.
 AGAIN = (0.2, 0.5, 1.0, 2.0)
 TAKEN = 4409
+# Refusals that somebody may change while the arm is held: an interrupted session is restarted, a latch is taken off.
+FOR_NOW = (409, 429, 503)
 Pictures = Callable[[], Mapping[str, np.ndarray]]
 Tell = Callable[[str], None]
 
@@ -63,12 +65,16 @@ class StreamLink:
                 async with self._session.stream() as stream:
                     tries = 0
                     await self._carry(stream, linked)
-            except Refused as error:
-                raise RobotError(f"the server refused: {error}", "robojax sessions shows what there is") from error
-            except (Unreachable, StreamClosed, Garbled, TimeoutError) as error:
+            except (Refused, Unreachable, StreamClosed, Garbled) as error:
+                if isinstance(error, Refused) and error.status not in FOR_NOW:
+                    raise RobotError(f"the server refused: {error}", "robojax sessions shows what there is") from error
                 if isinstance(error, StreamClosed) and error.code == TAKEN:
                     raise RobotError(str(error), "end the other one first") from error
-                self._body.stop(f"the server is gone ({error})")
+                if isinstance(error, Refused):
+                    self._tell_once(error.code, f"the server says: {error.text}")
+                    self._body.stop(f"the server lets it wait ({error.code})")
+                else:
+                    self._body.stop(f"the server is gone ({error})")
                 linked.clear()
                 await asyncio.sleep(AGAIN[min(tries, len(AGAIN) - 1)])
                 tries += 1
@@ -108,11 +114,15 @@ class StreamLink:
                 case Status(status=status, hold=hold, reason=reason):
                     why = hold or reason
                     self._tell(f"session {self._session.id}: {status}" + (f" ({why})" if why else ""))
-                case Wrong(code=code, detail=detail) if code not in self._told:
-                    self._told.add(code)
-                    self._tell(f"the server cannot use what is sent: {detail} ({code})")
+                case Wrong(code=code, detail=detail):
+                    self._tell_once(code, f"the server cannot use what is sent: {detail} ({code})")
                 case _:
                     pass
+
+    def _tell_once(self, code: str, text: str) -> None:
+        if code not in self._told:
+            self._told.add(code)
+            self._tell(text)
 
 
 class RoomsLink:

@@ -53,7 +53,8 @@ def test_an_id_is_no_way_out_of_the_folder(tmp_path: Path, name: str) -> None:
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
-    bad = {name: dict(joint) for name, joint in GOOD.items()} | {"elbow": {}}
+    bad: dict[str, dict[str, object]] = {name: {**joint} for name, joint in GOOD.items()}
+    bad["elbow"] = {}
     del bad["shoulder_pan"]
     bad["elbow_flex"]["id"] = 5
     bad["wrist_roll"]["range_max"] = 700

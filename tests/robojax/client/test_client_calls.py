@@ -1,0 +1,150 @@
+"""Calls, answers and messages as values; and what is sent twice, and what never is."""
+
+import asyncio
+import contextlib
+
+import msgpack
+import numpy as np
+import pytest
+
+from robojax.client import AsyncClient, Client, Command, Garbled, Refused, Unreachable, Unusable, calls, messages
+from robojax.client.arrays import packed, unpacked
+from robojax.client.observation import observation
+
+PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+
+
+def test_an_observation_is_packed_as_the_doors_take_it() -> None:
+    found = observation({"front": PICTURE, "top": b"jpeg"}, {"Rotation": 1}, number=7, prompt=None)
+    assert found == {
+        "images": {"front": {"dtype": "uint8", "shape": [4, 6, 3], "data": PICTURE.tobytes()}, "top": b"jpeg"},
+        "state": {"Rotation": 1.0},
+        "number": 7,
+    }
+    compressed = observation({"front": PICTURE}, is_compressed=True)["images"]
+    assert isinstance(compressed, dict)
+    assert compressed["front"][:3] == b"\xff\xd8\xff"
+
+
+@pytest.mark.parametrize(
+    ("images", "state", "said"),
+    [
+        ({"front": PICTURE.astype(np.float32)}, None, "wanted uint8"),
+        ({"front": PICTURE[..., 0]}, None, "wanted uint8"),
+        (None, [1.0, float("nan")], "state 1 is nan"),
+        (None, np.array([np.inf]), "no finite numbers"),
+        (None, {"a": True}, "is no number"),
+        (None, np.array(["x"], object), "no finite numbers"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before_it_is(images, state, said: str) -> None:
+    with pytest.raises(Unusable, match=said):
+        observation(images, state)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "float16", "float32", "float64", "bool"])
+def test_arrays_come_back(dtype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    np.testing.assert_array_equal(unpacked(msgpack.unpackb(msgpack.packb(packed(array)))), array)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        {"dtype": "object", "shape": [1], "data": b"x"},
+        {"dtype": "float32", "shape": [2], "data": b"1234"},
+        {"dtype": "float32", "shape": [-1], "data": b""},
+        {"dtype": ["float32"], "shape": [1], "data": b"1234"},
+        [["x"]],
+        [[1.0], [1.0, 2.0]],
+    ],
+)
+def test_what_is_no_array_is_not_taken_for_one(bad) -> None:
+    with pytest.raises((Garbled, TypeError)):
+        unpacked(bad)
+
+
+def test_actions_that_are_not_finite_are_never_handed_over() -> None:
+    call = calls.act("arm", {})
+    body = msgpack.packb({"actions": packed(np.array([[np.nan]], np.float32)), "joint_names": ["a"]})
+    with pytest.raises(Garbled, match="not finite"):
+        calls.result(call, 200, {"content-type": "application/msgpack"}, body or b"")
+    with pytest.raises(Garbled, match="not finite"):
+        messages.read(msgpack.packb({"kind": "command", "joints": {"a": float("inf")}}) or b"")
+
+
+def test_messages_of_the_stream_are_read_in_both_forms() -> None:
+    assert messages.read('{"kind": "command", "joints": {"a": 1}, "number": 3}') == Command({"a": 1.0}, 3)
+    assert messages.read(messages.write("news", {})) is None
+    for bad in (b"\xc1", b"\x01", "[", '{"kind": "command"}', '{"kind": "welcome"}'):
+        with pytest.raises(Garbled):
+            messages.read(bad)
+
+
+def test_a_refusal_carries_the_servers_code_and_text() -> None:
+    found = calls.refusal(409, {"retry-after": "2"}, b'{"detail": "it runs", "code": "move_refused"}')
+    assert (found.status, found.code, found.text, found.retry_after) == (409, "move_refused", "it runs", 2.0)
+    found = calls.refusal(422, {}, b'{"detail": [{"loc": ["body", "rate"], "msg": "too low", "type": "x"}]}')
+    assert (found.code, found.text) == ("invalid", "rate: too low")
+    assert calls.refusal(502, {}, b"<html>").text == "status 502"
+    assert "final address" in calls.refusal(302, {"location": "http://else"}, b"").text
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "localhost:8001", "http://", "http://a:b@x", "http://x/?key=1", "http://x:0"]
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(Unusable):
+        Client(url)
+
+
+def test_a_key_with_strange_characters_is_not_sent() -> None:
+    with pytest.raises(Unusable, match="no key has"):
+        Client(key="a\r\nx-evil: 1")
+
+
+@contextlib.asynccontextmanager
+async def hanging_up():
+    """A server that reads a request, notes its first line, and hangs up."""
+    heard: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append((await reader.readline()).decode().split(" HTTP")[0])
+        writer.transport.abort()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heard
+
+
+async def test_only_what_tells_something_or_stops_is_sent_again() -> None:
+    async with hanging_up() as (url, heard), AsyncClient(url) as client:
+        arm = client.session("arm")
+        for call in (arm.status, arm.start, arm.restart, arm.emergency_stop):
+            heard.clear()
+            with pytest.raises(Unreachable) as lost:
+                await call()
+            assert lost.value.may_have_arrived
+            times = 3 if call in (arm.status, arm.emergency_stop) else 1
+            assert len(heard) == times, heard
+        heard.clear()
+        with pytest.raises(Unreachable, match="look before you ask again"):
+            await arm.act({"front": PICTURE})
+        assert heard == ["POST /sessions/arm/act"]
+
+
+def test_a_server_that_is_not_there_did_nothing() -> None:
+    with Client("http://127.0.0.1:9") as client, pytest.raises(Unreachable, match="robojax serve") as lost:
+        client.session("arm").start()
+    assert not lost.value.may_have_arrived
+
+
+async def test_a_session_that_could_not_be_stopped_is_told_beside_what_happened() -> None:
+    async with hanging_up() as (url, _), AsyncClient(url) as client:
+        with pytest.raises(KeyError) as failed:
+            async with client.session("arm"):
+                raise KeyError("mine")
+    assert "could not be stopped" in failed.value.__notes__[0]
+    with pytest.raises(Refused, match="409 move_refused"):
+        raise Refused(409, "move_refused", "no")

@@ -1,0 +1,138 @@
+"""``robojax robot`` with a real server in a process of its own, and servos on a pseudo-terminal."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from robojax.client import AsyncClient
+from robojax.robot import registers
+from robojax.robot.arm import JOINTS
+from robojax.robot.cameras import CameraConfig
+from robojax.robot.errors import ArmLost
+from robojax.robot.findings import findings
+from robojax.robot.flags import RobotConfig
+from robojax.robot.program import Program, run
+from robojax.robot.simulated import SimulatedBus
+from tests.faults import processes
+from tests.faults.script import Script
+from tests.robojax.robot.conftest import CALIBRATION
+
+PATIENCE = 0.3
+
+
+@pytest.fixture
+def config(servos: SimulatedBus, tmp_path: Path) -> RobotConfig:
+    """A real arm, as far as the program can tell."""
+    (tmp_path / "mine.json").write_text(json.dumps({name: asdict(joint) for name, joint in CALIBRATION.items()}))
+    cameras = {"front": CameraConfig("simulated", None, 64, 48, 30)}
+    return RobotConfig("so101_follower", servos.port, "mine", False, cameras, tmp_path)
+
+
+async def until(claim: Callable[[], bool], what: str, within: float = 20.0) -> None:
+    deadline = time.monotonic() + within
+    while not claim():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    shoulder = servos.servo(1)
+
+    async def moves() -> None:
+        """The policy moves every joint up, a little at each action."""
+        before, first = len(shoulder.written), shoulder[registers.GOAL_POSITION]
+        await until(lambda: len(shoulder.written) > before + 20, f"moving; {told}")
+        await until(lambda: shoulder[registers.GOAL_POSITION] > first, f"upwards; {told}")
+
+    async def stands() -> None:
+        """Since the watchdog's time is over, no servo was told anything."""
+        await until(lambda: time.monotonic() > shoulder.written[-1][0] + 2 * PATIENCE, f"standing; {told}")
+        with servos.lock:
+            for servo in JOINTS.values():
+                at, goal = servos.servo(servo).written[-1]
+                assert at < time.monotonic() - PATIENCE
+                assert abs(goal - servos.servo(servo)[registers.PRESENT_POSITION]) <= 4
+                assert servos.servo(servo)[registers.TORQUE_ENABLE] == 1
+
+    script = Script(tmp_path / "policy")
+    with processes.server(tmp_path / "server") as server:
+        program = Program(config, server.url, session="arm", policy=str(script.folder), rate=50.0, patience=PATIENCE)
+        robot = asyncio.create_task(run(program, told.append))
+        async with AsyncClient(server.url) as client:
+            session = client.session("arm")
+            await moves()
+
+            await session.stop()
+            await stands()
+            await session.start()
+            await moves()
+
+            server.kill()
+            await stands()
+            assert any("server is gone" in line for line in told)
+
+            server.start()
+            await session.restart()
+            await session.start()
+            await moves()
+
+            # A servo drops out: nobody moves the others on.
+            servos.line.silent.add(3)
+            with pytest.raises(ArmLost, match="servo 3") as lost:
+                await asyncio.wait_for(robot, 20)
+            assert "held are shoulder_pan, shoulder_lift, wrist_flex" in str(lost.value)
+            count = len(shoulder.written)
+            assert abs(shoulder.written[-1][1] - shoulder[registers.PRESENT_POSITION]) <= 4
+            assert await client.sessions() == []
+            assert len(shoulder.written) == count
+
+        # It holds after SIGTERM, too, and says so; Ctrl-C is the same.
+        servos.line.silent.clear()
+        robot = asyncio.create_task(run(program, told.append))
+        await moves()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(robot, 20)
+        assert told[-1].startswith("the arm is held")
+        await stands()
+
+
+def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path
+) -> None:
+    def look() -> dict[str, tuple[str, str]]:
+        program = Program(config, "http://127.0.0.1:9")
+        return {each.name: (each.level, each.found) for each in findings(program)}
+
+    before = {servo: bytes(servos.servo(servo).memory) for servo in JOINTS.values()}
+    servos.servo(2)[registers.PRESENT_VOLTAGE] = 30
+    servos.servo(4)[registers.HOMING_OFFSET] = 9
+    servos.servo(5).status = 4
+    servos.servo(6)[registers.PRESENT_TEMPERATURE] = 65
+    found = look()
+    levels = {name: level for name, (level, _) in found.items()}
+    assert levels == {"calibration": "ok", "port": "ok", "shoulder_pan": "ok", "shoulder_lift": "fail"} | {
+        "elbow_flex": "ok",
+        "wrist_flex": "fail",
+        "wrist_roll": "fail",
+        "gripper": "warn",
+        "camera front": "ok",
+        "server": "fail",
+    }
+    assert "3.0 V" in found["shoulder_lift"][1]
+    assert "it is too hot" in found["wrist_roll"][1]
+    assert before[1] == bytes(servos.servo(1).memory)
+
+    servos.line.silent |= {3, 4}
+    found = look()
+    assert (found["elbow_flex"][0], found["wrist_flex"][0]) == ("fail", "fail")
+    assert all(servos.servo(servo).written == [] for servo in JOINTS.values())
