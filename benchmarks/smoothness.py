@@ -14,6 +14,8 @@ Target: no delay up to 300 ms costs the default more than 2 lifts of 20. Latest:
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,7 +226,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     found = result(
         "How smooth is the motion, and does it still do its task, when every chunk comes late?",
-        "python -m benchmarks.smoothness",
+        shlex.join(("python", "-m", "benchmarks.smoothness", *sys.argv[1:])),
         {"is_virtual_time": True},
         "mujoco",
         policy="shipped" if options.policy == str(SHIPPED) else Path(options.policy).name,
