@@ -23,7 +23,7 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 # 5: nothing there for these ARGS.
 HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/robojax tests/test_docs.py tests/test_floors.py tests/test_layers.py tests/test_notebooks.py \
-  $(addprefix tests/service/,arrays auth cli recording routes ui safety/test_bad_input.py \
+  $(addprefix tests/service/,arrays auth cli doors recording routes ui safety/test_bad_input.py \
     transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
     $(patsubst %,engine/test_%.py,loading real_policy) $(patsubst %,sessions/test_%.py,interrupted records)) \
   $(patsubst %,tests/service/test_%.py,crash_recovery finite_numbers hostile_requests logs session_cycles settings)

@@ -6,7 +6,7 @@
 
 Needs ``openpi-client`` 0.1.2 and ``typing_extensions``, which it forgets to ask for; it wants NumPy below 2, so it has
 a venv of its own. openpi's server is not in that package and cannot be installed by itself: the stand-in makes the same
-calls to the same libraries (``websockets.asyncio.server`` without compression or limit, ``openpi_client.msgpack_numpy``,
+calls to the same libraries (``websockets.asyncio.server`` without compression or limit, its ``msgpack_numpy``,
 the policy inline on the event loop, the same timings in the answer).
 Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py.
 """

@@ -1,0 +1,172 @@
+import asyncio
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import websockets
+
+from service.auth.keys import KeyFile
+from service.auth.roles import Role
+from service.demo.arm import HORIZON, Arm
+from service.demo.collect import CAMERA, FRAME
+from service.doors import packing
+
+ROOT = Path(__file__).parents[3]
+OPENPI = os.environ.get("ROBOJAX_OPENPI_PYTHON")
+IMAGE = np.full((48, 64, 3), 9, np.uint8)
+STATE = np.array([0.0, 10.0, -20.0, 30.0, 0.0, 50.0])
+
+
+async def infer(client, **observation):
+    await client.send(packing.pack_openpi(observation))
+    told = await client.recv()
+    return told if isinstance(told, str) else packing.unpack(told)
+
+
+NAMED = [
+    {"observation/image": IMAGE, "observation/state": STATE, "prompt": "lift"},
+    {"observation.images.front": IMAGE, "observation.state": STATE, "unknown": 1.0},
+    {"images": {"front": np.ascontiguousarray(IMAGE.transpose(2, 0, 1))}, "state": STATE},
+    {"front": IMAGE[None], "image": IMAGE[:1], "state": STATE.astype(">f4")},
+]
+
+
+async def test_an_observation_is_found_under_the_names_that_openpis_clients_use(server):
+    for named in NAMED:
+        async with server.stream("/sessions/arm/openpi") as socket:
+            metadata = packing.unpack(await socket.recv())
+            assert (metadata["action_steps"], metadata["cameras"]) == (20, {"front": [48, 64]})
+            first = await infer(socket, **named)
+            again = await infer(socket, **named)
+        np.testing.assert_allclose(first["actions"][0], STATE + 0.1, atol=1e-5, err_msg=str(list(named)))
+        assert set(first["server_timing"]) == {"infer_ms"}
+        assert set(again["server_timing"]) == {"infer_ms", "prev_total_ms"}
+        assert again["policy_timing"]["infer_ms"] >= 0
+    assert server.app.ctx.sessions.get("arm").new.language_instruction == "lift"
+
+
+REFUSED = [
+    ({"observation/state": STATE}, "no picture of camera 'front'"),
+    ({"observation/image": IMAGE, "other": 1}, "What came: 'observation/image', 'other'"),
+    ({"front": IMAGE, "state": STATE[:3]}, "wanted 6 numbers"),
+    ({"front": IMAGE, "state": np.full(6, np.inf)}, "infinity"),
+    ({"front": "text", "state": STATE}, "wanted an array"),
+    ({"front": IMAGE.astype(np.float32), "state": STATE}, "uint8"),
+]
+
+
+async def test_an_error_is_text_without_a_traceback_and_the_end(server):
+    for observation, told in REFUSED:
+        async with server.stream("/sessions/arm/openpi") as socket:
+            await socket.recv()
+            answer = await infer(socket, **observation)
+            assert isinstance(answer, str)
+            assert told in answer
+            assert "Traceback" not in answer
+            await socket.wait_closed()
+            assert socket.close_code == 1011
+
+
+async def test_a_port_of_its_own_is_for_the_only_direct_session_with_the_clients_key(serve, tmp_path):
+    file = KeyFile(tmp_path / "keys.json")
+    key, other = (file.new(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob"))
+    async with serve(key=key, keys_file=str(file.path)) as server:
+
+        async def refused(status: int, sent: str) -> None:
+            with pytest.raises(websockets.InvalidStatus) as found:
+                await websockets.connect(server.openpi, additional_headers={"authorization": f"Api-Key {sent}"})
+            assert found.value.response.status_code == status
+            assert b"Traceback" not in (found.value.response.body or b"")
+
+        async with server.http.get(server.openpi.replace("ws", "http") + "/healthz", headers={}) as answer:
+            assert (answer.status, await answer.text()) == (200, "OK\n")
+        await refused(409, key)
+        await server.create()
+        await refused(401, "rjk_wrong")
+        await refused(409, other)
+        async with websockets.connect(
+            server.openpi, compression=None, additional_headers={"authorization": f"Api-Key {key}"}
+        ) as socket:
+            await socket.recv()
+            assert (await infer(socket, image=IMAGE, state=STATE))["actions"].shape == (20, 6)
+            # Parts, pings in between, and one more at a time than is read at once.
+            body = packing.pack_openpi({"image": IMAGE, "state": STATE})
+            await socket.send([body[:50], body[50:5000], body[5000:]])
+            await (await socket.ping())
+            assert not isinstance(await socket.recv(), str)
+            for _ in range(8):
+                await socket.send(body)
+            assert [isinstance(await socket.recv(), bytes) for _ in range(8)] == [True] * 8
+        await server.create("second")
+        await refused(409, key)
+
+
+async def test_frames_of_no_websocket_end_the_connection(server):
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    head = (
+        b"GET /sessions/arm/openpi HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    too_long = b"\x82\xff" + struct.pack(">Q", 1 << 40) + b"abcd"
+    for frame, code in (
+        (b"\x82\x01a", 1002),
+        (b"\xc2\x80abcd", 1002),
+        (b"\x89\xfe\x00\x80abcd", 1002),
+        (too_long, 1009),
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(frame)
+        told = await asyncio.wait_for(reader.read(), 5)
+        assert struct.pack(">H", code) in told
+        writer.close()
+
+
+@pytest.mark.skipif(OPENPI is None, reason="ROBOJAX_OPENPI_PYTHON names no Python with openpi-client 0.1.2")
+def test_openpis_own_client_picks_up_a_cube():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = str(held.getsockname()[1])
+    assert OPENPI is not None
+    serve = [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--openpi-port", port, "--state", "off"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server, closing(Arm()) as arm:
+        try:
+            assert server.stdout is not None
+            url = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
+            new = {"session_id": "arm", "policy_path": "service/demo/policy", "transport_server_url": "direct"}
+            body = json.dumps(new).encode()
+            asked = urllib.request.Request(f"{url}/sessions", body, {"content-type": "application/json"})
+            urllib.request.urlopen(asked, timeout=60).close()
+            relay = [OPENPI, str(ROOT / "benchmarks" / "openpi_peer.py"), "relay", "127.0.0.1", port]
+            with subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+                assert play(arm, client)
+                client.kill()
+        finally:
+            server.terminate()
+
+
+def play(arm, client) -> bool:
+    def read():
+        return packing.unpack(client.stdout.read(*struct.unpack(">I", client.stdout.read(4))))
+
+    arm.reset(5000)
+    steps, plan = read()["action_steps"], np.zeros((0, 6))
+    for tick in range(HORIZON):
+        if tick % steps == 0:
+            observation = {f"observation.images.{CAMERA}": arm.picture(CAMERA, *FRAME), "observation/state": arm.joints}
+            packed = packing.pack_openpi(observation)
+            client.stdin.write(struct.pack(">I", len(packed)) + packed)
+            client.stdin.flush()
+            plan = read()["actions"]
+        arm.step(plan[tick % steps])
+    return arm.is_lifted

@@ -1,0 +1,131 @@
+import json
+from contextlib import suppress
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from service.doors import packing
+from service.errors import InvalidRequest, ServiceError, TooLarge
+
+
+def openpis(array: np.ndarray) -> dict:
+    return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
+
+
+def packed(value: object) -> memoryview:
+    return memoryview(msgpack.packb(value))
+
+
+DTYPES = st.sampled_from(["|u1", "<i4", ">i4", "<i8", "<f4", ">f8", "<f2", "|b1"])
+
+
+@settings(max_examples=40)
+@given(DTYPES.flatmap(lambda dtype: arrays.arrays(dtype, arrays.array_shapes(max_dims=3, max_side=4, min_side=0))))
+def test_arrays_come_back_from_openpis_form_and_from_ours(array):
+    for found in (packing.unpack(packed(openpis(array))), packing.unpack(packing.pack({"a": array}))["a"]):
+        np.testing.assert_array_equal(found, array)
+        assert found.dtype.isnative
+
+
+def test_data_is_not_copied():
+    body = packing.pack({"a": np.arange(100, dtype=np.uint8)})
+    assert np.shares_memory(packing.unpack(body)["a"], np.frombuffer(body, np.uint8))
+
+
+ARRAY = openpis(np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ARRAY | {b"dtype": "|O"},
+        ARRAY | {b"dtype": "<c8"},
+        ARRAY | {b"dtype": "|V4"},
+        ARRAY | {b"dtype": "<U1"},
+        ARRAY | {b"dtype": "float32,float32"},
+        ARRAY | {b"dtype": ["<f4"]},
+        ARRAY | {b"shape": [3]},
+        ARRAY | {b"shape": [-1, -2]},
+        ARRAY | {b"shape": [True, 2]},
+        ARRAY | {b"shape": [2**62, 2**62]},
+        ARRAY | {b"shape": "2"},
+        ARRAY | {b"data": "text"},
+        ARRAY | {b"more": 1},
+        {b"__ndarray__": True},
+        {b"__npgeneric__": True, b"data": "0", b"dtype": "<f4"},
+        {b"__npgeneric__": True, b"data": 1, b"dtype": "|O"},
+        {"dtype": "object", "shape": [1], "data": b"12345678"},
+        {"dtype": "bfloat16", "shape": [1], "data": b"12"},
+        {"a": msgpack.ExtType(4, b"pickle")},
+        {1: 2},
+    ],
+    ids=str,
+)
+def test_what_is_no_plain_array_is_refused(wrong):
+    with pytest.raises(ServiceError) as refused:
+        packing.unpack(packed(wrong))
+    assert refused.value.status in (413, 422)
+
+
+def test_neither_depth_nor_count_builds_much():
+    with pytest.raises(ServiceError):
+        packing.unpack(b"\x91" * 100_000)
+    with pytest.raises(ServiceError):
+        packing.unpack(b"\x81" * 100_000)
+    with pytest.raises(ServiceError, match="too many values"):
+        packing.unpack(msgpack.packb(list(range(100)) * 100))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9) | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.binary(), inner, max_size=4),
+    max_leaves=12,
+)
+MARKED = st.sampled_from([b"__ndarray__", b"__npgeneric__", b"data", b"dtype", b"shape", "dtype", "shape", "data"])
+
+
+@settings(max_examples=150)
+@given(st.binary(max_size=64) | (VALUES | st.dictionaries(MARKED, VALUES, max_size=4)).map(msgpack.packb))
+def test_whatever_comes_is_read_or_refused(body):
+    with suppress(InvalidRequest, TooLarge):
+        packing.unpack(body)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 3, 4]), min_size=2, max_size=6),
+    st.integers(0, 400),
+    st.integers(0, 255),
+)
+def test_messages_of_one_client_are_read_as_if_each_were_the_first(kinds, place, value):
+    messages = [
+        {"images": {"front": np.arange(48, dtype=np.uint8).reshape(4, 4, 3)}, "state": np.ones(6), "number": 1},
+        {"images": {"front": np.ones((4, 4, 3), np.uint8)}, "state": np.zeros(6), "number": 1},
+        {"images": {"front": np.ones((4, 4, 3), np.uint8)}, "state": np.zeros(6), "number": 2},
+        {"images": {"front": np.ones((3, 4, 4), np.uint8)}, "state": np.zeros(6), "number": 1},
+        {"images": {"front": b"a picture"}, "state": [1.0, 2.0], "prompt": "go"},
+    ]
+    unpacker = packing.Unpacker()
+    for kind in kinds:
+        body = bytearray(packing.pack(messages[kind]))
+        if kind == kinds[-1]:
+            body[place % len(body)] = value
+        try:
+            wanted = repr(packing.unpack(bytes(body)))
+        except ServiceError as error:
+            with pytest.raises(type(error)):
+                unpacker.unpack(memoryview(bytes(body)))
+        else:
+            found = repr(unpacker.unpack(memoryview(bytes(body))))
+            assert (found == wanted) or "memory at" in wanted
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"state": NaN}', "[" * 5000, '{"a": Infinity}', "\ud800"])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(ServiceError):
+        packing.unpack_json(text)
+    assert packing.unpack_json(packing.pack_json({"a": np.eye(2)})) == json.loads('{"a": [[1, 0], [0, 1]]}')

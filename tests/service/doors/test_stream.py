@@ -1,0 +1,179 @@
+import asyncio
+import json
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import websockets
+
+from service.auth.keys import KeyFile
+from service.auth.roles import Role
+from service.doors import packing
+
+
+class Client:
+    """One end of a stream."""
+
+    def __init__(self, socket):
+        self.socket = socket
+
+    async def say(self, kind: str, **fields) -> None:
+        await self.socket.send(packing.pack({"kind": kind} | fields))
+
+    async def hear(self, kind: str):
+        """The next message of this kind."""
+        async with asyncio.timeout(10):
+            while True:
+                raw = await self.socket.recv()
+                told = packing.unpack_json(raw) if isinstance(raw, str) else packing.unpack(raw)
+                if told["kind"] == kind:
+                    return told
+
+
+async def test_the_control_loop_drives_whoever_is_connected(server):
+    async with server.stream() as socket:
+        client = Client(socket)
+        welcome = await client.hear("welcome")
+        assert welcome["cameras"] == {"front": [48, 64]}
+        assert (welcome["chunk"], welcome["silence_s"], welcome["joint_ranges"]["Jaw"]) == (20, 2.0, [0, 100])
+        await server.call("POST", "/sessions/arm/start")
+        await client.say("observation", **server.seen(number=1))
+        first = await client.hear("command")
+        assert (first["number"], first["observation"]) == (1, 1)
+        assert set(first["joints"]) == set(welcome["joint_names"])
+        # What is not sent again stays as it was.
+        await client.say("observation", state={"Elbow": -21.0}, images={"front": server.seen()["images"]["front"]})
+        assert (await client.hear("command"))["number"] == 2
+        status = (await server.call("GET", "/sessions/arm"))[1]
+        assert (status["status"], status["stats"]["measured_joints"]["Elbow"]) == ("running", -21.0)
+        await client.say("stop", reason="enough")
+        assert (await client.hear("stopped"))["reason"] == "enough"
+        await client.say("observation", **server.seen(number=2))
+        assert (await client.hear("status"))["status"] == "stopped"
+    status = (await server.call("GET", "/sessions/arm"))[1]
+    assert status["stats"]["emergency_stop"] == "enough"
+    assert status["stats"]["watch"]["links_lost"] == {"stream": "the client on the stream is gone"}
+
+
+async def test_without_a_client_a_started_session_waits_for_one(server):
+    assert (await server.call("POST", "/sessions/arm/start"))[1]["status"] == "reconnecting"
+    async with server.stream() as socket:
+        await Client(socket).say("observation", **server.seen())
+        await Client(socket).hear("command")
+        assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "running"
+
+
+async def test_one_client_drives_until_it_is_silent(server):
+    async with server.stream() as first, server.stream() as second:
+        await Client(first).say("observation", **server.seen())
+        await Client(first).say("ping", number=1)
+        await Client(first).hear("pong")
+        await Client(second).say("observation", **server.seen())
+        assert (await Client(second).hear("error"))["code"] == "robot_taken"
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            await second.recv()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 4409
+        # As if two seconds had gone by.
+        link = server.app.ctx.doors.direct.links["arm"]
+        link.driver.heard_at -= 3
+        async with server.stream() as third:
+            await Client(third).say("observation", **server.seen(number=5))
+            await Client(third).say("ping", number=1, time=1.5)
+            assert (await Client(third).hear("pong"))["time"] == 1.5
+            assert link.driver.heard_at > time.monotonic() - 2
+            assert len(link.watchers) == 2
+
+
+async def test_acts_are_answered_one_at_a_time_and_the_newest_wins(server):
+    server.policy.latency = 0.2
+    async with server.stream() as socket:
+        client = Client(socket)
+        for number in (1, 2, 3):
+            await client.say("act", **server.seen(number=number))
+        superseded = await client.hear("error")
+        assert (superseded["code"], superseded["number"]) == ("superseded", 2)
+        first, last = await client.hear("chunk"), await client.hear("chunk")
+        assert (first["number"], last["number"], last["actions"].shape) == (1, 3, (20, 6))
+        assert last["time"] > first["time"]
+
+
+async def test_a_stream_may_be_text(server):
+    async with server.stream() as socket:
+        await socket.send(json.dumps({"kind": "ping", "number": 4}))
+        assert (await Client(socket).hear("pong"))["number"] == 4
+        assert isinstance(await socket_text(socket), str)
+
+
+async def socket_text(socket):
+    await socket.send(json.dumps({"kind": "dance"}))
+    return await socket.recv()
+
+
+async def test_nonsense_is_answered_and_too_much_of_it_ends_the_socket(server):
+    async with server.stream() as socket:
+        client = Client(socket)
+        for wrong in (b"\xc1", packing.pack({"kind": 1}), packing.pack({"kind": "observation", "age_ms": -1})):
+            await socket.send(wrong)
+            assert (await client.hear("error"))["code"] == "invalid"
+        await client.say("observation", state=np.full(6, np.nan))
+        assert "NaN" in (await client.hear("error"))["detail"]
+        await client.say("ping", number=1)
+        await client.hear("pong")
+        for _ in range(20):
+            await socket.send("[")
+        with pytest.raises(websockets.ConnectionClosed):
+            await client.hear("nothing")
+        assert socket.close_code == 1007
+    async with server.stream() as socket:
+        with suppress(websockets.ConnectionClosed):
+            await socket.send(bytes(17 << 20))
+            await Client(socket).hear("nothing")
+        assert socket.close_code == 1009
+
+
+async def test_the_end_of_the_session_ends_its_streams(server):
+    async with server.stream() as socket:
+        await Client(socket).hear("welcome")
+        await server.call("DELETE", "/sessions/arm")
+        await socket.wait_closed()
+        assert socket.close_code == 1001
+    with pytest.raises(websockets.InvalidStatus) as refused:
+        await server.stream()
+    assert refused.value.response.status_code == 404
+
+
+async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
+    file = KeyFile(tmp_path / "keys.json")
+    keys = {
+        name: file.new(name, role, name, time.time())
+        for name, role in (("alice", Role.OPERATOR), ("bob", Role.OPERATOR))
+    }
+    eve = file.new("eve", Role.VIEWER, "alice", time.time())
+    async with serve(key=keys["alice"], keys_file=str(tmp_path / "keys.json")) as server:
+        await server.create()
+
+        async def refused(status: int, path: str = "/sessions/arm/stream", **headers: str) -> None:
+            with pytest.raises(websockets.InvalidStatus) as found:
+                await server.stream(path, additional_headers=headers)
+            assert found.value.response.status_code == status
+
+        await refused(401)
+        await refused(404, **{"x-api-key": keys["bob"]})
+        await refused(403, "/sessions/arm/openpi", **{"x-api-key": eve})
+        await refused(403, **{"x-api-key": keys["alice"], "origin": "https://evil.example"})
+        status, told = await server.act(server.seen(), headers={"x-api-key": eve})
+        assert (status, told["code"]) == (403, "forbidden")
+        assert (await server.act(server.seen(), headers={"x-api-key": keys["bob"]}))[0] == 404
+        ticket = (await server.call("POST", "/tickets"))[1]["ticket"]
+        async with server.stream(f"/sessions/arm/stream?ticket={ticket}") as socket:
+            await Client(socket).say("act", **server.seen())
+            await Client(socket).hear("chunk")
+        await refused(401, f"/sessions/arm/stream?ticket={ticket}")
+        # A viewer looks on, and may stop.
+        async with server.stream(additional_headers={"x-api-key": eve}) as socket:
+            await Client(socket).say("observation", **server.seen())
+            assert (await Client(socket).hear("error"))["code"] == "forbidden"
+            await Client(socket).say("stop")
+            await Client(socket).hear("stopped")
