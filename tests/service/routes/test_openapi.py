@@ -67,8 +67,8 @@ def test_every_route_of_the_app_is_in_the_full_document_and_the_other_way_round(
         if (route.path + "/").startswith("api/") == bool(prefix)
         # What webhooks are sent to, and its page, are the Hub's interface and not this API's.
         and not (route.path + "/").startswith("webhooks/")
-        # A WebSocket, which OpenAPI has no words for.
-        and not route.path.endswith("ui/live")
+        # WebSockets, which OpenAPI has no words for.
+        and not route.path.endswith(("ui/live", "/stream", "/openpi"))
     }
     served = {(method, prefix, path.removeprefix(prefix) or "/") for method, prefix, path in served}
     documented = {
