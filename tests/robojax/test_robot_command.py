@@ -1,0 +1,40 @@
+"""``robojax robot`` from the command line: what it says, and with which exit code."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SIMULATED = ("--robot.type=simulated", "--server=http://127.0.0.1:9")
+CAMERA = "--robot.cameras={front: {type: simulated, width: 64, height: 48, fps: 20}}"
+
+
+def robojax(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "service.cli", "robot", *arguments], capture_output=True, text=True)
+
+
+def test_a_check_says_what_is_wrong_as_json_and_ends_with_one() -> None:
+    pytest.importorskip("scservo_sdk", reason="the extra 'robot' is not installed")
+    done = robojax("--check", "--json", *SIMULATED, CAMERA)
+    assert done.returncode == 1, done.stderr
+    levels = {each["name"]: each["level"] for each in json.loads(done.stdout)}
+    assert levels.pop("server") == "fail"
+    assert set(levels.values()) == {"ok"}
+    assert {"port", "gripper", "camera front"} <= set(levels)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--policy.path=x",), 2, ["--robot.type is None", "unit of the joints is not known", "stats.json"]),
+        (SIMULATED, 2, ["neither --policy.path nor --session is given"]),
+        ((*SIMULATED, CAMERA, "--session=arm"), 4, ["no robojax server answers", "robojax serve"]),
+    ],
+    ids=["no robot", "no session", "no server"],
+)
+def test_what_cannot_be_is_said_with_what_to_do(arguments: tuple[str, ...], code: int, said: list[str]) -> None:
+    done = robojax(*arguments)
+    assert done.returncode == code, done.stderr
+    assert all(text in done.stderr for text in said), done.stderr
+    assert "Traceback" not in done.stderr
