@@ -10,14 +10,13 @@ from service.motion.buffer import Buffer, Lack, Snapshot
 from service.motion.grid import Grid
 from service.motion.holding import OF_POLICY, Hold, Holding
 from service.motion.pace import Pace
+from service.motion.planning import planned
 from service.motion.prefix import prefix_of
 from service.motion.trail import Trail
 from service.safety.guard import Guard, Motion
 from service.safety.limits import MotionLimits, motion_limits
 from service.stats import Recent, Tally
 
-# Differences of what a policy asks for must be numbers, whatever it asks for.
-_WILDEST = 1e30
 # What of a pace may change while a robot moves.
 ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
 # Code of an obstacle: the link is up, and takes no command.
@@ -304,22 +303,11 @@ class Control:
             return
         assert isinstance(chunk, np.ndarray)
         seen_at = request.snapshot.seen_at
-        wanted = np.clip(chunk[0], -_WILDEST, _WILDEST).astype(np.float32)
-        plan = np.concatenate([wanted, wanted], axis=1)
         motion, first = self._motion(seen_at, now)
-        if fade is None:
-            plan = self.actions.joined(plan, seen_at, first)
-        else:
-            plan = self.actions.faded(plan, seen_at, now, fade)
-        judged = self.guard.judge(plan[:, : self.pace.width], motion, first)
+        plan, judged = planned(chunk[0], self.actions, self.guard, motion, first, seen_at=seen_at, now=now, fade=fade)
         if judged.actions is None:
             self._reject(judged.reason or "", judged.text, now)
             return
-        if judged.clamped:
-            plan[:, : self.pace.width] = judged.actions
-            if self.actions.is_between and first:
-                # Ticks take points between the action before and this one, so that one is where the motion comes from.
-                plan[first - 1, : self.pace.width] = motion.position
         self._take(plan, request, now, is_fresh=fade is not None)
 
     def _take(self, plan: np.ndarray, request: InFlight, now: float, *, is_fresh: bool) -> None:
