@@ -1,4 +1,4 @@
-"""What a policy's chunk becomes before any of it can be sent: joined with the plan, judged, brought inside the limits."""
+"""What a policy's chunk becomes before any of it can be sent: joined with the plan, judged, clamped."""
 
 import numpy as np
 
@@ -34,10 +34,7 @@ def planned(
     width = chunk.shape[1]
     wanted = np.clip(chunk, -_WILDEST, _WILDEST).astype(np.float32)
     plan = np.concatenate([wanted, wanted], axis=1)
-    if fade is None:
-        plan = actions.joined(plan, seen_at, first)
-    else:
-        plan = actions.faded(plan, seen_at, now, fade)
+    plan = actions.joined(plan, seen_at, first) if fade is None else actions.faded(plan, seen_at, now, fade)
     judged = guard.judge(plan[:, :width], motion, first)
     if judged.actions is not None and judged.clamped:
         plan[:, :width] = judged.actions
