@@ -89,3 +89,8 @@ def smooth(found: Mapping[str, Any]) -> str:
     rows = [row for row in found["rows"] if row["overlap"] == found["default"]]
     lifted = ", ".join(f"{row['delay_ms']} ms: {row['lifted']} of {row['episodes']}" for row in rows)
     return f"{found['default']} (the default) lifts, by delay: {lifted}"
+
+
+def transport(found: Mapping[str, Any]) -> str:
+    sides = {name.removeprefix("clients_"): one for name, one in found.items() if name.startswith("clients_")}
+    return "; ".join(f"{many} at once: {one['ratio']:.2f} times openpi's round trip" for many, one in sides.items())

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import answers
 
 FOLDER = Path(__file__).parent
-PEER = "--lerobot-python"
+LEROBOT, OPENPI = "--lerobot-python", "--openpi-python"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Benchmark:
         quick: its arguments for a brief run; without any it is left out of those.
         full: its arguments else.
         answer: a sentence from its results.
-        takes_peer: whether it can be given a Python with LeRobot in it.
+        takes: the flag for a Python with a peer in it, which it can be given.
+        is_peerless: whether it has something to measure without that peer.
     """
 
     name: str
@@ -33,7 +34,8 @@ class Benchmark:
     answer: Callable[[Mapping[str, Any]], str] = lambda found: ""
     quick: Sequence[str] | None = None
     full: Sequence[str] = ()
-    takes_peer: bool = False
+    takes: str | None = None
+    is_peerless: bool = True
 
     @property
     def script(self) -> Path:
@@ -43,7 +45,7 @@ class Benchmark:
         """The answer; nothing when the results are of another shape than it knows."""
         try:
             return self.answer(found)
-        except (KeyError, TypeError, IndexError, ValueError, StopIteration):
+        except (LookupError, TypeError, ValueError, AttributeError, StopIteration):
             return ""
 
 
@@ -106,14 +108,17 @@ ALL: Sequence[Benchmark] = (
         (5, 2.5),
         answers.peers,
         ("--rounds", "2", "--count", "2"),
-        takes_peer=True,
+        takes=LEROBOT,
     ),
     Benchmark(
         "transport_overhead",
         "What does the server itself cost, per request?",
         "A policy that computes nothing behind our server and openpi's: what is left is the transport.",
         (3, 1),
-        quick=("--quick",),
+        answers.transport,
+        ("--rounds", "2", "--count", "30"),
+        takes=OPENPI,
+        is_peerless=False,
     ),
     Benchmark(
         "cold_start",
@@ -122,7 +127,7 @@ ALL: Sequence[Benchmark] = (
         (5, 1.5),
         answers.start,
         ("--rounds", "1"),
-        takes_peer=True,
+        takes=LEROBOT,
     ),
     Benchmark(
         "act_latency",
@@ -131,7 +136,7 @@ ALL: Sequence[Benchmark] = (
         (4, 1),
         answers.act,
         ("--rounds", "2", "--count", "3", "--case", "2 cameras 224x224"),
-        takes_peer=True,
+        takes=LEROBOT,
     ),
     Benchmark(
         "load",

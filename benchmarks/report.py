@@ -71,7 +71,7 @@ def page(found: Sequence[Found]) -> str:
         f"<header><h1>robojax benchmarks</h1><p>Made on {now}, on {_text(where)}, Python {here['python']}; "
         f"{_text(versions)}. Each section says when and where its own figures were measured.</p>"
         '<p class="legend"><span class="quiet">quiet machine</span> bare loops, which do nothing but wait, were on '
-        'time: milliseconds count. <span class="busy">busy machine</span> they were not: only ratios within a run do.</p>'
+        'time: milliseconds count. <span class="busy">busy machine</span> they were not: only ratios within it do.</p>'
         '</header><section><h2>Answers</h2><div class="wide"><table class="answers">'
         f"<tbody>{rows}</tbody></table></div></section>{''.join(map(_section, known))}{not_run}</main></body></html>\n"
     )

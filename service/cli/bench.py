@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +29,9 @@ def bench(
     lerobot_python: Annotated[
         str | None, typer.Option(help="A Python with lerobot 0.4.4 and grpcio, to compare with.")
     ] = None,
+    openpi_python: Annotated[
+        str | None, typer.Option(help="A Python with openpi-client 0.1.2, to compare with.")
+    ] = None,
     listed: Annotated[
         bool, typer.Option("--list", help="Their questions and how long they take; run nothing.")
     ] = False,
@@ -50,7 +53,8 @@ def bench(
             typer.echo(f"{one.name:22} {one.minutes[quick]:4.1f} min  {one.question}")
         return
     into.mkdir(parents=True, exist_ok=True)
-    failed = {} if page_only else _run_all(chosen, quick, into.resolve(), lerobot_python)
+    peers = {"--lerobot-python": lerobot_python, "--openpi-python": openpi_python}
+    failed = {} if page_only else _run_all(_possible(chosen, peers), quick, into.resolve(), peers)
     from benchmarks.catalogue import wanted
     from benchmarks.measured import RESULTS
     from benchmarks.report import collect, page
@@ -85,7 +89,18 @@ def _chosen(names: Sequence[str], quick: bool) -> "list[Benchmark]":
     return [one for one in found if names or not quick or one.quick is not None]
 
 
-def _run_all(chosen: "Sequence[Benchmark]", quick: bool, into: Path, peer: str | None) -> dict[str, list[str]]:
+def _possible(chosen: "Sequence[Benchmark]", peers: Mapping[str, str | None]) -> "list[Benchmark]":
+    """Those that have all they need; of the others it is said what they lack."""
+    found = [one for one in chosen if one.is_peerless or one.takes is None or peers[one.takes]]
+    for one in chosen:
+        if one not in found:
+            typer.echo(f"{one.name}: left out; it only compares: give {one.takes}", err=True)
+    return found
+
+
+def _run_all(
+    chosen: "Sequence[Benchmark]", quick: bool, into: Path, peers: Mapping[str, str | None]
+) -> dict[str, list[str]]:
     """The last lines of those that did not end well."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
@@ -109,8 +124,9 @@ def _run_all(chosen: "Sequence[Benchmark]", quick: bool, into: Path, peer: str |
                 )
 
             arguments = [*((one.quick or ()) if quick else one.full), "--output", str(into / f"{one.name}.json")]
-            if peer is not None and one.takes_peer:
-                arguments += ["--lerobot-python", peer]
+            peer = None if one.takes is None else peers[one.takes]
+            if one.takes is not None and peer is not None:
+                arguments += [one.takes, peer]
             code, said = _run(one, arguments, show)
             if code:
                 failed[one.name] = said
