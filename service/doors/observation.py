@@ -120,7 +120,7 @@ def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) 
     if isinstance(state, Mapping):
         return _named(state, table, is_whole, wrong)
     try:
-        values = np.asarray(state)
+        values = np.asarray(state if isinstance(state, list | np.ndarray) else None)
     except ValueError:
         values = np.zeros((0, 0))
     if values.ndim == 2 and len(values) == 1:

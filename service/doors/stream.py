@@ -20,7 +20,8 @@ from service.words import printable
 
 log = logging.getLogger(__name__)
 
-_LOOK = 0.2  # seconds between looks at the session, the key, and whether the client is still heard of
+_LOOK = 0.2  # seconds between looks at the session, and whether the client is still heard of
+_LOOK_AT_KEY = 2.0  # which is in a file
 _BAD = 20  # messages in a row that make no sense
 _OLDEST = 10_000.0  # milliseconds
 TAKEN = 4409
@@ -218,10 +219,13 @@ class Stream:
 
     async def _watch(self) -> None:
         session = self._consultation.session
+        looked_at = -math.inf
         while True:
-            if not self._is_still_in():
-                self._socket.close(1008, "the key does not count any more")
-                return
+            if time.monotonic() - looked_at > _LOOK_AT_KEY:
+                looked_at = time.monotonic()
+                if not self._is_still_in():
+                    self._socket.close(1008, "the key does not count any more")
+                    return
             if self._link.driver is self and time.monotonic() - self.heard_at > self._silence:
                 self._link.part(self, f"the client on the stream was silent for {self._silence:g} s")
             hold = None if session.drive is None else session.drive.control.hold

@@ -97,6 +97,8 @@ UNUSABLE = [
     ({"state": NAN}, 422),
     ({"state": np.zeros(5)}, 422),
     ({"state": np.zeros((6, 6))}, 422),
+    ({"state": b"\0\0\0\0\0\0"}, 422),
+    ({"state": [[1, 2], [3]]}, 422),
     ({"state": [0, 0, 0, 0, 0, "x"]}, 422),
     ({"state": {"Rotation": 0.0}}, 422),
     ({"state": {"Elbow": float("nan")}}, 422),
