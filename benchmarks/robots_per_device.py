@@ -1,0 +1,145 @@
+"""How many robots does one device serve, one inference at a time and batched, and where does it break?
+
+    python benchmarks/robots_per_device.py [--quick]
+    python benchmarks/robots_per_device.py --big [--lerobot-python /path/to/venv/bin/python]
+
+Engines in this process, with the shipped policy, and robots that ask at the moments of their grid and need the answer
+before they ask again (at every tick), or before the actions they mean to do of a chunk are done. The most robots
+without a single miss, by doubling and halving; answers to robots that all ask at one moment; processor time per
+answer. Sides take turns, so that whatever else the machine does meets all of them. ``--big`` is for accelerators: ACT
+of LeRobot's size with random weights, two cameras of 480x640, up to 64 robots that tick at 50 Hz and infer at 5 Hz,
+and one inference beside LeRobot's own, eager and under torch.compile.
+
+Last result: benchmarks/results/robots_per_device.json
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import act_latency, pictures
+from benchmarks.fleet import Ridden, Side, most
+from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
+
+GROWING = (1, 2, 4, 8, 16, 32)
+ONE, BATCHED, TWO = "one at a time", "batched", "batched, two lanes"
+
+
+async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str, float]) -> dict[str, Any]:
+    """All sides over one policy; ``periods`` are seconds between a robot's questions, by name."""
+    sizes = [size for size in GROWING if size <= options.largest_batch]
+    device = options.device
+    sides: dict[str, tuple[Sequence[int], Sequence[str]]] = {ONE: ((1,), (device,)), BATCHED: (sizes, (device,))}
+    if options.two_lanes:
+        sides[TWO] = (sizes, (device, device))
+    found: dict[str, Any] = {"most_robots": {}, "growing": {}, "together_ms": {}, "tried": {}}
+    async with AsyncExitStack() as stack:
+        ready = {name: await stack.enter_async_context(Side(policy, *side)) for name, side in sides.items()}
+        found["batch_ms"] = {name: side.served.costs.milliseconds() for name, side in ready.items()}
+        print("batches:", json.dumps(found["batch_ms"]), flush=True)
+        for robots in GROWING:
+            answers: dict[str, list[float]] = {name: [] for name in ready}
+            for _ in range(3):
+                for name, side in ready.items():
+                    answers[name] += await side.together(robots, options.rounds)
+            found["together_ms"][str(robots)] = {name: percentiles(taken, (50, 99)) for name, taken in answers.items()}
+            print(f"{robots} at one moment:", json.dumps(found["together_ms"][str(robots)]), flush=True)
+        for rate, period in periods.items():
+            found["most_robots"][rate], found["tried"][rate] = {}, {}
+            for name, side in ready.items():
+                tried = found["tried"][rate][name] = []
+
+                def tell(robots: int, ridden: Ridden, rate: str = rate, name: str = name, tried: Any = tried) -> None:
+                    tried.append(figures := ridden.figures(robots))
+                    print(f"{rate}, {name}:", json.dumps(figures), flush=True)
+
+                async def ride(robots: int, side: Side = side, period: float = period) -> Ridden:
+                    return await side.ride(robots, period, options.seconds)
+
+                found["most_robots"][rate][name] = await most(ride, 8, options.most, tell)
+        growing = next(iter(periods.values()))
+        for name, side in ready.items():
+            found["growing"][name] = [
+                (await side.ride(robots, growing, options.seconds)).figures(robots)
+                for robots in GROWING
+                if robots <= options.most
+            ]
+    found["ratios"] = {
+        rate: {name: round(count / max(counts[ONE], 1), 2) for name, count in counts.items() if name != ONE}
+        for rate, counts in found["most_robots"].items()
+    }
+    return found
+
+
+def beside_lerobot(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One inference, host to host, of both; in processes of their own that take turns."""
+    commands = {"robojax": [sys.executable, act_latency.__file__, "--serve"]}
+    if options.lerobot_python:
+        peer = [str(options.lerobot_python), str(Path(__file__).parent / "act_latency_peer.py")]
+        commands |= {"lerobot eager": peer, "lerobot torch.compile": [*peer, "--compile"]}
+    return act_latency.measure(commands, act_latency.CASES["2 cameras 480x640"], options.rounds, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="shorter, and at every tick of 20 Hz only")
+    parser.add_argument("--seconds", type=float, help="of each try; default 6, or 2 with --quick")
+    parser.add_argument("--most", type=int, default=1024, help="robots that are tried at most")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--largest-batch", type=int, default=32)
+    parser.add_argument("--device", default="cpu:0")
+    parser.add_argument("--two-lanes", action="store_true", help="also two batches at a time on the device")
+    parser.add_argument("--policy", default=str(SHIPPED))
+    parser.add_argument("--big", action="store_true", help="ACT of LeRobot's size, for an accelerator")
+    parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.4.4; with --big")
+    parser.add_argument("--output", "--out", type=Path)
+    options = parser.parse_args()
+    options.seconds = options.seconds or (2.0 if options.quick else 6.0)
+    output = options.output or RESULTS / f"robots_per_device{'_big' if options.big else ''}.json"
+    quiet = quietness()
+    with tempfile.TemporaryDirectory() as temporary:
+        policy, extra = options.policy, {}
+        periods = {"20 Hz, at every tick": 1 / 20}
+        if options.big:
+            folder = Path(temporary) / "act"
+            act_latency.write_policy(folder, *act_latency.CASES["2 cameras 480x640"])
+            if options.device == "cpu:0":
+                options.device = _first_device()
+            platform = "cuda" if options.device.startswith(("cuda", "gpu")) else "cpu"
+            config = folder / "config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"device": platform}))
+            policy, periods = str(folder), {"50 Hz, inference at 5 Hz": 1 / 5}
+            extra["one_inference_ms"] = beside_lerobot(options, folder)
+        elif not options.quick:
+            # 5 actions of each chunk are done, as the policy says.
+            periods |= {
+                "20 Hz, every 5th tick": 5 / 20,
+                "50 Hz, at every tick": 1 / 50,
+                "50 Hz, every 5th tick": 5 / 50,
+            }
+        found = asyncio.run(measure(options, policy, periods)) | extra
+    command = "python benchmarks/robots_per_device.py" + (" --big" if options.big else "")
+    question = "How many robots does one device serve, one inference at a time and batched?"
+    write(output, result(question, command, quiet, device=options.device, **found))
+    rows = {f"{rate}: {name}": float(n) for rate, each in found["most_robots"].items() for name, n in each.items()}
+    ours = [name for name in rows if BATCHED in name]
+    pictures.bars(output.with_suffix(".png"), "Robots without a miss", rows, "robots", ours)
+    print("most robots:", json.dumps(found["most_robots"]), "ratios:", json.dumps(found["ratios"]))
+
+
+def _first_device() -> str:
+    import jax
+
+    return f"{jax.devices()[0].platform}:0"
+
+
+if __name__ == "__main__":
+    main()
