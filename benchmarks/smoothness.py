@@ -185,7 +185,11 @@ def draw(found: Any, path: Path) -> None:
             [delay + 3 * (place - len(names) / 2) for delay in delays], [row["lifted"] for row in mine], **style
         )
         sides[1].plot(delays, [row["jerk_mean"] for row in mine], label=name, **style)
-    sides[0].set(xlabel="delay of every answer, ms", ylabel=f"cubes lifted of {rows[0]['episodes']}", ylim=(0, None))
+    sides[0].set(
+        xlabel="delay of every answer, ms",
+        ylabel=f"cubes lifted of {rows[0]['episodes']}",
+        ylim=(0, rows[0]["episodes"] * 1.05),
+    )
     sides[1].set(xlabel="delay of every answer, ms", ylabel="mean jerk of the arm, rad/s³", ylim=(0, None))
     sides[1].legend(frameon=False)
     for side in sides:
