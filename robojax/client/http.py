@@ -24,7 +24,7 @@ class Http:
         import httpx2
 
         self._base, self._patience, self._errors = base, patience, httpx2
-        self._client = httpx2.Client(**options(httpx2, headers))
+        self._client = httpx2.Client(**options(httpx2, base, headers))
 
     def do(self, call: Call[T]) -> T:
         """The call's result."""
@@ -60,7 +60,7 @@ class AsyncHttp:
         import httpx2
 
         self._base, self._patience, self._errors = base, patience, httpx2
-        self._client = httpx2.AsyncClient(**options(httpx2, headers))
+        self._client = httpx2.AsyncClient(**options(httpx2, base, headers))
 
     async def do(self, call: Call[T]) -> T:
         """The call's result."""
@@ -89,9 +89,11 @@ class AsyncHttp:
         return result(call, answer.status_code, answer.headers, answer.content)
 
 
-def options(httpx2: Any, headers: dict[str, str]) -> dict[str, Any]:
+def options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
     """What both clients are made with."""
     return {
+        # Reading the certificates of the world takes 60 ms. Without https, and without redirects, none is looked at.
+        "verify": base.startswith("https://"),
         "headers": headers,
         # A robot's server is on this machine or network: a proxy from the environment has no business in between.
         "trust_env": False,

@@ -1,23 +1,28 @@
 """``robojax robot`` from the command line: what it says, and with which exit code."""
 
 import json
-import subprocess
-import sys
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from service.cli.robot import robot
 
 SIMULATED = ("--robot.type=simulated", "--server=http://127.0.0.1:9")
 CAMERA = "--robot.cameras={front: {type: simulated, width: 64, height: 48, fps: 20}}"
 
 
-def robojax(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "service.cli", "robot", *arguments], capture_output=True, text=True)
+def robojax(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(robot)
+    return CliRunner().invoke(app, arguments)
 
 
 def test_a_check_says_what_is_wrong_as_json_and_ends_with_one() -> None:
     pytest.importorskip("scservo_sdk", reason="the extra 'robot' is not installed")
     done = robojax("--check", "--json", *SIMULATED, CAMERA)
-    assert done.returncode == 1, done.stderr
+    assert done.exit_code == 1, done.stderr
     levels = {each["name"]: each["level"] for each in json.loads(done.stdout)}
     assert levels.pop("server") == "fail"
     assert set(levels.values()) == {"ok"}
@@ -35,6 +40,6 @@ def test_a_check_says_what_is_wrong_as_json_and_ends_with_one() -> None:
 )
 def test_what_cannot_be_is_said_with_what_to_do(arguments: tuple[str, ...], code: int, said: list[str]) -> None:
     done = robojax(*arguments)
-    assert done.returncode == code, done.stderr
+    assert done.exit_code == code, done.stderr
     assert all(text in done.stderr for text in said), done.stderr
     assert "Traceback" not in done.stderr

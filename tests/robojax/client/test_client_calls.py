@@ -148,3 +148,12 @@ async def test_a_session_that_could_not_be_stopped_is_told_beside_what_happened(
     assert "could not be stopped" in failed.value.__notes__[0]
     with pytest.raises(Refused, match="409 move_refused"):
         raise Refused(409, "move_refused", "no")
+
+
+def test_certificates_are_looked_at_and_neither_proxies_nor_redirects_are_followed() -> None:
+    import httpx2
+
+    from robojax.client.http import options
+
+    found = options(httpx2, "https://robots.example", {})
+    assert (found["verify"], found["trust_env"], found["follow_redirects"]) == (True, False, False)

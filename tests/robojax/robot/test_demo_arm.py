@@ -33,7 +33,7 @@ def test_the_demos_cube_is_lifted_through_the_bus(arm: Arm, servos: SimulatedBus
 
     feel()
     arm.engage()
-    follower = Follower(JOINTS, patience=0.5, max_relative_target=60.0)
+    follower = Follower(JOINTS, patience=0.5, max_relative_target=20.0)
     now, farthest = 0.0, 0.0
     for wanted in targets(plan(simulation, Kinematics(simulation))):
         command = dict(zip(WIRE, wanted.tolist(), strict=True))
