@@ -163,4 +163,5 @@ def _run(one: "Benchmark", arguments: Sequence[str], show: Any) -> tuple[int, li
             process.terminate()
             process.wait()
     reading.join(5)
+    lines.close()
     return process.returncode, list(said)
