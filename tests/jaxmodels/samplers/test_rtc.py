@@ -18,7 +18,6 @@ from jaxmodels.samplers import (
     begin_with,
     continuing,
     ddim,
-    ddpm,
     draw_delays,
     example,
     flow_euler,
@@ -38,8 +37,7 @@ SHAPE = (3, 8, 2)
 SAMPLERS: dict[str, tuple[Any, Any, int]] = {
     "euler": (flow_euler, FLOW, 5),
     "heun": (flow_heun, FLOW, 3),
-    "ddim": (ddim, NoiseSchedule(prediction_type="sample"), 8),
-    "ddpm": (ddpm, NoiseSchedule(prediction_type="v_prediction", beta_schedule="squaredcos_cap_v2"), 20),
+    "ddim": (ddim, NoiseSchedule(prediction_type="v_prediction"), 8),
 }
 
 
@@ -225,16 +223,15 @@ def test_a_training_example_leaves_the_first_actions_without_noise_and_counts_th
     np.testing.assert_array_equal(made.target, -3)
 
 
-def test_a_given_prefix_comes_out_as_it_went_in_by_every_method() -> None:
+def test_a_given_prefix_comes_out_as_it_went_in() -> None:
     def predict(x: jax.Array, t: jax.Array) -> jax.Array:
         assert t.shape == SHAPE[:2]
         return mixed(WEIGHT, x, t)
 
-    for sampler in (flow_euler, flow_heun):
-        sample = sampler(given(predict, prefix([0, 2, 5], [8, 8, 3]), FLOW), SHAPE, KEY, FLOW, steps=4)
-        for member, past in enumerate((0, 2, 3)):
-            np.testing.assert_allclose(sample[member, :past], 0.7, atol=1e-5)
-            assert jnp.abs(sample[member, past:] - 0.7).min() > 1e-4
+    sample = flow_euler(given(predict, prefix([0, 2, 5], [8, 8, 3]), FLOW), SHAPE, KEY, FLOW, steps=4)
+    for member, past in enumerate((0, 2, 3)):
+        np.testing.assert_allclose(sample[member, :past], 0.7, atol=1e-5)
+        assert np.abs(np.asarray(sample)[member, past:] - 0.7).min() > 1e-4
 
 
 def test_delays_for_training_are_drawn_up_to_the_largest_and_rarer_with_decay() -> None:
