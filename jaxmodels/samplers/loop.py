@@ -20,8 +20,8 @@ class Known(NamedTuple):
     """What a continuous sample must contain; a pytree.
 
     It is put in at every step with the noise of that step, so that a model sees it and fits the rest in: cheap, but
-    the rest leans towards it only in part. For more, give a `predict` that pulls its prediction by the gradient of
-    the clean sample it expects (https://arxiv.org/abs/2303.08500); it knows x and t, and needs nothing of a sampler.
+    the rest leans towards it only in part. For more, pull the prediction by the gradient of the clean sample that it
+    expects, as `jaxmodels.samplers.continuing` does for chunks of actions.
 
     Attributes:
         value: (..., like the sample), or something that broadcasts to it. Only what `mask` marks is read.
