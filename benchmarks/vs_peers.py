@@ -11,13 +11,15 @@
 - openpi's server and client: ``benchmarks/transport_overhead.py`` measures them; its figures are repeated here.
 
 A ratio is theirs over ours, the median of the rounds' ratios: 2 means that ours takes half as long. Threads of OpenMP
-wait passively, or those of whoever had its turn before would take the cores. What cannot run is left out, with why.
+wait passively, or those of whoever had its turn before would take the cores. What cannot
+run is left out, with why. Measuring begins when all sizes of batches are compiled.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +31,7 @@ from benchmarks.act_latency import measure as measure_in_process
 from benchmarks.cold_start import CAMERAS, JOINTS, LEROBOT, PEER_SIZE, free_port, wait_for
 from benchmarks.measured import RESULTS, ROOT, percentiles, quietness, result, write
 from benchmarks.pictures import bars
-from benchmarks.processes import child, say
+from benchmarks.processes import call, child, say
 
 HERE = Path(__file__)
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -65,8 +67,6 @@ def serve() -> None:
 
 def ask(url: str, policy: str) -> None:
     """Our client: a session of its own, then as many acts as each line of standard input wants."""
-    import time
-
     from robojax.client import Client
 
     random = np.random.default_rng(0)
@@ -97,7 +97,17 @@ def ours(stack: ExitStack, folder: Path, policy: str) -> Ask:
         ).url()
     asking = stack.enter_context(child(str(HERE), "--ask", url, str(folder)))
     asking.told("ready")
+    settle(url)
     return lambda count: asking.order(count=count)["seconds"]
+
+
+def settle(url: str, within: float = 300.0) -> None:
+    """Until nothing is compiled any more: larger batches are, behind the first one, while no robot runs."""
+    until = time.monotonic() + within
+    while call(f"{url}/debug/system")["engine"].get("batch_sizes_to_compile", 0):
+        if time.monotonic() > until:
+            raise RuntimeError(f"after {within:g} s the engine still compiles batch sizes")
+        time.sleep(0.5)
 
 
 def theirs(stack: ExitStack, python: str, folder: Path, policy: str) -> Ask:
