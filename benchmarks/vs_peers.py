@@ -10,9 +10,9 @@
   ``torch.compile``; ``benchmarks/act_latency.py`` has more sizes.
 - openpi's server and client: ``benchmarks/transport_overhead.py`` measures them; its figures are repeated here.
 
-A ratio is theirs over ours, the median of the rounds' ratios: 2 means that ours takes half as long. Threads of OpenMP
-wait passively, or those of whoever had its turn before would take the cores. What cannot
-run is left out, with why. Measuring begins when all sizes of batches are compiled.
+A ratio is theirs over ours, the median of the rounds' ratios: 2 means that ours takes half as long. Behind servers,
+OpenMP's threads wait passively, or those of whoever had its turn before would take the cores. What cannot run is left
+out, with why. Measuring begins when all sizes of batches are compiled.
 """
 
 import argparse
