@@ -12,7 +12,7 @@ from; ``ACT`` runs the shipped policy before it says so. Both processes read the
 - queue, inference: waiting for the device, and computing
 - back: until the event loop has the chunk, judged and planned
 - waiting for its tick: until a tick sends an action of it
-- wire: until the robot has the command
+- wire: until the robot has the command; it counts from the moment when the command has been handed to the socket
 
 ``light_to_motion_ms`` is of the first command of each picture that was asked about. ``event_to_motion_ms`` is what a
 person sees: from something that happens at a random moment to the first command that can know of it.
@@ -212,13 +212,10 @@ def figures(robot: Robot, notes: Mapping[int, Mapping[str, float]]) -> dict[str,
     return {
         "stages_ms": stages,
         "light_to_motion_ms": percentiles([t["heard"] - t["taken"] for t in whole], PERCENTS),
-        "age_of_the_picture_at_every_command_ms": percentiles(
-            [at - robot.taken[number] for at, number in robot.heard], PERCENTS
-        ),
         "event_to_motion_ms": percentiles(_after_events(sorted((t["heard"], t["taken"]) for t in whole)), PERCENTS),
         "pictures_seen": sum("seen" in times for times in notes.values()),
         "pictures_used": len(whole),
-        "commands": len(robot.heard),
+        "commands_heard": len(robot.heard),  # those that changed a joint: the others are not forwarded
     }
 
 
