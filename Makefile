@@ -27,6 +27,12 @@ CALLED := tests/robojax tests/test_docs.py tests/test_floors.py tests/test_layer
     transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
     $(patsubst %,engine/test_%.py,loading real_policy) $(patsubst %,sessions/test_%.py,interrupted records)) \
   $(patsubst %,tests/service/test_%.py,crash_recovery finite_numbers hostile_requests logs session_cycles settings)
+# These are told what time it is, or keep none.
+CALLED += $(addprefix tests/service/,motion updates/test_gates.py \
+  $(patsubst %,safety/test_%.py,guard lease limits_of_motion watchdog) \
+  $(patsubst %,engine/test_%.py,batching progress) $(patsubst %,transport/test_transport_%.py,rooms wire) \
+  $(patsubst %,transport/link/test_link_%.py,camera candidates jitter peer) test_stage.py test_stats.py \
+  $(patsubst %,demo/test_demo_%.py,collect expert policy scene units))
 BESIDE := --numprocesses 2 --dist worksteal
 test: setup-dev rendering ## the whole test suite
 	@$(BIN)/python -m pytest $(BESIDE) tests/jaxmodels $(ARGS) || [ $$? = 5 ]
