@@ -7,10 +7,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from service.engine.engine import Engine
 from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.sessions.sessions import NewSession, Session, Sessions, SessionSettings
 from service.transport.memory import MemoryTransport
-from service.updates.gates import Limits
+from service.updates.gates import Limits, Verdict
 from service.updates.probation import ProbationSettings
 from service.updates.rollout import Rollout, RolloutSettings
 from tests.faults.meter import Meter
@@ -137,11 +138,12 @@ async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig
 async def test_a_swap_costs_no_tick(rig: Rig) -> None:
     """A busy machine may cost one at any moment; what a swap itself costs, every swap does."""
     await rig.running()
+    figures: Mapping[str, Any] = {}
     for number in range(5):
         assert (await rig.prepare(ScriptedPolicy(), sha=str(number) * 40)).reason is None
         kept_waiting = KeptWaiting()
         figures = (await rig.rollout.swap("s", str(number) * 40)).figures
-        if figures["missed_ticks"] + figures["starvations"] <= kept_waiting.ticks:  # type: ignore[operator]
+        if figures["missed_ticks"] + figures["starvations"] <= kept_waiting.ticks:
             return
     pytest.fail(f"no swap of five was without a missed tick: {figures}")
 
@@ -189,7 +191,7 @@ async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(policy: Scripte
     async with rigged() as rig:
         session = await rig.running()
         assert session.drive is not None
-        missed = []
+        missed, verdict = [], Verdict("unknown", "")
         while not missed or (missed[-1] > 1 and len(missed) < 5):  # a busy machine may cost some, but not every time
             before, kept_waiting = session.drive.control.missed_ticks, KeptWaiting()
             verdict = await rig.prepare(policy)
