@@ -111,7 +111,9 @@ def create_app(
         },
         page=docs.page(),
         versions=_versions(),
-        metrics=Metrics(lambda: context.sessions.list(), lambda: context.models.list()),
+        metrics=Metrics(
+            lambda: context.sessions.list(), lambda: context.models.list(), lambda: context.sessions.engine.facts()
+        ),
         logs=RecentLogs(settings.log_lines),
         table=table,
         guard=guard,

@@ -57,13 +57,20 @@ _MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
 class Metrics:
     """The registry of one app."""
 
-    def __init__(self, sessions: Callable[[], Sequence[Listed]], models: Callable[[], Sequence[ServedModel]]):
+    def __init__(
+        self,
+        sessions: Callable[[], Sequence[Listed]],
+        models: Callable[[], Sequence[ServedModel]],
+        engine: Callable[[], Mapping[str, Any]] = dict,
+    ):
+        """``engine`` gives ``Engine.facts``."""
         self._registry = CollectorRegistry()
         self._thread = ThreadPoolExecutor(1, "figures")
         self._is_free = asyncio.Semaphore(1)
         self._next: asyncio.Task[bytes] | None = None
         self._registry.register(_Sessions(sessions))
         self._registry.register(_Models(models))
+        self._registry.register(_Devices(engine))
         labels = ("method", "route", "status")
         self._requests = Counter("robojax_requests", "HTTP requests answered", labels, registry=self._registry)
         self._seconds = Histogram(
@@ -195,6 +202,32 @@ class _Models(Collector):
             for served in models:
                 family.add_metric([served.name], value(served))
             yield family
+
+
+class _Devices(Collector):
+    def __init__(self, engine: Callable[[], Mapping[str, Any]]):
+        self._engine = engine
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead, as with sessions."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """All devices as they are now; two lanes of one device are told apart by their number."""
+        facts = self._engine()
+        load = GaugeMetricFamily("robojax_device_load", "Share of the newest seconds in use", labels=["device", "lane"])
+        waiting = GaugeMetricFamily("robojax_device_waiting", "Inferences that wait", labels=["device", "lane"])
+        batches = CounterMetricFamily("robojax_batches", "Batches by padded size", labels=["device", "lane", "size"])
+        for lane, figures in enumerate(facts.get("devices", ())):
+            labels = [figures["device"] or "", str(lane)]
+            load.add_metric(labels, figures["load"])
+            waiting.add_metric(labels, figures["waiting"])
+            for size, count in figures["batches"].items():
+                batches.add_metric([*labels, size], count)
+        yield from (load, waiting, batches)
+        yield GaugeMetricFamily(
+            "robojax_promised_load", "Devices' time promised to sessions", value=facts.get("promised_load", 0)
+        )
 
 
 def _histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Recent]]) -> Metric:

@@ -19,6 +19,10 @@ async def test_health_tells_sessions_device_versions_and_uptime(server):
     await server.create()
     _, told = await server.call("GET", "/health")
     assert (told["active_sessions"], told["session_ids"], told["device"]) == (1, ["arm"], "scripted:0")
+    (device,) = told["engine"]["devices"]
+    assert (device["device"], device["waiting"], device["batches"]) == ("scripted:0", 0, {})
+    async with server.http.get("/metrics") as answer:
+        assert 'robojax_device_load{device="scripted:0",lane="0"} 0.0' in await answer.text()
 
 
 @pytest.mark.parametrize(
