@@ -33,14 +33,14 @@ NEW = NewSession("s", "owner/name", "memory://", rate=100, auto_update="swap")
 class Rig:
     """Sessions of scripted policies by folder, and robots that show and tell."""
 
-    def __init__(self, settings: RolloutSettings) -> None:
+    def __init__(self, settings: RolloutSettings, stuck_after: float) -> None:
         self.transport = MemoryTransport()
         self.policies = {"owner/name": ScriptedPolicy(commit=SHA)}
         self.events: list[tuple[str, dict[str, object]]] = []
         self.sessions = Sessions(
             transport=self.transport,
             load=self.load,
-            engine=Engine(switch_interval=None),
+            engine=Engine(switch_interval=None, stuck_after=stuck_after),
             settings=SessionSettings(),
             tell=lambda event, about: self.events.append((event, about)),
         )
@@ -95,11 +95,16 @@ async def until(claim: Callable[[], bool], within: float = 5.0) -> None:
 
 @asynccontextmanager
 async def rigged(
-    *, patience: float = 2.0, fade: float = 0.2, step: float = 0.15, limits: Limits | None = None
+    *,
+    patience: float = 2.0,
+    fade: float = 0.2,
+    step: float = 0.15,
+    limits: Limits | None = None,
+    stuck_after: float = 5.0,
 ) -> AsyncIterator[Rig]:
     # What a busy machine misses speaks against nobody here.
     probation = ProbationSettings(seconds=0.3, patience=patience, step=step, missed=1e3, starvations=1_000)
-    made = Rig(RolloutSettings(limits or Limits(), patience=patience, fade=fade, probation=probation))
+    made = Rig(RolloutSettings(limits or Limits(), patience=patience, fade=fade, probation=probation), stuck_after)
     try:
         yield made
     finally:
@@ -592,20 +597,20 @@ async def test_no_policy_is_slow_because_one_camera_of_two_is_not_there_yet(rig:
     assert (await rig.prepare(CompilesInTheMiddle(needs))).reason is None
 
 
-async def test_a_policy_that_hangs_is_taken_back(rig: Rig) -> None:
-    rig.sessions.engine.stuck_after = 0.2
-    session = await rig.running()
-    later, gate = ScriptedPolicy(), threading.Event()
-    assert (await rig.prepare(later)).reason is None
-    later.failures.append(gate)
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
-    assert (await rig.rollout.probation("s", NEXT)).reason == "stuck"
-    gate.set()
-    assert rig.rollout.followers()[0].sha == SHA
-    assert str(session.stage) == "error"
-    await rig.sessions.restart("s")
-    sent = len(rig.transport.link.sent)
-    await until(lambda: len(rig.transport.link.sent) > sent + 5)
+async def test_a_policy_that_hangs_is_taken_back() -> None:
+    async with rigged(stuck_after=0.2) as rig:
+        session = await rig.running()
+        later, gate = ScriptedPolicy(), threading.Event()
+        assert (await rig.prepare(later)).reason is None
+        later.failures.append(gate)
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        assert (await rig.rollout.probation("s", NEXT)).reason == "stuck"
+        gate.set()
+        assert rig.rollout.followers()[0].sha == SHA
+        assert str(session.stage) == "error"
+        await rig.sessions.restart("s")
+        sent = len(rig.transport.link.sent)
+        await until(lambda: len(rig.transport.link.sent) > sent + 5)
 
 
 async def test_what_the_running_policy_answered_wrongly_is_nothing_to_compare_with(rig: Rig) -> None:
