@@ -46,6 +46,8 @@ def decode(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[
         NotImplementedError,
         RuntimeError,
         OSError,
+        ValueError,  # names that are no UTF-8
+        OverflowError,  # places beyond what a file can have
     ) as error:
         raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",)) from error
 
@@ -61,13 +63,16 @@ def _check_directory(body: bytes, limits: ArrayLimits) -> None:
     """The list of members is read whole by zipfile, so its size is looked at before."""
     if len(body) < _END.size:
         raise InvalidRequest("the npz is empty or cut off; write it with numpy.savez", ("body",))
-    signature, _, _, _, count, size, _, comment = _END.unpack(body[-_END.size :])
+    signature, _, _, _, count, size, offset, comment = _END.unpack(body[-_END.size :])
     # The large form of zip would name other sizes than these.
     is_large = body[-_END.size - 20 : -_END.size - 16] == b"PK\x06\x07"
     if signature != b"PK\x05\x06" or comment or is_large:
         raise InvalidRequest("the body is no npz (no zip, or one with extras); write it with numpy.savez", ("body",))
     if count > limits.arrays or size > limits.arrays * _DIRECTORY_PER_ARRAY:
         raise TooLarge(f"more than {limits.arrays} arrays in the npz; send those that the model takes")
+    # zipfile takes a wrong offset for something in front of the zip, and moves all members by the difference.
+    if offset + size != len(body) - _END.size:
+        raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",))
 
 
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowance) -> tuple[str, np.ndarray]:

@@ -322,6 +322,21 @@ def test_what_is_no_zip_is_refused(body):
         npz.decode(body, LIMITS, {})
 
 
+def test_a_directory_that_points_elsewhere_is_refused():
+    body = npy(GOOD, bytes(4))
+    directory = body.rindex(b"PK\x01\x02")
+    for place, found in (
+        (len(body) - 5, b"\x7f"),  # the directory begins far behind the end
+        (directory + 46, b"\x80"),  # a name in UTF-8 ...
+        (directory + 42, b"\xff\xff\xff\x7f"),  # the member begins behind the end
+    ):
+        damaged = bytearray(body)
+        damaged[directory + 9] |= 0x08  # ... which this bit says it is in
+        damaged[place : place + len(found)] = found
+        with pytest.raises(InvalidRequest, match=r"numpy\.savez"):
+            npz.decode(bytes(damaged), LIMITS, {})
+
+
 def test_zips_with_a_comment_or_in_the_large_form_are_refused():
     body = npy(GOOD, bytes(4))
     with pytest.raises(InvalidRequest):
