@@ -1,7 +1,7 @@
 """A server's sessions, from a program with an event loop: the same names, awaited."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from robojax.client import calls
 from robojax.client.address import credentials, server_url, session_path, socket_url
 from robojax.client.answers import Action, Chunk, SessionStatus
-from robojax.client.client import DIRECT, GONE, REASON
+from robojax.client.client import DIRECT, GONE, REASON, T
 from robojax.client.errors import ClientError, Refused
 from robojax.client.http import PATIENCE, AsyncHttp
 from robojax.client.observation import Image, observation
@@ -73,8 +73,11 @@ class AsyncSession:
     def __init__(self, client: AsyncClient, session_id: str):
         self.client, self.id = client, session_id
         self._do = client._http.do
+        # The next act is the first of a program that takes the robot up, also when it was stopped before.
+        self._is_new = False
 
     async def __aenter__(self) -> Self:
+        self._is_new = True
         return self
 
     async def __aexit__(
@@ -118,6 +121,7 @@ class AsyncSession:
     async def reset(self) -> None:
         """Take the latch off; nothing moves by it."""
         await self._do(calls.reset(self.id))
+        self._is_new = True
 
     async def patch(self, **changes: Any) -> Any:
         """Change it while it is there: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
@@ -125,11 +129,18 @@ class AsyncSession:
 
     async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Future actions for what the robot sees now; see ``Session.act``."""
-        return await self._do(calls.act(self.id, observation(images, state, **more)))
+        return await self._act(calls.act, images, state, more)
 
     async def next_action(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Action:
         """The next action for what the robot sees now; the server keeps the rest of the chunk."""
-        return await self._do(calls.next_action(self.id, observation(images, state, **more)))
+        return await self._act(calls.next_action, images, state, more)
+
+    async def _act(self, call: Callable[..., calls.Call[T]], images: Any, state: Any, more: dict[str, Any]) -> T:
+        if self._is_new:
+            more = {"reset": True} | more
+        told = await self._do(call(self.id, observation(images, state, **more)))
+        self._is_new = False
+        return told
 
     def stream(self, *, ticket: str | None = None) -> AbstractAsyncContextManager[AsyncStream]:
         """Its stream, as a context manager."""

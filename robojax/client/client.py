@@ -1,9 +1,9 @@
 """A server's sessions, from a program without an event loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from robojax.client import calls
 from robojax.client.address import credentials, server_url, session_path, socket_url
@@ -12,6 +12,8 @@ from robojax.client.errors import ClientError, Refused
 from robojax.client.http import PATIENCE, Http
 from robojax.client.observation import Image, observation
 from robojax.client.stream import Stream, open_stream
+
+T = TypeVar("T")
 
 DIRECT = "direct"
 REASON = "asked for by robojax.client"
@@ -87,8 +89,11 @@ class Session:
     def __init__(self, client: Client, session_id: str):
         self.client, self.id = client, session_id
         self._do = client._http.do
+        # The next act is the first of a program that takes the robot up, also when it was stopped before.
+        self._is_new = False
 
     def __enter__(self) -> Self:
+        self._is_new = True
         return self
 
     def __exit__(
@@ -132,6 +137,7 @@ class Session:
     def reset(self) -> None:
         """Take the latch off; nothing moves by it."""
         self._do(calls.reset(self.id))
+        self._is_new = True
 
     def patch(self, **changes: Any) -> Any:
         """Change it while it is there: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
@@ -140,16 +146,25 @@ class Session:
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Future actions for what the robot sees now; see ``observation``. Not while its own loop drives.
 
+        After a stop, ``reset=True`` takes the robot up again; so does entering the session anew.
+
         Raises:
             Unusable: the observation cannot be sent.
             Refused: with code "compiling" the policy is made ready for pictures of a new size; try again after
                 ``retry_after``.
         """
-        return self._do(calls.act(self.id, observation(images, state, **more)))
+        return self._act(calls.act, images, state, more)
 
     def next_action(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Action:
         """The next action for what the robot sees now; the server keeps the rest of the chunk."""
-        return self._do(calls.next_action(self.id, observation(images, state, **more)))
+        return self._act(calls.next_action, images, state, more)
+
+    def _act(self, call: Callable[..., calls.Call[T]], images: Any, state: Any, more: dict[str, Any]) -> T:
+        if self._is_new:
+            more = {"reset": True} | more
+        told = self._do(call(self.id, observation(images, state, **more)))
+        self._is_new = False
+        return told
 
     def stream(self, *, ticket: str | None = None) -> AbstractContextManager[Stream]:
         """Its stream, as a context manager.

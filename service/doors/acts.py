@@ -17,19 +17,21 @@ async def act(consultation: Consultation, message: Mapping[str, Any]) -> dict[st
         InvalidRequest: something of it cannot be used.
         ServiceError: as ``Consultation.think``.
     """
-    drive = consultation.check()[1]
+    is_new = message.get("reset", False)
+    if not isinstance(is_new, bool):
+        raise InvalidRequest("reset: wanted true or false", ("body", "reset"))
+    drive = consultation.open()[1] if is_new else consultation.check()[1]
     want = message.get("want", "chunk")
     if want not in ("chunk", "action"):
         raise InvalidRequest("want: wanted chunk or action", ("body", "want"))
     executed, number = (whole(message, name) for name in ("executed", "number"))
-    is_new = message.get("reset", False)
-    if not isinstance(is_new, bool):
-        raise InvalidRequest("reset: wanted true or false", ("body", "reset"))
     seen = observation.read(message, consultation.wanted(), is_whole=True)
     told: dict[str, Any] = {} if number is None else {"number": number}
     thought: Thought | None
+    if is_new:
+        consultation.begin_anew()
     if want == "action":
-        action, left, thought = await consultation.next(seen, is_new=is_new)
+        action, left, thought = await consultation.next(seen)
         told |= {"action": action, "left": left}
     else:
         thought = await consultation.think(seen, executed)

@@ -68,6 +68,7 @@ class Consultation:
         self._plan: np.ndarray | None = None
         self._given = 0
         self._shown_at = -math.inf
+        self._stops = _stops(session)
         # The newest actions that were done, as the client says.
         self._trail = np.zeros((0, 0), np.float32)
 
@@ -99,8 +100,8 @@ class Consultation:
             raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
         return link, session.drive
 
-    def check(self) -> tuple[DirectLink, Drive]:
-        """Refuse where a client may not control by itself now.
+    def open(self) -> tuple[DirectLink, Drive]:
+        """Refuse where no client may control by itself now.
 
         Raises:
             MoveRefused: says why, and what to do.
@@ -118,13 +119,34 @@ class Consultation:
                 f"session {session.id!r} is {session.stage}: its own control loop drives the robot; stop it first, "
                 "or take its commands from the stream"
             )
-        if session.is_halted:
-            raise MoveRefused(
-                f"session {session.id!r} was stopped; POST /debug/sessions/{session.id}/reset lets clients ask again"
-            )
         if session.new.dry_run:
             raise MoveRefused(f"session {session.id!r} is a dry run, and gives out no actions")
         return link, drive
+
+    def check(self) -> tuple[DirectLink, Drive]:
+        """Refuse where this client may not control by itself now: a stop is for whoever controlled until then.
+
+        Raises:
+            MoveRefused: says why, and what to do.
+        """
+        found = self.open()
+        if self._stops != _stops(self.session):
+            raise MoveRefused(
+                f'session {self.session.id!r} was stopped; when it may go on, say "reset": true in the next act, or '
+                "connect anew"
+            )
+        return found
+
+    def begin_anew(self) -> None:
+        """This client takes the robot up, again after a stop; nothing of before counts.
+
+        Raises:
+            MoveRefused: nobody may now.
+        """
+        self.open()
+        self._stops = _stops(self.session)
+        self._plan, self._given = None, 0
+        self._trail = self._trail[:0]
 
     async def think(self, seen: Observation, executed: int | None = None) -> Thought:
         """What to do about this observation (with every camera and joint).
@@ -239,16 +261,13 @@ class Consultation:
             # Once: whoever says it again for the same chunk says it of what is left.
             self._plan = self._plan[executed:]
 
-    async def next(self, seen: Observation, *, is_new: bool = False) -> tuple[np.ndarray, int, Thought | None]:
+    async def next(self, seen: Observation) -> tuple[np.ndarray, int, Thought | None]:
         """One action (a,), how many are left before the policy is asked again, and what it thought if it was.
 
         Raises:
             As ``think``.
         """
         drive = self.check()[1]
-        if is_new:
-            self._plan = None
-            self._given = 0
         thought = None
         steps = drive.control.pace.action_steps
         if self._plan is None or self._given >= min(steps, len(self._plan)):
@@ -291,3 +310,7 @@ class Consultation:
             "action_steps": pace.action_steps,
             "reads_prompt": False,
         }
+
+
+def _stops(session: Listed) -> int:
+    return session.stops if isinstance(session, Session) else 0

@@ -29,7 +29,7 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
         form = _form(request.headers.get("content-type"))
         wanted = _wanted(request.headers.get("accept"), form)
         consultation = doors.acting(session, caller_of(request))
-        consultation.check()
+        consultation.open()
         most = packing.LARGEST_JSON if form == JSON else doors.settings.socket.bytes
         body = b"".join(await read_pieces(request, most, "msgpack may have more" if form == JSON else "of one act"))
     except ServiceError:

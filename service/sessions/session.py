@@ -57,7 +57,7 @@ class Session:
         policies: those it holds.
         created_at: monotonic.
         figures: each gives a part of the stats; whoever attaches a tap may have something to say.
-        is_halted: whether somebody stopped it, and nobody has started or reset it since.
+        stops: how often somebody stopped it. Whoever controls its robot from outside has to begin anew after each.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Session:
         self.rooms: Rooms | None = None
         self.drive: Drive | None = None
         self.created_at = time.monotonic()
-        self.is_halted = False
+        self.stops = 0
         self.policies = Changeover(new, engine, load, self._driven)
         self.figures: list[Callable[[], Mapping[str, object]]] = []
         self._admission: Mapping[str, object] = {}
@@ -186,7 +186,7 @@ class Session:
     def stop(self) -> None:
         """Stop the robot where it is."""
         self._life.check(Move.STOP)
-        self.is_halted = True
+        self.stops += 1
         self._halt()
         self._move(Move.STOP)
 
@@ -217,7 +217,7 @@ class Session:
     def emergency_stop(self, reason: str) -> None:
         """Stop the robot where it is, until somebody resets."""
         self._life.check(Move.EMERGENCY_STOP)
-        self.is_halted = True
+        self.stops += 1
         self._halt(always_hold=True)
         self._move(Move.EMERGENCY_STOP, reason)
         logger.warning("session %s: emergency stop: %s", self.id, reason)
@@ -225,7 +225,6 @@ class Session:
     def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
         self._life.move(Move.RESET)
-        self.is_halted = False
 
     def begin_end(self) -> None:
         """Stop the robot and begin to leave; ``end`` waits for it."""
@@ -248,7 +247,6 @@ class Session:
 
     def _set_going(self, move: Move) -> None:
         self._move(move)
-        self.is_halted = False
         self._active_since = time.monotonic()
         assert self.drive is not None, "the table lets only loaded sessions start"
         self.drive.begin()

@@ -127,6 +127,11 @@ async def test_a_program_without_an_event_loop_does_the_same(client: AsyncClient
                     drive(stream)
                 assert session.status().is_moving
             assert session.status().status == "stopped"
+            with pytest.raises(Refused, match="stopped"):
+                session.act(PICTURES, POSE)
+            with session:
+                assert session.act(PICTURES, POSE).actions.shape == (20, 6)
+                assert session.act(PICTURES, POSE, executed=2).actions.shape == (20, 6)
             server.emergency_stop("all of them")
             with pytest.raises(Refused) as refused:
                 session.start()

@@ -131,14 +131,38 @@ async def test_bodies_are_held_to_forms_and_sizes(server):
     assert (await server.act(io.BytesIO(bytes(17 << 20))))[0] == 413
 
 
-async def test_whoever_stops_it_is_obeyed_until_a_reset(server):
-    for stop in ("stop", "emergency_stop"):
-        assert (await server.call("POST", f"/sessions/arm/{stop}"))[0] == 200
-        status, told = await server.act(server.seen())
+async def test_a_stop_ends_what_a_client_does_until_it_says_that_it_begins_anew(server):
+    assert (await server.act(server.seen()))[0] == 200
+    assert (await server.call("POST", "/sessions/arm/stop"))[0] == 200
+    for want in ("chunk", "action"):
+        status, told = await server.act(server.seen(want=want))
         assert (status, told["code"]) == (409, "move_refused")
-        assert "/debug/sessions/arm/reset" in told["detail"]
-        assert (await server.call("POST", "/debug/sessions/arm/reset"))[0] == 200
-        assert (await server.act(server.seen()))[0] == 200
+        assert '"reset": true' in told["detail"]
+    assert (await server.act(server.seen(reset=True)))[0] == 200
+    assert (await server.act(server.seen(executed=1)))[0] == 200
+
+
+async def test_a_client_that_asked_in_vain_while_the_loop_drove_moves_nothing_when_that_is_stopped(server):
+    assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
+    assert "its own control loop" in (await server.act(server.seen()))[1]["detail"]
+    assert (await server.call("POST", "/sessions/arm/stop"))[0] == 200
+    assert (await server.act(server.seen()))[0] == 409
+
+
+async def test_a_session_that_was_stopped_may_be_asked_by_whoever_comes_after(server):
+    assert (await server.call("POST", "/sessions/arm/stop"))[0] == 200
+    assert (await server.act(server.seen()))[0] == 200
+
+
+async def test_a_latch_holds_against_clients_that_begin_anew_and_nothing_moves_by_a_reset(server):
+    assert (await server.act(server.seen()))[0] == 200
+    assert (await server.call("POST", "/sessions/arm/emergency_stop"))[0] == 200
+    status, told = await server.act(server.seen(reset=True))
+    assert status == 409
+    assert "/debug/sessions/arm/reset" in told["detail"]
+    assert (await server.call("POST", "/debug/sessions/arm/reset"))[0] == 200
+    assert (await server.act(server.seen()))[0] == 409
+    assert (await server.act(server.seen(reset=True)))[0] == 200
 
 
 async def test_a_stop_while_the_policy_thinks_keeps_its_answer_back(server):
