@@ -34,6 +34,11 @@ class Placement:
         return self.devices[0].platform
 
     @property
+    def is_host(self) -> bool:
+        """Whether arrays of the host are where they are computed on."""
+        return self.platform == "cpu" and len(self.devices) == 1
+
+    @property
     def whole(self) -> jax.sharding.Sharding:
         """For what every device has all of."""
         if len(self.devices) == 1:

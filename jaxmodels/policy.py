@@ -134,7 +134,10 @@ class Policy:
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Seconds that the last `act` spent on ``to_device``, ``compute`` and ``to_host``; empty before the first."""
+        """Seconds that the last `act` spent on ``to_device``, ``compute`` and ``to_host``; empty before the first.
+
+        ``to_device`` is handing over what is sent: it travels while the program is started, and on a CPU not at all.
+        """
         return MappingProxyType(self._timings)
 
     @property
@@ -160,7 +163,9 @@ class Policy:
 
     def _run(self, program: Any, seen: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
-        placed = jax.block_until_ready(jax.device_put(seen, self._place.whole))
+        # A program on the CPU reads the arrays where they are, when they are aligned; a device_put of its own before
+        # took 0.2 ms of 1.2. An accelerator computes while nobody waits for what was sent.
+        placed = seen if self._place.is_host else jax.device_put(seen, self._place.whole)
         sent = time.perf_counter()
         chunk = jax.block_until_ready(program(self._weights, placed))
         computed = time.perf_counter()
