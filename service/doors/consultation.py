@@ -11,7 +11,7 @@ import numpy as np
 from service.doors.direct import DirectLink, DirectTransport
 from service.doors.observation import Observation, Wanted
 from service.engine.engine import Engine, Inference, Sizes, in_words
-from service.errors import Compiling, InvalidRequest, MoveRefused, PolicyFailed, TooManyRequests
+from service.errors import Compiling, InvalidRequest, MoveRefused, PolicyFailed, ServiceError, TooManyRequests
 from service.motion.drive import Drive
 from service.motion.thinking import STAGES
 from service.safety.guard import Motion
@@ -25,6 +25,9 @@ ASKABLE = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
 _SHOWN = 0.01  # seconds
 # Of one session, at a time.
 MOST = 32
+# Seconds after the last single action from which the arm is where it is measured, not where that action led.
+_PAUSE = 2.0
+_NONE = np.zeros((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,12 @@ class Consultation:
         self._patience = patience
         self._plan: np.ndarray | None = None
         self._given = 0
+        self._given_at = -math.inf
+        self._ticks = -1  # of the session's own loop when the plan was made
         self._shown_at = -math.inf
         self._stops = _stops(session)
-        # The newest actions that were done, as the client says.
-        self._trail = np.zeros((0, 0), np.float32)
+        # The newest actions that were done before the plan, as the client says.
+        self._trail = _NONE
 
     def wanted(self) -> Wanted:
         """What its observations hold.
@@ -145,8 +150,10 @@ class Consultation:
         """
         self.open()
         self._stops = _stops(self.session)
-        self._plan, self._given = None, 0
-        self._trail = self._trail[:0]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._plan, self._given, self._trail = None, 0, _NONE
 
     async def think(self, seen: Observation, executed: int | None = None) -> Thought:
         """What to do about this observation (with every camera and joint).
@@ -162,20 +169,20 @@ class Consultation:
             TooManyRequests: the session has enough to think about.
         """
         link, drive = self.check()
-        self._follow(executed)
         if link.thinking >= MOST:
             raise TooManyRequests(f"session {self.session.id!r} has {MOST} acts under way; ask again when one is done")
+        trail = self._done(executed, drive)
         link.thinking += 1
         try:
-            thought = await self._think(drive, seen)
+            thought = await self._think(drive, seen, trail)
         finally:
             link.thinking -= 1
         self.check()
         link.acts += 1
-        self._plan = thought.actions
+        self._plan, self._trail, self._ticks = thought.actions, trail, drive.control.ticks
         return thought
 
-    async def _think(self, drive: Drive, seen: Observation) -> Thought:
+    async def _think(self, drive: Drive, seen: Observation, trail: np.ndarray) -> Thought:
         began = time.monotonic()
         wanted = self.wanted()
         pose, odd = seen.pose(wanted)
@@ -193,7 +200,7 @@ class Consultation:
             await self._compile(drive, sizes)
         try:
             inference = await self._engine.submit(served, observation, asker=self)
-            chunk, clamped = self._judged(drive, inference.chunk, pose)
+            chunk, clamped = self._judged(drive, inference.chunk, _motion(pose, trail, drive.control.pace.action_rate))
         except PolicyFailed:
             thinking.errors += 1
             raise
@@ -222,44 +229,32 @@ class Consultation:
         except TimeoutError:
             raise Compiling(f"the policy is being compiled for {in_words(sizes)}; ask again") from None
 
-    def _judged(self, drive: Drive, answer: object, pose: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    def _judged(self, drive: Drive, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
         guard = drive.control.guard
         wrong = guard.form(answer)
         if wrong is None:
             assert isinstance(answer, np.ndarray)
-            judged = guard.judge(answer[0].astype(np.float32), self._motion(pose, drive.control.pace.action_rate))
+            judged = guard.judge(answer[0].astype(np.float32), motion)
             if judged.actions is not None:
                 return judged.actions, judged.clamped
             wrong = judged.reason or "", judged.text
         drive.control.rejected += 1
         raise PolicyFailed(wrong[1])
 
-    def _motion(self, pose: np.ndarray, rate: float) -> Motion:
-        trail = self._trail
-        if not len(trail):
-            rest = np.zeros(len(pose))
-            return Motion(pose, rest, rest)
-        newest, older, oldest = trail[-1], trail[max(len(trail) - 2, 0)], trail[0]
-        velocity = (newest - older).astype(np.float64) * rate
-        bend = (newest - 2 * older + oldest).astype(np.float64) * rate**2
-        return Motion(newest, velocity, bend if len(trail) > 2 else None, is_at_rest=False)
-
-    def _follow(self, executed: int | None) -> None:
-        """What was done of the last chunk is what the next one follows."""
+    def _done(self, executed: int | None, drive: Drive) -> np.ndarray:
+        """The newest actions (n, a) that the next chunk follows; none of them when the arm is at rest."""
+        if drive.control.ticks != self._ticks:
+            self._forget()  # the session's own loop drove the robot meanwhile
         if executed is None:
-            self._trail = self._trail[:0]
-            return
-        there = 0 if self._plan is None else len(self._plan)
-        if not 0 <= executed <= there:
+            return _NONE
+        plan = _NONE if self._plan is None else self._plan
+        if not 0 <= executed <= len(plan):
             raise InvalidRequest(
-                f"executed is {executed}, but the last chunk that this client got has {there} actions",
+                f"executed is {executed}, but the last chunk that this client got has {len(plan)} actions",
                 ("body", "executed"),
             )
-        if self._plan is not None:
-            done = self._plan[:executed]
-            self._trail = np.concatenate([self._trail, done])[-3:] if len(self._trail) else done[-3:]
-            # Once: whoever says it again for the same chunk says it of what is left.
-            self._plan = self._plan[executed:]
+        parts = [part for part in (self._trail, plan[:executed]) if len(part)]
+        return np.concatenate(parts)[-3:] if parts else _NONE
 
     async def next(self, seen: Observation) -> tuple[np.ndarray, int, Thought | None]:
         """One action (a,), how many are left before the policy is asked again, and what it thought if it was.
@@ -268,14 +263,22 @@ class Consultation:
             As ``think``.
         """
         drive = self.check()[1]
-        thought = None
+        now, thought = time.monotonic(), None
+        if drive.control.ticks != self._ticks or now - self._given_at > _PAUSE:
+            self._forget()
         steps = drive.control.pace.action_steps
         if self._plan is None or self._given >= min(steps, len(self._plan)):
-            thought = await self.think(seen, None if self._plan is None else self._given)
+            executed = None if self._plan is None else self._given
+            try:
+                thought = await self.think(seen, executed)
+            except ServiceError:
+                self._forget()  # the client got nothing: it does not go on
+                raise
             self._given = 0
         assert self._plan is not None
         action = self._plan[self._given]
         self._given += 1
+        self._given_at = time.monotonic()
         return action, min(steps, len(self._plan)) - self._given, thought
 
     def prompted(self, prompt: str) -> None:
@@ -310,6 +313,17 @@ class Consultation:
             "action_steps": pace.action_steps,
             "reads_prompt": False,
         }
+
+
+def _motion(pose: np.ndarray, trail: np.ndarray, rate: float) -> Motion:
+    """What a chunk follows: these actions, or a pose at rest."""
+    if not len(trail):
+        rest = np.zeros(len(pose))
+        return Motion(pose, rest, rest)
+    newest, older, oldest = trail[-1], trail[max(len(trail) - 2, 0)], trail[0]
+    velocity = (newest - older).astype(np.float64) * rate
+    bend = (newest - 2 * older + oldest).astype(np.float64) * rate**2
+    return Motion(newest, velocity, bend if len(trail) > 2 else None, is_at_rest=False)
 
 
 def _stops(session: Listed) -> int:

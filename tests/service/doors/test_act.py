@@ -61,6 +61,45 @@ async def test_single_actions_come_from_one_chunk_until_it_is_used_up(serve):
         assert (told["left"], server.policy.acted) == (1, 3)
 
 
+async def test_single_actions_go_on_after_a_failure_from_where_the_arm_is(serve):
+    needs = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=2, action_steps=2)
+    async with serve(policy=ScriptedPolicy(needs, step=5.0), max_relative_target=1.0) as server:
+        await server.create()
+        for _ in range(2):
+            assert (await server.act(server.seen(want="action")))[0] == 200
+        server.policy.failures.append(ValueError("broken"))
+        assert (await server.act(server.seen(want="action")))[0] == 500
+        told = (await server.act(server.seen(want="action")))[1]
+        np.testing.assert_allclose(told["action"], np.add(server.pose, 1.0), atol=1e-4)
+
+
+async def test_an_action_that_was_planned_before_a_pause_or_before_the_loop_drove_is_never_told(server):
+    assert (await server.act(server.seen(want="action")))[0] == 200
+    ((_, client),) = server.app.ctx.doors._acting.items()
+    moved = np.add(server.pose, -7.0).astype(np.float32)
+
+    async def told() -> np.ndarray:
+        return (await server.act(server.seen(want="action", state=moved)))[1]["action"]
+
+    client._given_at -= 2.1
+    np.testing.assert_allclose(await told(), moved + 0.1, atol=1e-4)
+    np.testing.assert_allclose(await told(), moved + 0.2, atol=1e-4)
+    client.session.drive.control.ticks += 1
+    np.testing.assert_allclose(await told(), moved + 0.1, atol=1e-4)
+
+
+async def test_what_was_done_of_a_chunk_may_be_said_again(serve):
+    async with serve(policy=ScriptedPolicy(step=5.0), max_relative_target=1.0) as server:
+        await server.create()
+        assert (await server.act(server.seen()))[0] == 200
+        server.policy.failures.append(ValueError("broken"))
+        assert (await server.act(server.seen(executed=4)))[0] == 500
+        moved = np.array(server.pose, np.float32) + 1.0
+        told = (await server.act(server.seen(state=moved, executed=5)))[1]
+        # The policy wants 6, from the fifth action on.
+        np.testing.assert_allclose(told["actions"][:2, 0], [6, 7], atol=1e-4)
+
+
 async def test_a_chunk_is_held_to_the_limits_from_the_measured_pose_or_from_what_was_done(serve):
     async with serve(policy=ScriptedPolicy(step=5.0), max_relative_target=1.0) as server:
         await server.create()
