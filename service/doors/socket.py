@@ -297,11 +297,16 @@ class DoorSocket(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or self._is_closing or self._is_lost:
             return False
-        if transport.get_write_buffer_size() > self._limits.unsent:
+        if self.unsent > self._limits.unsent:
             self.refused += 1
             return False
         self._write(TEXT if is_text else BINARY, pieces)
         return True
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the network has not taken yet."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, code: int = 1000, reason: str = "") -> None:
         """Say goodbye; a peer that does not answer is cut off."""

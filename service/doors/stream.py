@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 _LOOK = 0.2  # seconds between looks at the session, and whether the client is still heard of
 _LOOK_AT_KEY = 2.0  # which is in a file
 _BAD = 20  # messages in a row that make no sense
+# Bytes that wait to be sent before a command; as in rooms, more would be a backlog of old commands.
+_MOST_UNSENT = 4096
 _OLDEST = 10_000.0  # milliseconds
 TAKEN = 4409
 
@@ -148,6 +150,8 @@ class Stream:
         seen_at = now - age / 1e3
         if seen.files:
             # Decoded in a thread, one observation at a time; of those that come meanwhile the newest is next.
+            # Joints are told at once: decoded pictures must not bring back where the arm was before.
+            self._show({}, seen.joints, seen_at)
             self._next_seen = (seen, seen_at)
             if self._decoding is None or self._decoding.done():
                 self._decoding = asyncio.create_task(self._decode(wanted), name="a stream's pictures")
@@ -163,7 +167,7 @@ class Stream:
                 self._refuse(error, None)
                 continue
             if self._link.driver is self:
-                self._show(frames, seen.joints, seen_at)
+                self._show(frames, {}, seen_at)
 
     def _show(self, frames: Mapping[str, Any], joints: Mapping[str, float], seen_at: float) -> None:
         inbox = self._link.inbox
@@ -198,7 +202,9 @@ class Stream:
     # What it is told.
 
     def command(self, joints: Sequence[JointValue]) -> bool:
-        """A command of the session's control loop; False when it is not taken."""
+        """A command of the session's control loop; False when it is not taken, because older ones are still unread."""
+        if self._socket.unsent > _MOST_UNSENT:
+            return False
         number, came = self._seen or (None, None)
         self._commands += 1
         now = time.monotonic()

@@ -1,15 +1,19 @@
 import asyncio
+import io
 import json
+import threading
 import time
 from contextlib import suppress
 
 import numpy as np
 import pytest
 import websockets
+from PIL import Image
 
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
-from service.doors import packing
+from service.doors import packing, pictures
+from service.transport.base import JointValue
 
 
 class Client:
@@ -177,3 +181,36 @@ async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
             assert (await Client(socket).hear("error"))["code"] == "forbidden"
             await Client(socket).say("stop")
             await Client(socket).hear("stopped")
+
+
+async def test_a_picture_that_takes_long_to_decode_does_not_bring_back_older_joints(server, monkeypatch):
+    gate = threading.Event()
+    decode = pictures.decode
+    monkeypatch.setattr(pictures, "decode", lambda *told: gate.wait(10) and decode(*told))
+    async with server.stream() as socket:
+        client = Client(socket)
+        held = io.BytesIO()
+        Image.fromarray(server.seen()["images"]["front"]).save(held, "PNG")
+        await client.say("observation", **server.seen(images={"front": held.getvalue()}))
+        await client.say("observation", state={"Elbow": -30.0})
+        await client.say("ping")
+        await client.hear("pong")
+        gate.set()
+        buffer = server.app.ctx.sessions.get("arm").drive.buffer
+        while not buffer.sizes():  # noqa: ASYNC110, it decodes in a thread
+            await asyncio.sleep(0.01)
+        assert buffer.measured()["Elbow"] == -30.0
+
+
+async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server, monkeypatch):
+    async with server.stream() as socket:
+        client = Client(socket)
+        await client.say("observation", **server.seen())
+        await client.say("ping")
+        await client.hear("pong")
+        link = server.app.ctx.doors.direct.links["arm"]
+        command = [JointValue("Elbow", 1.0, 2)]
+        assert link.send(command)
+        monkeypatch.setattr(type(link.driver._socket), "unsent", 4097)
+        assert not link.send(command)
+        assert link.health()["commands_refused"] == 1
