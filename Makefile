@@ -25,7 +25,8 @@ HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/robojax tests/test_docs.py tests/test_floors.py tests/test_layers.py tests/test_notebooks.py \
   $(addprefix tests/service/,arrays auth cli doors recording routes ui safety/test_bad_input.py \
     transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
-    $(patsubst %,engine/test_%.py,loading real_policy) $(patsubst %,sessions/test_%.py,interrupted records)) \
+    $(patsubst %,engine/test_%.py,admission batching devices loading real_policy) \
+    $(patsubst %,sessions/test_%.py,interrupted records)) \
   $(patsubst %,tests/service/test_%.py,crash_recovery finite_numbers hostile_requests logs session_cycles settings)
 # These are told what time it is, or keep none.
 CALLED += $(addprefix tests/service/,motion updates/test_gates.py \

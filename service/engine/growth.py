@@ -54,21 +54,21 @@ class Growth:
 
     async def _grow(self) -> None:
         while self._wanted:
-            if not self._may():
+            self._wanted = [wanted for wanted in self._wanted if wanted.served() is not None]
+            may = self._may()
+            wanted = next((wanted for wanted in self._wanted if may or _is_shared(wanted)), None)
+            if wanted is None:
                 await asyncio.sleep(PAUSE)
                 continue
-            wanted = self._wanted[0]
-            served = wanted.served()
-            if served is not None:
-                await self._compile(served, wanted)
-            del served  # whoever let go of it meanwhile was the last
+            await self._compile(wanted)
             if wanted in self._wanted:
                 self._wanted.remove(wanted)
         self._task = None
 
-    async def _compile(self, served: Served, wanted: _Wanted) -> None:
+    async def _compile(self, wanted: _Wanted) -> None:
         def compile_all() -> None:
-            for replica in served.replicas:
+            served = wanted.served()
+            for replica in served.replicas if served is not None else ():
                 replica.prepare(wanted.batch, wanted.sizes)
 
         try:
@@ -86,3 +86,11 @@ class Growth:
         """Nothing more is begun; what runs in its thread is left to itself."""
         if self._task is not None:
             self._task.cancel()
+
+
+def _is_shared(wanted: _Wanted) -> bool:
+    """Whether another policy's programs will do, so that nothing but a trial is left: a push changes only weights."""
+    served = wanted.served()
+    return served is not None and all(
+        replica.policy.is_compiled(wanted.batch, wanted.sizes) for replica in served.replicas
+    )

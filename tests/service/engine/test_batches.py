@@ -182,6 +182,10 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
         await asyncio.sleep(0.01)
         assert policy.batches == []
         assert engine.facts()["batch_sizes_to_compile"] == 2
+    # One whose programs are there already, because it took over from another, need not wait.
+    policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
+    async with engine.policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
+        await until(lambda: len(served.replicas[0].can(frozenset(policy.requirements.cameras.items()))) == 3)
     await engine.close()
 
 
