@@ -116,7 +116,7 @@ async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_p
     transport = MemoryTransport()
     sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
     try:
-        session = await sessions.create(NewSession("s", str(policy_folder), "memory://"))
+        session = await sessions.create(NewSession("s", str(policy_folder), "memory://", overlap="replace"))
         link = transport.link
 
         async def robot() -> None:
