@@ -282,6 +282,6 @@ class Engine:
         """End the device threads; waits a second for an inference that is running."""
         self._store.close()
         self._growth.close()
-        ended = await asyncio.gather(*(asyncio.to_thread(lane.close, 1.0) for lane in self._lanes))
+        ended = await asyncio.gather(*(lane.close(1.0) for lane in self._lanes))
         if not all(ended):
             logger.warning("the device thread is still busy; it is left behind")

@@ -131,7 +131,7 @@ class Lane:
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
         soon = now + 2 * replica.costs.slow(1)
-        due = soon if due is None else min(due, now + PATIENCE)
+        due = min(soon if due is None else due, now + PATIENCE)
         request = Request(replica, observation, loop.create_future(), now, due, is_alone)
         self.asked += 1
         self._inbox.requests.put(request)
@@ -142,12 +142,12 @@ class Lane:
         finally:
             self.asked -= 1
 
-    def close(self, within: float) -> bool:
+    async def close(self, within: float) -> bool:
         """End the thread after its present batch; whether it ended in time (seconds)."""
         if self._timer is not None:
-            self._timer.cancel()
+            self._timer.cancel()  # here and not in another thread: timers belong to the loop
         self._inbox.requests.put(None)
-        self._thread.join(within)
+        await asyncio.to_thread(self._thread.join, within)
         return not self._thread.is_alive()
 
     # Looking after the thread, on the event loop.
@@ -301,14 +301,17 @@ def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[Inference] | Bas
             raise ValueError(f"a batch of {batch.size} was answered with {np.shape(chunks)}")
     except BaseException as error:  # whatever it is belongs to the waiting side, which raises it there
         return error
-    replica.costs.learn(batch.size, ended - batch.started)
+    spent = ended - batch.started
+    # One that hung for a minute must not turn robots away for as long as it is remembered; a device that got slower is
+    # known all the same.
+    replica.costs.learn(batch.size, min(spent, batch.overdue) if batch.is_left else spent)
     return [
         Inference(
             # A copy each: what one session does with its rows is nobody else's business.
             chunk=chunks[row : row + 1].copy() if len(members) > 1 else chunks,
             queue=batch.started - member.submitted,
             to_device=timings.get("to_device", 0.0),
-            compute=timings.get("compute", ended - batch.started),
+            compute=timings.get("compute", spent),
             to_host=timings.get("to_host", 0.0),
             total=ended - member.submitted,
             batch=len(members),

@@ -268,6 +268,7 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
         assert (engine.facts()["threads_replaced"], fine.threads) == (1, {"device-2"})
         held.set()
         assert (await hanging).chunk.shape == (1, 20, 6), "it was only late"
+        assert first.costs.slow(1) <= 0.1, "and nobody is turned away for it"
     await engine.close()
 
 
