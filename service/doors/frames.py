@@ -73,6 +73,24 @@ def read_head(data: memoryview) -> Head | None:
     return Head(opcode, bool(first & 0x80), size + 4, length, bytes(data[size : size + 4]))
 
 
+def read_close(data: bytes) -> bytes:
+    """What a close with this data is answered with: its code, if it has one.
+
+    Raises:
+        BadFrame: the code is none that may be sent, or its reason no text.
+    """
+    if not data:
+        return b""
+    code = int.from_bytes(data[:2], "big") if len(data) > 1 else 0
+    if not (1000 <= code <= 1003 or 1007 <= code <= 1014 or 3000 <= code <= 4999):
+        raise BadFrame(1002, "a close without a code that may be sent")
+    try:
+        data[2:].decode()
+    except UnicodeDecodeError:
+        raise BadFrame(1007, "text is not UTF-8") from None
+    return data[:2]
+
+
 def unmask(data: np.ndarray, mask: bytes) -> None:
     """Take the mask off (n,) uint8, in place and eight bytes at a time."""
     even = len(data) & ~7

@@ -17,7 +17,20 @@ from typing import Any, cast
 import numpy as np
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
-from service.doors.frames import BINARY, CLOSE, PING, PONG, TEXT, BadFrame, Head, build_head, read_head, unmask
+from service.doors.frames import (
+    BINARY,
+    CLOSE,
+    PING,
+    PONG,
+    TEXT,
+    BadFrame,
+    Head,
+    build_head,
+    read_close,
+    read_head,
+    unmask,
+)
+from service.edge.punctual import PunctualProtocol
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +54,14 @@ class SocketLimits:
         unsent: bytes that may wait to be read by the peer; what comes on top is not taken.
         slow: a peer that reads nothing for so long, with something waiting for it, is cut off.
         heartbeat: from one ping to the next; a peer that is not heard of for two of them is cut off.
+        message: from a message's first byte to its last; a peer that takes longer is cut off.
     """
 
     bytes: int = 16 << 20
     unsent: int = 1 << 20
     slow: float = 5.0
     heartbeat: float = 10.0
+    message: float = 30.0
 
 
 class DoorSocket(asyncio.BufferedProtocol):
@@ -74,9 +89,13 @@ class DoorSocket(asyncio.BufferedProtocol):
         self._filled = 0
         self._parts: list[np.ndarray] = []
         self._kind = 0
+        self._begun_at = self.heard_at
+        self._early = memoryview(b"")
         self._messages: deque[memoryview | str] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_closing = self._is_lost = self._is_waiting = self._is_pausing = False
+        # Nothing that it still sends is looked at: it said goodbye, or cannot be understood any more.
+        self._is_over = False
         self._frames, self._frames_at = _FRAMES, self.heard_at
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._pinged_at = 0.0
@@ -84,9 +103,8 @@ class DoorSocket(asyncio.BufferedProtocol):
 
     @classmethod
     def take(cls, socket: WebsocketImplProtocol, limits: SocketLimits) -> "DoorSocket":
-        """The connection of an upgraded socket, which Sanic reads no more. Nothing may have come on it yet."""
-        before = socket.io_proto
-        assert before is not None
+        """The connection of an upgraded socket of a route with ``ctx_is_handed_over``: Sanic has read nothing of it."""
+        before = cast(PunctualProtocol, socket.io_proto)
         if before.transport is None or before.transport.is_closing():
             raise SocketClosed
         transport = cast(asyncio.Transport, before.transport)
@@ -95,13 +113,10 @@ class DoorSocket(asyncio.BufferedProtocol):
             socket.keepalive_ping_task.cancel()
             socket.keepalive_ping_task = None
         transport.pause_reading()
-        # Sanic may have read a message that was sent right behind the handshake's end.
-        early = list(socket.assembler.chunks)
         transport.set_protocol(door)
         door.connection_made(transport)
-        for chunk in early:
-            door._messages.append(chunk if isinstance(chunk, str) else memoryview(bytes(chunk)))
-        transport.resume_reading()
+        door._early = memoryview(before.hand_over())
+        door._go_on()
         return door
 
     # What asyncio calls.
@@ -124,12 +139,13 @@ class DoorSocket(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """So many came."""
         self.heard_at = time.monotonic()
+        if self._is_over:
+            return
         if self._head is not None and len(self._target) > self._filled:
             self._filled += nbytes
-            if self._filled == len(self._target):
-                self._finish_frame()
-            else:
+            if self._filled < len(self._target):
                 return
+            self._understand(self._finish_frame)
         else:
             self._end += nbytes
         self._read()
@@ -163,26 +179,40 @@ class DoorSocket(asyncio.BufferedProtocol):
     def _read(self) -> None:
         """Read what lies in the scratch."""
         count = 0
-        while not (self._is_closing or self._is_lost):
-            if count >= _AT_ONCE or len(self._messages) >= _WAITING:
-                break
-            try:
-                head = read_head(self._view[self._start : self._end])
-                if head is None:
-                    break
-                count += 1
-                self._begin_frame(head)
-            except BadFrame as error:
-                log.info("a door's socket is closed: %s", error)
-                self.close(error.code, str(error))
-                return
+        while count < _AT_ONCE and len(self._messages) < _WAITING and self._understand(self._next_frame):
+            count += 1
             if self._head is not None:
                 break  # the rest of its data is read into its own place
         self._tidy()
         self._breathe(count)
 
+    def _understand(self, read: Callable[[], bool]) -> bool:
+        """What ``read`` returns; False when it makes no sense, which is the end, or when the end was before."""
+        try:
+            return not (self._is_over or self._is_lost) and read()
+        except BadFrame as error:
+            log.info("a door's socket is closed: %s", error)
+            self.close(error.code, str(error))
+            self._end_reading()
+            return False
+
+    def _next_frame(self) -> bool:
+        """Begin the next one; False when not even its head is there."""
+        head = read_head(self._view[self._start : self._end])
+        if head is not None:
+            self._begin_frame(head)
+        return head is not None
+
+    def _end_reading(self) -> None:
+        self._is_over = True
+        self._start = self._end = self._kind = 0
+        self._head, self._target, self._early = None, memoryview(b""), memoryview(b"")
+        self._parts.clear()
+
     def _begin_frame(self, head: Head) -> None:
         if not head.is_control:
+            if not self._kind:
+                self._begun_at = self.heard_at
             if (head.opcode == 0) != bool(self._kind):
                 raise BadFrame(1002, "a part of a message out of turn")
             held = sum(len(part) for part in self._parts)
@@ -199,22 +229,24 @@ class DoorSocket(asyncio.BufferedProtocol):
         if there == head.length:
             self._finish_frame()
 
-    def _finish_frame(self) -> None:
+    def _finish_frame(self) -> bool:
         head, data = self._head, self._data
         assert head is not None
         self._head, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
         unmask(data, head.mask)
         if head.is_control:
             self._control(head.opcode, data.tobytes())
-            return
+            return True
         self._kind = self._kind or head.opcode
         self._parts.append(data)
         if len(self._parts) > 64:
             raise BadFrame(1009, "a message in more than 64 parts")
         if not head.is_final:
-            return
+            return True
         kind, parts = self._kind, self._parts
         self._kind, self._parts = 0, []
+        if self._is_closing:
+            return True
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if kind == TEXT:
             try:
@@ -224,15 +256,16 @@ class DoorSocket(asyncio.BufferedProtocol):
         else:
             self._messages.append(whole.data)
         self._wake()
+        return True
 
     def _control(self, opcode: int, data: bytes) -> None:
         if opcode == PING:
             self._write(PONG, (data,))
         elif opcode == CLOSE:
-            if not self._is_closing:
-                code = data[:2] if len(data) >= 2 else b""
-                self._write(CLOSE, (code,))
+            code = read_close(data)
+            self._write(CLOSE, (code,))
             self._is_closing = True
+            self._end_reading()
             self._wake()
             if self._transport is not None:
                 self._transport.close()
@@ -251,7 +284,7 @@ class DoorSocket(asyncio.BufferedProtocol):
         now = time.monotonic()
         self._frames = min(self._frames + (now - self._frames_at) * _FRAMES_PER_SECOND, _FRAMES) - count
         self._frames_at = now
-        if self._transport is None or self._is_closing or self._is_lost:
+        if self._transport is None or self._is_over or self._is_lost:
             return
         if len(self._messages) >= _WAITING:
             self._is_waiting = True
@@ -264,11 +297,18 @@ class DoorSocket(asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         self._is_pausing = self._is_waiting = False
-        if self._is_lost or self._is_closing or self._transport is None:
-            return
+        self._begun_at = time.monotonic()
         # Before the transport is asked for more: it may have no room for it.
         self._read()
-        if not (self._is_pausing or self._is_waiting or self._is_closing):
+        while self._early and not (self._is_pausing or self._is_waiting or self._is_over):
+            place = self.get_buffer(len(self._early))
+            count = min(len(place), len(self._early))
+            place[:count] = self._early[:count]
+            self._early = self._early[count:]
+            self.buffer_updated(count)
+        if self._transport is None or self._is_lost or self._transport.is_closing():
+            return
+        if not (self._is_pausing or self._is_waiting):
             self._transport.resume_reading()
 
     # What a door does.
@@ -312,14 +352,14 @@ class DoorSocket(asyncio.BufferedProtocol):
         """Say goodbye; a peer that does not answer is cut off."""
         if self._is_closing or self._is_lost or self._transport is None:
             return
-        self._write(CLOSE, (struct.pack(">H", code) + reason.encode()[:120],))
+        self._write(CLOSE, (struct.pack(">H", code) + reason.encode()[:120].decode(errors="ignore").encode(),))
         self._is_closing = True
+        self._messages.clear()
         self._wake()
-        # What it still sends is read and thrown away, so that it can read the reason.
-        self._start = self._end = 0
-        self._head = None
-        self._loop.call_later(_FAREWELL, self._transport.abort)
-        self._transport.close()
+        # What it still sends is read, and thrown away: a connection that ends over unread bytes is reset, and the peer
+        # may never see the reason.
+        self._timers["farewell"] = self._loop.call_later(_FAREWELL, self._transport.abort)
+        self._loop.call_soon(self._go_on)
 
     def abort(self) -> None:
         """End the connection now."""
@@ -331,7 +371,7 @@ class DoorSocket(asyncio.BufferedProtocol):
         await asyncio.shield(self.lost)
 
     def _write(self, opcode: int, pieces: Sequence[bytes | memoryview]) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing() or self._is_closing:
             return
         length = sum(len(piece) for piece in pieces)
         self._transport.write(b"".join((build_head(opcode, length), *pieces)))
@@ -345,6 +385,10 @@ class DoorSocket(asyncio.BufferedProtocol):
         is_reading = not (self._is_waiting or self._is_pausing)
         if is_reading and now - self.heard_at > 2 * self._limits.heartbeat:
             self._cut("it is silent")
+            return
+        is_begun = bool(self._parts) or self._head is not None
+        if is_reading and is_begun and now - self._begun_at > self._limits.message:
+            self._cut("its message takes too long")
             return
         self._write(PING, (b"",))
         self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._beat)

@@ -48,7 +48,9 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
     for handler, role in ((stream, Role.VIEWER), (openpi, Role.OPERATOR)):
         name = handler.__name__
         path = f"{prefix}/sessions/<session_id:str>/{name}"
-        blueprint.add_websocket_route(handler, path, name=name, error_format="json", ctx_role=role)
+        blueprint.add_websocket_route(
+            handler, path, name=name, error_format="json", ctx_role=role, ctx_is_handed_over=True
+        )
 
     # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request
@@ -80,7 +82,9 @@ def openpi_app(app: App) -> App:
     async def healthz(request: Request) -> HTTPResponse:
         return text("OK\n")
 
-    beside.add_websocket_route(openpi, "/", name="openpi", error_format="json", ctx_role=Role.OPERATOR)
+    beside.add_websocket_route(
+        openpi, "/", name="openpi", error_format="json", ctx_role=Role.OPERATOR, ctx_is_handed_over=True
+    )
     beside.add_route(healthz, "/healthz", methods=["GET", "HEAD"], name="healthz", error_format="json", ctx_role=None)
 
     @beside.on_request

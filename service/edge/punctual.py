@@ -85,6 +85,7 @@ class PunctualProtocol(WebSocketProtocol):
         "_deadline",
         "_feeding",
         "_frames",
+        "_is_handed_over",
         "_reading",
         "_request_deadline",
         "is_spare",
@@ -99,6 +100,7 @@ class PunctualProtocol(WebSocketProtocol):
         self.is_spare = False
         self._backlog = bytearray()
         self._feeding: asyncio.Task[None] | None = None
+        self._is_handed_over = False
         self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
 
     def connection_made(self, transport: Any) -> None:
@@ -134,6 +136,11 @@ class PunctualProtocol(WebSocketProtocol):
         """Bytes of a request or of a WebSocket."""
         if self._counted is None:
             return  # it is being let go
+        if self._is_handed_over:
+            self._backlog += data
+            if self.transport is not None:
+                self.transport.pause_reading()
+            return
         if self.websocket is not None:
             self._backlog += data
             if self._feeding is None:
@@ -147,6 +154,18 @@ class PunctualProtocol(WebSocketProtocol):
         if self._deadline is None:
             self._arm()
         super().data_received(data)
+
+    def hand_over(self) -> bytes:
+        """All that came since the upgrade, for the protocol that takes the connection over.
+
+        Of a route with ``ctx_is_handed_over``; what Sanic would have read of it would be lost, in the midst of a frame.
+        """
+        early = bytes(self._backlog)
+        self._backlog.clear()
+        if self.http is not None:
+            early = bytes(self.http.recv_buffer) + early
+            self.http.recv_buffer.clear()
+        return early
 
     async def _feed(self, socket: WebsocketImplProtocol, count: int) -> None:
         """The rest of what came, piece by piece.
@@ -184,6 +203,8 @@ class PunctualProtocol(WebSocketProtocol):
 
     async def websocket_handshake(self, request: Request[Any, Any], subprotocols: Sequence[str] | None = None) -> Any:
         """An upgrade; one that cannot be understood is the client's error, which Sanic answers with 500."""
+        # Before anything may come on it.
+        self._is_handed_over = getattr(request.route and request.route.ctx, "is_handed_over", False)
         try:
             socket = await super().websocket_handshake(request, subprotocols)
         except SanicException as error:
