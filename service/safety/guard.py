@@ -16,6 +16,7 @@ from service.stats import Tally
 
 # Rounding to float32 on the way is no fault of a policy.
 _RELATIVE, _ROUNDING = 1e-4, 4e-7
+_LARGEST = np.finfo(np.float32).max  # what is sent is float32
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class Guard:
         ends = np.abs(np.stack([limits.low, limits.high]))
         largest = np.where(np.isfinite(ends), ends, 0.0).max(axis=0)
         self._tolerance = _ROUNDING * largest
+        # What is inside needs no more than to be compared with these, which is most of what there is to judge.
+        believable = (-np.inf, np.inf) if limits.believable is None else limits.believable
+        self._believable = np.maximum(believable[0], -_LARGEST), np.minimum(believable[1], _LARGEST)
+        self._ends = self._clamping.low - self._tolerance, self._clamping.high + self._tolerance
+        self._fastest = self._clamping.speed * (1 + _RELATIVE) + self._tolerance
         self._slack = np.where(np.isfinite(limits.high - limits.low), SLACK * (limits.high - limits.low), 0.0)
         # Per tick, in the commands' own precision.
         self._step = np.minimum(limits.step, limits.velocity / rate).astype(np.float32)
@@ -96,7 +102,11 @@ class Guard:
         elif answer.shape != self._shape or answer.dtype.kind != "f":
             reason, text = "shape", f"the policy returned {answer.dtype} {answer.shape}, wanted floats {self._shape}"
         else:
-            is_finite = np.abs(answer) <= np.finfo(np.float32).max  # false of NaN; what is sent is float32
+            least, most = np.minimum.reduce(answer[0]), np.maximum.reduce(answer[0])
+            low, high = self._believable
+            if ((least >= low) & (most <= high)).all():  # false of NaN, which both hand on
+                return None
+            is_finite = np.abs(answer) <= _LARGEST
             if not is_finite.all():
                 bad = int(answer.size - is_finite.sum())
                 reason, text = "not_finite", f"the policy returned {bad} values that are not finite"
@@ -182,18 +192,22 @@ class Guard:
         """Reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
         found: dict[str, np.ndarray] = {}
         clamping, tolerance = self._clamping, self._tolerance
-        low, high = clamping.low - tolerance, clamping.high + tolerance
-        if len(whole) and (out := (whole.min(axis=0) < low) | (whole.max(axis=0) > high)).any():
-            found["position"] = out
+        low, high = self._ends
+        if len(whole):
+            out = (np.minimum.reduce(whole) < low) | (np.maximum.reduce(whole) > high)
+            if np.count_nonzero(out):
+                found["position"] = out
         if first >= len(whole):
             return found
         # The motion before as three places on the grid of actions, so that one difference covers chunk and seam.
+        places = np.empty((len(whole) - first + 3, whole.shape[1]))
         place = before.position.astype(np.float64)
-        past = np.stack([place - 2 * speed + bend, place - speed, place])
-        changes = np.diff(np.concatenate([past, whole[first:]]), axis=0)
+        places[0], places[1], places[2] = place - 2 * speed + bend, place - speed, place
+        places[3:] = whole[first:]
+        changes = places[1:] - places[:-1]
         fastest = np.abs(changes[2:])
-        most = clamping.speed * (1 + _RELATIVE) + tolerance
-        if (fast := fastest > most).any():
+        fast = fastest > self._fastest
+        if np.count_nonzero(fast):
             if (seam := fast[0]).any():
                 found["seam"] = seam
             if (inner := fast[1:].any(axis=0)).any():
