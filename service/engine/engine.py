@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that a trial waits for a moment in which no robot waits.
 TRIAL_WAIT = 1.0
+# Seconds without a question after which nobody is taken to be served: clients without a control loop here ask when they like.
+QUIET = 3.0
 # Inferences that go well before one who failed is put together with others again.
 TRUSTED_AFTER = 16
 
@@ -80,7 +82,7 @@ class Engine:
             sys.setswitchinterval(switch_interval)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._asked = 0
+        self._asked, self._asked_at = 0, -QUIET
         self._suspects: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
         self.load = load
@@ -123,7 +125,8 @@ class Engine:
         return tuple(Replica(copy, lane) for lane, copy in enumerate([policy, *copies]))
 
     def _may_grow(self) -> bool:
-        return not (self._asked or self.building.locked() or self.has_running_robot())
+        is_quiet = time.monotonic() >= self._asked_at + QUIET
+        return is_quiet and not (self._asked or self.building.locked() or self.has_running_robot())
 
     async def compile(self, served: Served, sizes: Sizes) -> None:
         """Make a policy ready for frames of these sizes, away from the device thread.
@@ -174,6 +177,7 @@ class Engine:
             raise
         finally:
             self._asked -= 1
+            self._asked_at = time.monotonic()
             if not self._asked:
                 self._idle.set()
         if asker in self._suspects:

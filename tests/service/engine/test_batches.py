@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -186,6 +187,23 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
     async with engine.policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
         await until(lambda: len(served.replicas[0].can(frozenset(policy.requirements.cameras.items()))) == 3)
+    await engine.close()
+
+
+async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.engine.engine.QUIET", 0.2)
+    monkeypatch.setattr("service.engine.growth.PAUSE", 0.01)
+    policy = ScriptedPolicy()
+    engine = Engine(switch_interval=None, batch_sizes=(1, 2))
+    engine.has_running_robot = lambda: True
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        await engine.submit(served, seen())
+        asked = time.monotonic()
+        engine.has_running_robot = lambda: False
+        await until(lambda: policy.batches)
+        assert time.monotonic() >= asked + 0.2
     await engine.close()
 
 
