@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds that a trial waits for a moment in which no robot waits.
 TRIAL_WAIT = 1.0
-# Seconds without a question after which nobody is taken to be served: clients without a control loop here ask when they like.
+# Seconds without a question after which nobody is served: clients without a control loop here ask when they like.
 QUIET = 3.0
 # Inferences that go well before one who failed is put together with others again.
 TRUSTED_AFTER = 16
