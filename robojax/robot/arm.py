@@ -7,7 +7,7 @@ from robojax.robot import registers
 from robojax.robot.bus import Bus
 from robojax.robot.calibration import Calibration
 from robojax.robot.errors import BusLost, RobotError
-from robojax.robot.registers import Register
+from robojax.robot.registers import RESOLUTION, Register, alarms
 from robojax.robot.units import Unit, from_steps, to_steps
 
 # Joint to servo id, as LeRobot numbers them.
@@ -27,8 +27,11 @@ SET_UP = {
 # Half of everything, so that a gripper that holds something does not burn out.
 SET_UP_GRIPPER = {registers.MAX_TORQUE: 500, registers.PROTECTION_CURRENT: 250, registers.OVERLOAD_TORQUE: 25}
 CALIBRATED = (registers.HOMING_OFFSET, registers.MIN_POSITION, registers.MAX_POSITION)
+# Where a shaft can be, with a turn to spare for what the servo takes off its position.
+BELIEVABLE = range(-RESOLUTION, 2 * RESOLUTION)
 # Readings in a row that may fail before a servo counts as lost; one lost packet is no lost servo.
 FAILURES = 3
+SENSOR = alarms(2)[0]
 
 
 class Figures(NamedTuple):
@@ -137,13 +140,14 @@ class Arm:
                 self._bus.write(JOINTS[name], registers.LOCK, 1)
 
     def pose(self) -> dict[str, float] | None:
-        """Where the joints are; None when it could not be read this once.
+        """Where the joints are; None when it could not be read this once, or a servo does not know it.
 
         Raises:
-            BusLost: it could not be read several times in a row.
+            BusLost: that was so several times in a row.
         """
         try:
             steps = self._steps()
+            self._believe(steps)
         except BusLost:
             self._failed += 1
             if self._failed >= FAILURES:
@@ -168,6 +172,8 @@ class Arm:
         for name, servo in JOINTS.items():
             try:
                 at = self._bus.read(servo, registers.PRESENT_POSITION)
+                if at not in BELIEVABLE or SENSOR in self._bus.status(servo):
+                    continue  # told to go there, it would drive to its end
                 if name != GRIPPER:
                     self._bus.write(servo, registers.GOAL_POSITION, at)
                 held.append(name)
@@ -194,6 +200,16 @@ class Arm:
         values, complaints = self._bus.read_all(list(JOINTS.values()), registers.PRESENT_POSITION)
         self.complaints = {self._names[servo]: found for servo, found in complaints.items()}
         return {self._names[servo]: value for servo, value in values.items()}
+
+    def _believe(self, steps: Mapping[str, int]) -> None:
+        """Refuse positions that are none: held there, a joint would drive to the end of its range."""
+        for name, value in steps.items():
+            if value not in BELIEVABLE or SENSOR in self.complaints.get(name, ()):
+                raise BusLost(
+                    f"{name}: servo {JOINTS[name]} does not know where it is: it says {value}",
+                    "switch the arm's power off and on; a servo that goes on saying so is broken",
+                    (JOINTS[name],),
+                )
 
     def _write(self, steps: Mapping[str, int]) -> None:
         if steps:

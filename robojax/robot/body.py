@@ -92,7 +92,8 @@ class Body:
                 self._wake.clear()
             with self._lock:
                 self._follower.stop("the program ends", is_latched=True)
-            self._turn()
+            while not self._turn():
+                pass  # a reading that fails once must not be why the arm is not held; one that goes on failing raises
         except RobotError as error:
             left = self._hold_what_is_left()
             self.failure = ArmLost(f"{error}; {left}", error.then)
@@ -102,10 +103,11 @@ class Body:
         finally:
             self._over.set()
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """One look and one goal; False when the arm could not be read this once."""
         pose = self._arm.pose()
         if pose is None:
-            return
+            return False
         now = time.monotonic()
         self._newest = (pose, now)
         with self._lock:
@@ -114,6 +116,7 @@ class Body:
                 self._clamped[joint] = self._clamped.get(joint, 0) + 1
         if goal.targets is not None:
             self._arm.move(goal.targets)
+        return True
 
     def _hold_what_is_left(self) -> str:
         with self._lock:

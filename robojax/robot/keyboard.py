@@ -23,9 +23,13 @@ async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
+        found = b""
         with contextlib.suppress(OSError):
-            for key in os.read(terminal, 64).decode(errors="replace"):
-                pressed.put_nowait(key)
+            found = os.read(terminal, 64)
+        if not found:
+            loop.remove_reader(terminal)  # it hung up, and would be readable for ever
+        for key in found.decode(errors="replace"):
+            pressed.put_nowait(key)
 
     tty.setcbreak(terminal)
     loop.add_reader(terminal, read)
@@ -33,4 +37,5 @@ async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
         yield pressed
     finally:
         loop.remove_reader(terminal)
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)

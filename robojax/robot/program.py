@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -25,6 +26,8 @@ from robojax.robot.links import Link, Pictures, RoomsLink, StreamLink, Tell, des
 LOOK = 0.1  # seconds between looks at the arm
 LEAVE = 3.0  # seconds that saying goodbye to the server may take
 EMERGENCY, QUIT = " ", "q"
+# SIGHUP: the terminal was closed, or the connection to it was lost.
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ON_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -65,8 +68,12 @@ class Program:
         return self.session or self.robot.id
 
 
+class _Ended(Exception):
+    """Somebody ended the program before anything was held."""
+
+
 async def run(program: Program, tell: Tell) -> None:
-    """Move the arm until Ctrl-C, SIGTERM or the key q; the arm is held at the end.
+    """Move the arm until Ctrl-C, SIGTERM, SIGHUP or the key q; the arm is held at the end.
 
     Args:
         tell: takes what happens, a line each.
@@ -77,7 +84,7 @@ async def run(program: Program, tell: Tell) -> None:
     """
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDS:
         loop.add_signal_handler(number, over.set)
     try:
         async with AsyncExitStack() as stack:
@@ -86,7 +93,9 @@ async def run(program: Program, tell: Tell) -> None:
             for camera in cameras.values():
                 stack.callback(camera.close)
             arm = stack.enter_context(open_arm(program.robot))
-            session = await stack.enter_async_context(_session(client, program, tuple(cameras), tell))
+            session = await stack.enter_async_context(_session(client, program, tuple(cameras), over, tell))
+            if over.is_set():
+                raise _Ended
             await asyncio.to_thread(arm.engage)
             tell("the arm is held where it is")
             follower = Follower(JOINTS, program.patience, program.robot.max_relative_target)
@@ -101,8 +110,10 @@ async def run(program: Program, tell: Tell) -> None:
                 tell("the arm is held; put a hand under it before you switch its power off")
             if ended is not None:
                 raise ended
+    except _Ended:
+        tell("ended; the arm was told nothing")
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDS:
             loop.remove_signal_handler(number)
 
 
@@ -162,7 +173,7 @@ def _link(
 
 @asynccontextmanager
 async def _session(
-    client: AsyncClient, program: Program, cameras: tuple[str, ...], tell: Tell
+    client: AsyncClient, program: Program, cameras: tuple[str, ...], over: asyncio.Event, tell: Tell
 ) -> AsyncIterator[AsyncSession]:
     """The session; one that is made here is removed at the end."""
     session = client.session(program.session_id)
@@ -180,14 +191,14 @@ async def _session(
         yield session
         return
     asked = {"policy_path": program.policy, "revision": program.revision, "camera_names": list(cameras)}
-    fit = await client.request("POST", "/policies/check", asked, timeout=600)
+    fit = await _unless(over, client.request("POST", "/policies/check", asked, timeout=600))
     if not fit["fits"]:
         raise RobotError(
             f"the policy does not fit this robot: {'; '.join(fit['misfits'])}",
             f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras",
         )
     tell(f"loading {program.policy} ...")
-    made = await client.create(
+    making = client.create(
         session.id,
         program.policy,
         transport_server_url=program.transport or "direct",
@@ -197,12 +208,42 @@ async def _session(
         language_instruction=program.task,
         dry_run=program.is_dry_run,
     )
+    made = await _unless(over, making, lambda: _removed(session))
     try:
         yield made
     finally:
-        with contextlib.suppress(ClientError, TimeoutError):
-            async with asyncio.timeout(LEAVE):
-                await made.delete()
+        await _removed(made)
+
+
+async def _removed(session: AsyncSession) -> None:
+    with contextlib.suppress(ClientError, TimeoutError):
+        async with asyncio.timeout(LEAVE):
+            await session.delete()
+
+
+async def _unless(
+    over: asyncio.Event, work: Coroutine[Any, Any, Any], undo: Callable[[], Coroutine[Any, Any, None]] | None = None
+) -> Any:
+    """What the work gives, unless somebody ends the program meanwhile; then it is undone.
+
+    Raises:
+        _Ended: somebody did.
+    """
+    task, ended = asyncio.create_task(work), asyncio.create_task(over.wait())
+    try:
+        await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and undo is not None:
+            # A refusal comes soon: a session of this id that is somebody else's is not removed.
+            await asyncio.wait((task,), timeout=LEAVE)
+        if not over.is_set() or (task.done() and task.exception() is not None):
+            return task.result()
+        if undo is not None:
+            await undo()
+        raise _Ended
+    finally:
+        for each in (task, ended):
+            each.cancel()
+        await asyncio.gather(task, ended, return_exceptions=True)
 
 
 async def _started(program: Program, session: AsyncSession, linked: asyncio.Event, tell: Tell) -> None:

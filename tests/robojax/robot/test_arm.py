@@ -69,6 +69,24 @@ def test_one_lost_reading_is_no_lost_servo_but_three_are(arm: Arm, servos: Simul
         arm.pose()
 
 
+@pytest.mark.parametrize("how", ["place", "sensor"])
+def test_a_servo_that_does_not_know_where_it_is_is_not_told_to_stay_there(
+    arm: Arm, servos: SimulatedBus, how: str
+) -> None:
+    arm.engage()
+    if how == "place":
+        servos.servo(2).place(30_000)
+    else:
+        servos.servo(2).status = 2
+    assert (arm.pose(), arm.pose()) == (None, None)
+    with pytest.raises(BusLost, match="shoulder_lift: servo 2 does not know where it is"):
+        arm.pose()
+    before = servos.servo(2).written[:]
+    held = arm.hold_what_is_left()
+    assert set(JOINTS) - set(held) == {"shoulder_lift"}
+    assert servos.servo(2).written == before
+
+
 def test_a_servo_that_is_on_in_another_mode_is_refused(arm: Arm, servos: SimulatedBus) -> None:
     servos.servo(1)[registers.TORQUE_ENABLE] = 1
     servos.servo(1)[registers.OPERATING_MODE] = 1

@@ -106,6 +106,27 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
         await stands()
 
 
+async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_servo(
+    config: RobotConfig, servos: SimulatedBus
+) -> None:
+    asked, told = asyncio.Event(), []
+
+    async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        robot = asyncio.create_task(run(Program(config, url, policy="p"), told.append))
+        await asyncio.wait_for(asked.wait(), 20)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.wait_for(robot, 10)
+    assert told == ["ended; the arm was told nothing"]
+    assert all(servos.servo(servo)[registers.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
+
+
 def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
     config: RobotConfig, servos: SimulatedBus, tmp_path: Path
 ) -> None:
