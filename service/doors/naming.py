@@ -1,6 +1,6 @@
 """What an openpi client calls its cameras and joints, and what the policy calls them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,19 +24,47 @@ _CAMERAS = (
     "observation.{}",
 )
 
+# Camera to key, that of the state, that of the prompt.
+_Keys = tuple[Sequence[tuple[str, str]], str, str | None]
 
-def renamed(message: Mapping[Any, Any], wanted: Wanted) -> dict[str, Any]:
-    """An observation as openpi's clients send it, in our names.
 
-    Each camera is found by its exact feature name first, then by the ways in which that is usually written; and where
-    the policy has one camera and the client sent one picture under openpi's usual name, it is that. Nothing else is
-    guessed: what is left over is not looked at, as policies of openpi ignore it too.
+class Naming:
+    """What one client calls things; that is the same each time, so it is found once and then looked up."""
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[Any, ...], Sequence[str]] | None = None
+        self._keys: _Keys = ((), "", None)
+
+    def renamed(self, message: Mapping[Any, Any], wanted: Wanted) -> dict[str, Any]:
+        """An observation as openpi's clients send it, in our names.
+
+        Each camera is found by its exact feature name first, then by the ways in which that is usually written; and
+        where the policy has one camera and the client sent one picture under openpi's usual name, it is that. Nothing
+        else is guessed: what is left over is not looked at, as policies of openpi ignore it too.
+
+        Raises:
+            InvalidRequest: something is missing, or could be two things; says what came.
+        """
+        flat, now = message, (tuple(message), wanted.cameras)
+        if now != self._known or dict in map(type, message.values()):
+            flat = _flat(message)
+            self._keys = _keys(flat, wanted)
+            self._known = now if len(flat) == len(message) and flat.keys() == message.keys() else None
+        cameras, state, prompt = self._keys
+        images = {camera: _picture(camera, flat[key]) for camera, key in cameras}
+        told = {"images": images, "state": flat[state]}
+        if prompt is not None:
+            told["prompt"] = flat[prompt]
+        return told
+
+
+def _keys(flat: Mapping[str, Any], wanted: Wanted) -> _Keys:
+    """Where cameras, state and prompt are.
 
     Raises:
-        InvalidRequest: something is missing, or could be two things; says what came.
+        As ``Naming.renamed``.
     """
-    flat = _flat(message)
-    images: dict[str, Any] = {}
+    cameras: list[tuple[str, str]] = []
     wrong: list[str] = []
     for camera in wanted.cameras:
         found = [key for key in (form.format(camera) for form in _CAMERAS) if key in flat]
@@ -45,20 +73,15 @@ def renamed(message: Mapping[Any, Any], wanted: Wanted) -> dict[str, Any]:
         if not found:
             wrong.append(f"no picture of camera {camera!r} (send it as 'observation.images.{camera}')")
             continue
-        images[camera] = _picture(camera, flat[found[0]])
-    told: dict[str, Any] = {"images": images}
+        cameras.append((camera, found[0]))
     states = [key for key in _STATES if key in flat]
-    if states:
-        told["state"] = flat[states[0]]
-    else:
+    if not states:
         wrong.append("no state (send it as 'observation.state')")
     prompts = [key for key in _PROMPTS if key in flat]
-    if prompts:
-        told["prompt"] = flat[prompts[0]]
     if wrong:
         came = ", ".join(repr(printable(key, 48)) for key in list(flat)[:16]) or "nothing"
         raise InvalidRequest(f"{'; '.join(wrong)}. What came: {came}")
-    return told
+    return (cameras, states[0], prompts[0] if prompts else None)
 
 
 def _flat(message: Mapping[Any, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from service.doors import observation, packing
 from service.doors.consultation import Consultation
-from service.doors.naming import renamed
+from service.doors.naming import Naming
 from service.doors.socket import DoorSocket, SocketClosed
 from service.errors import InvalidRequest, ServiceError
 
@@ -31,6 +31,7 @@ class OpenpiDoor:
         self._looked_at = time.monotonic()
         self._before: float | None = None
         self._unpacker = packing.Unpacker()
+        self._naming = Naming()
 
     async def attend(self) -> None:
         """Serve it until its socket ends, or something goes wrong."""
@@ -58,7 +59,7 @@ class OpenpiDoor:
         if not isinstance(message, Mapping):
             raise InvalidRequest("an observation is a map")
         wanted = self._consultation.wanted()
-        seen = observation.read(renamed(message, wanted), wanted, is_whole=True)
+        seen = observation.read(self._naming.renamed(message, wanted), wanted, is_whole=True)
         thought = await self._consultation.think(seen)
         if seen.prompt is not None:
             self._consultation.prompted(seen.prompt)

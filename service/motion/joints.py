@@ -78,6 +78,7 @@ class JointTable:
             for name in (joint.name, joint.alias)
             if name is not None
         }
+        self._names = tuple(joint.name for joint in self.joints)
         self._low = np.array([joint.low for joint in self.joints], np.float32)
         self._high = np.array([joint.high for joint in self.joints], np.float32)
 
@@ -92,7 +93,7 @@ class JointTable:
     @property
     def names(self) -> tuple[str, ...]:
         """Wire names in order."""
-        return tuple(joint.name for joint in self.joints)
+        return self._names
 
     def read(self, values: Mapping[str, object]) -> Update:
         """Sort one partial update, as it came from the wire. Nothing is ever filled in for what is unusable."""
