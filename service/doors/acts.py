@@ -22,7 +22,7 @@ async def act(consultation: Consultation, message: Mapping[str, Any]) -> dict[st
         raise InvalidRequest("reset: wanted true or false", ("body", "reset"))
     drive = consultation.open()[1] if is_new else consultation.check()[1]
     want = message.get("want", "chunk")
-    if want not in ("chunk", "action"):
+    if not isinstance(want, str) or want not in ("chunk", "action"):
         raise InvalidRequest("want: wanted chunk or action", ("body", "want"))
     executed, number = (whole(message, name) for name in ("executed", "number"))
     seen = observation.read(message, consultation.wanted(), is_whole=True)

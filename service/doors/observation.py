@@ -1,6 +1,7 @@
 """What a client saw and felt, out of a message: everything that is wrong with it is said at once."""
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from service.words import printable
 
 _LARGEST = float(np.finfo(np.float32).max)
 _PROMPT = 2048
+# In records, logs and on pages, control characters do what nobody asked for, and a lone surrogate breaks all of them.
+_UNUSUAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,8 @@ def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Obser
         wrong.append(f"cameras {', '.join(missing)} are missing")
     joints = _joints(message.get("state"), wanted.joints, is_whole, wrong)
     prompt = message.get("prompt")
-    if prompt is not None and (not isinstance(prompt, str) or len(prompt) > _PROMPT):
-        wrong.append(f"prompt: wanted text of at most {_PROMPT} characters")
+    if prompt is not None and (not isinstance(prompt, str) or len(prompt) > _PROMPT or _UNUSUAL.search(prompt)):
+        wrong.append(f"prompt: wanted text of at most {_PROMPT} characters, without control characters")
     if wrong:
         raise InvalidRequest(
             f"{'; '.join(wrong[:16])}; wanted cameras {list(wanted.cameras)} and joints {list(wanted.joints.names)}",

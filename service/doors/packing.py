@@ -17,8 +17,10 @@ from service.arrays.limits import DTYPES, MAX_RANK
 from service.arrays.reader import Reader
 from service.errors import InvalidRequest, TooLarge
 
-# A control frame's worth of JSON takes the loop a millisecond; pictures in base64 are only taken apart, not parsed.
+# Pictures in base64 are only taken apart, not parsed; but a megabyte of small values would keep the loop for 40 ms.
 LARGEST_JSON = 4 << 20
+_VALUES = 4096
+_MOST = 1 << 32  # numbers of an array, those of empty axes not counted
 _BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
 # As numpy's `dtype.str` has them, in both byte orders.
 _BY_CODE: Mapping[object, np.dtype] = {
@@ -112,6 +114,9 @@ def unpack_json(text: str | bytes) -> Any:
     """
     if len(text) > LARGEST_JSON:
         raise TooLarge(f"JSON of more than {LARGEST_JSON} bytes; send msgpack")
+    # Each value but the first stands behind one of these; base64 has none of them.
+    if sum(text.count(mark) for mark in ((",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{"))) > _VALUES:
+        raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
     try:
         return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):
@@ -158,6 +163,8 @@ def _array(
     if not isinstance(shape, list) or len(shape) > MAX_RANK or any(type(one) is not int or one < 0 for one in shape):
         raise _refusal(key, f"has no shape; wanted a list of at most {MAX_RANK} integers")
     size = math.prod(shape) * dtype.itemsize
+    if math.prod(one or 1 for one in shape) > _MOST:
+        raise _refusal(key, "has a shape of too many numbers")
     if not isinstance(data, memoryview) or len(data) != size:
         there = len(data) if isinstance(data, memoryview) else "no"
         raise _refusal(key, f"has shape {shape} of {dtype.name}, {size} bytes, but {there} bytes of data")

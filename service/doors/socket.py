@@ -51,6 +51,7 @@ class SocketLimits:
 
     Attributes:
         bytes: of one message.
+        text: likewise, of one that is text.
         unsent: bytes that may wait to be read by the peer; what comes on top is not taken.
         slow: a peer that reads nothing for so long, with something waiting for it, is cut off.
         heartbeat: from one ping to the next; a peer that is not heard of for two of them is cut off.
@@ -58,6 +59,7 @@ class SocketLimits:
     """
 
     bytes: int = 16 << 20
+    text: int = 4 << 20
     unsent: int = 1 << 20
     slow: float = 5.0
     heartbeat: float = 10.0
@@ -216,8 +218,9 @@ class DoorSocket(asyncio.BufferedProtocol):
             if (head.opcode == 0) != bool(self._kind):
                 raise BadFrame(1002, "a part of a message out of turn")
             held = sum(len(part) for part in self._parts)
-            if head.length + held > self._limits.bytes:
-                raise BadFrame(1009, f"a message of more than {self._limits.bytes} bytes")
+            most = self._limits.text if TEXT in (self._kind, head.opcode) else self._limits.bytes
+            if head.length + held > most:
+                raise BadFrame(1009, f"a message of more than {most} bytes")
         self._head = head
         self._data = np.empty(head.length, np.uint8)
         self._target = self._data.data

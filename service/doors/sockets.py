@@ -91,6 +91,11 @@ def openpi_app(app: App) -> App:
     async def refuse(request: Request) -> HTTPResponse | None:
         return origins.refusal(request)
 
+    # This port ends before the first one does, and waits for its clients: no robot may go on meanwhile.
+    @beside.before_server_stop
+    async def hold(beside: App) -> None:
+        beside.ctx.sessions.begin_close()
+
     @beside.on_request
     async def find(request: Request) -> None:
         if request.route is not None and request.route.name.endswith(".openpi"):

@@ -7,18 +7,25 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import websockets
 
+from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
 from service.demo.arm import HORIZON, Arm
 from service.demo.collect import CAMERA, FRAME
 from service.doors import packing
+from service.doors.sockets import openpi_app
+from service.engine.scripted_policy import ScriptedLoader
+from service.serving import listen, serving
+from service.sessions.request import DIRECT, NewSession
+from service.settings import Settings
+from service.transport.memory import MemoryTransport
 
 ROOT = Path(__file__).parents[3]
 OPENPI = os.environ.get("ROBOJAX_OPENPI_PYTHON")
@@ -170,3 +177,19 @@ def play(arm, client) -> bool:
             plan = read()["actions"]
         arm.step(plan[tick % steps])
     return arm.is_lifted
+
+
+async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_client():
+    app = create_app(Settings(policy_owners=("policies",)), transport=MemoryTransport(), load=ScriptedLoader())
+    async with serving(app, listen("127.0.0.1", 0)):
+        await app.ctx.sessions.create(NewSession("arm", "policies/act", DIRECT))
+        async with AsyncExitStack() as beside:
+            url = await beside.enter_async_context(serving(openpi_app(app), listen("127.0.0.1", 0)))
+            # A client that says nothing, not even that it heard the end.
+            async with websockets.connect(url.replace("http", "ws")) as socket:
+                await socket.recv()
+                socket.transport.pause_reading()
+                ending = asyncio.create_task(beside.aclose())
+                await asyncio.sleep(0.05)
+                assert app.ctx.sessions._is_closing
+                await ending

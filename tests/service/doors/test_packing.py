@@ -52,6 +52,8 @@ ARRAY = openpis(np.zeros(2, np.float32))
         ARRAY | {b"shape": [-1, -2]},
         ARRAY | {b"shape": [True, 2]},
         ARRAY | {b"shape": [2**62, 2**62]},
+        ARRAY | {b"shape": [2**62, 2**62, 0], b"data": b""},
+        ARRAY | {b"shape": [0, 2**62], b"data": b""},
         ARRAY | {b"shape": "2"},
         ARRAY | {b"data": "text"},
         ARRAY | {b"more": 1},
@@ -122,6 +124,13 @@ def test_messages_of_one_client_are_read_as_if_each_were_the_first(kinds, place,
         else:
             found = repr(unpacker.unpack(memoryview(bytes(body))))
             assert (found == wanted) or "memory at" in wanted
+
+
+def test_json_of_many_small_values_is_refused_before_it_is_parsed():
+    for text in ("[" + "{}," * 5000 + "1]", '{"a":' + "[1]," * 5000, b"[" + b"0," * 5000 + b"0]"):
+        with pytest.raises(TooLarge, match="too many values"):
+            packing.unpack_json(text)
+    assert packing.unpack_json(json.dumps({"images": {"front": "A" * (1 << 20)}, "state": [0.5] * 1000}))
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"state": NaN}', "[" * 5000, '{"a": Infinity}', "\ud800"])
