@@ -72,7 +72,7 @@ class Consultation:
         self._given = 0
         self._given_at = -math.inf
         self._ticks = -1  # of the session's own loop when the plan was made
-        self._shown_at = -math.inf
+        self._wanted: Wanted | None = None
         self._stops = _stops(session)
         # The newest actions that were done before the plan, as the client says.
         self._trail = _NONE
@@ -83,8 +83,11 @@ class Consultation:
         Raises:
             MoveRefused: the session cannot be asked.
         """
-        drive = self.link()[1]
-        return Wanted(self.session.new.camera_names, drive.table, self._pixels)
+        drive, cameras = self.link()[1], self.session.new.camera_names
+        known = self._wanted
+        if known is None or known.joints is not drive.table or known.cameras is not cameras:
+            known = self._wanted = Wanted(cameras, drive.table, self._pixels)
+        return known
 
     def link(self) -> tuple[DirectLink, Drive]:
         """The session's link and live parts.
@@ -174,7 +177,7 @@ class Consultation:
         trail = self._done(executed, drive)
         link.thinking += 1
         try:
-            thought = await self._think(drive, seen, trail)
+            thought = await self._think(link, drive, seen, trail)
         finally:
             link.thinking -= 1
         self.check()
@@ -182,13 +185,15 @@ class Consultation:
         self._plan, self._trail, self._ticks = thought.actions, trail, drive.control.ticks
         return thought
 
-    async def _think(self, drive: Drive, seen: Observation, trail: np.ndarray) -> Thought:
+    async def _think(self, link: DirectLink, drive: Drive, seen: Observation, trail: np.ndarray) -> Thought:
         began = time.monotonic()
         wanted = self.wanted()
         pose, odd = seen.pose(wanted)
         frames = await seen.decoded(wanted)
         now = time.monotonic()
-        self._show(drive, frames, seen, now)
+        if now - link.shown_at >= _SHOWN:
+            link.shown_at = now
+            self._show(drive, frames, seen, now)
         thinking = drive.thinking
         served = thinking.served
         observation = {f"observation.images.{camera}": frames[camera][None] for camera in wanted.cameras}
@@ -204,19 +209,30 @@ class Consultation:
         except PolicyFailed:
             thinking.errors += 1
             raise
-        for stage in STAGES:
-            thinking.seconds[stage].add(getattr(inference, stage))
-        thinking.recent.append((observation, inference.chunk))
-        if thinking.shadow is not None:
-            thinking.shadow.offer(whole, inference.chunk)
-        drive.taps.planned(inference.chunk[0], now, time.monotonic())
+        # What nobody waits for is done when the answer is on its way.
+        asyncio.get_running_loop().call_soon(self._note, drive, observation, whole, inference, now, time.monotonic())
         return Thought(chunk, clamped, inference, now - began, odd)
 
+    def _note(
+        self,
+        drive: Drive,
+        asked: Mapping[str, np.ndarray],
+        whole: Mapping[str, np.ndarray],
+        inference: Inference,
+        seen_at: float,
+        at: float,
+    ) -> None:
+        """What came of an inference: for the figures, a policy that is tried out, a shadow, a recording."""
+        thinking = drive.thinking
+        for stage in STAGES:
+            thinking.seconds[stage].add(getattr(inference, stage))
+        thinking.recent.append((asked, inference.chunk))
+        if thinking.shadow is not None:
+            thinking.shadow.offer(whole, inference.chunk)
+        drive.taps.planned(inference.chunk[0], seen_at, at)
+
     def _show(self, drive: Drive, frames: Mapping[str, np.ndarray], seen: Observation, now: float) -> None:
-        """For whoever looks on: the page, a recording, the figures. Not more often than anybody looks."""
-        if now - self._shown_at < _SHOWN:
-            return
-        self._shown_at = now
+        """For whoever looks on: the page, a recording, the figures. Not more often than anybody looks (``_SHOWN``)."""
         for camera, image in frames.items():
             if drive.buffer.put_frame(camera, image, now):
                 drive.taps.saw(camera, image, now)

@@ -1,5 +1,6 @@
 """Sessions without rooms: a client at a door shows what the robot sees, and takes the commands."""
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -38,6 +39,7 @@ class DirectLink:
         watchers: all who are told what happens, the driver among them.
         thinking: acts under way.
         acts: those that were answered.
+        shown_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
     """
 
     def __init__(self, rooms: Rooms, inbox: Inbox):
@@ -47,6 +49,7 @@ class DirectLink:
         self.watchers: set[Driver] = set()
         self.thinking = 0
         self.acts = 0
+        self.shown_at = -math.inf
         self._connected = self._sent = self._refused = 0
 
     def send(self, joints: Sequence[JointValue]) -> bool:
