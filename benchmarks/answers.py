@@ -15,11 +15,29 @@ def jitter(found: Mapping[str, Any]) -> str:
     return f"{found['sessions']} sessions at {found['rate_hz']:g} Hz: p99 {own:.1f} ms; bare loops {bare:.1f} ms"
 
 
+def robots(found: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{rate}: " + ", ".join(f"{count} {way}" for way, count in ways.items())
+        for rate, ways in found["most_robots"].items()
+    )
+
+
+def isolation(found: Mapping[str, Any]) -> str:
+    beside = {case: one.get("p99_ratio_to_seven_alone") for case, one in found["cases"].items()}
+    said = [f"{ratio:.2f} when it {case}" for case, ratio in beside.items() if ratio is not None]
+    return "p99 of the seven others, as a multiple of them alone: " + ", ".join(said)
+
+
+def seams(found: Mapping[str, Any]) -> str:
+    delay = "4"
+    said = [f"{way} {one[delay]['changes']:.0%}" for way, one in found["ways"].items()]
+    return f"chunks that change their mind, {delay} actions late: " + ", ".join(said)
+
+
 def peers(found: Mapping[str, Any]) -> str:
     sides = [(case, side, one) for case, rows in found["cases_ms"].items() for side, one in rows.items()]
-    return "; ".join(
-        f"{case}: {side} takes {one['ratio']:.1f} times ours" for case, side, one in sides if side != "robojax"
-    )
+    said = [f"{case}: {side} takes {one['ratio']:.1f} times ours" for case, side, one in sides if side != "robojax"]
+    return "; ".join(said or [f"{case}: {one['p50']:.1f} ms, no peer to compare with" for case, _, one in sides])
 
 
 def start(found: Mapping[str, Any]) -> str:

@@ -75,6 +75,7 @@ ALL: Sequence[Benchmark] = (
         "Robots whose policies run on one device: how many keep their rate without a miss, one at a time and batched, "
         "and how long an answer takes as their number grows.",
         (5, 1),
+        answers.robots,
         quick=("--quick",),
     ),
     Benchmark(
@@ -82,6 +83,7 @@ ALL: Sequence[Benchmark] = (
         "Does one failing session disturb the others?",
         "Lateness of seven sessions while an eighth raises, answers with NaN or stalls; 1.0 means unchanged.",
         (4, 1),
+        answers.isolation,
         quick=("--quick",),
     ),
     Benchmark(
@@ -98,6 +100,7 @@ ALL: Sequence[Benchmark] = (
         "Does a chunk continue the plan that is being executed?",
         "Jumps between two chunks of a policy with an iterative sampler, by what is done about them and by delay.",
         (1, 0.5),
+        answers.seams,
         quick=("--episodes", "64"),
     ),
     Benchmark(

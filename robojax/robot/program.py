@@ -269,7 +269,7 @@ async def _watched(body: Body, tell: Tell) -> None:
         if (hold := body.hold) != last:
             tell("moving" if hold is None else f"held: {hold}")
             if body.is_latched:
-                tell("it stays held; end this program and start it again, once it is safe")
+                tell("it stays held; when it is safe, end this program, robojax reset the session, and start it again")
             last = hold
         figures = body.figures()["clamped"]
         assert isinstance(figures, dict)

@@ -182,7 +182,18 @@ def robot(
         is_lost = isinstance(error, ArmLost | BusLost | CameraLost)
         fail(Code.CHECK if is_lost else Code.USAGE, "the robot cannot go on", str(error), error.then)
     except ClientError as error:
-        fail(Code.TRANSPORT, "the server cannot be used", str(error), "robojax robot --check looks at everything")
+        fail(Code.TRANSPORT, "the server cannot be used", str(error), _way_on(error))
+
+
+def _way_on(error: Exception) -> str:
+    code = getattr(error, "code", "")
+    if code == "session_exists":
+        return "--session=ID without --policy.path joins it; with it, ID names another one"
+    if code == "unknown_session":
+        return "robojax sessions shows what there is"
+    if "emergency stop is latched" in str(error):
+        return "robojax reset ID, once it is safe; then start this program again"
+    return "robojax robot --check looks at everything"
 
 
 def _check(program: "Program", as_json: bool) -> None:

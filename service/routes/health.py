@@ -18,7 +18,7 @@ async def root(request: Request) -> HTTPResponse:
 
 
 async def health_check(request: Request) -> HTTPResponse:
-    """What runs here: sessions, devices with the load and the batches of each, versions, seconds since the start."""
+    """What runs here: sessions, device, versions, seconds since the start."""
     context = request.app.ctx
     # Where keys are wanted, whoever has none is told no more than that it runs.
     if caller_of(request) is STRANGER:

@@ -286,6 +286,19 @@ class Sessions:
         self._records.unlatch(session_id)
         return await self._noted(session)
 
+    async def forget_latch(self, session_id: str, sees: Callable[[str | None], bool]) -> bool:
+        """Take the latch off an id whose session is gone; False when there is none to take off, or a session.
+
+        Args:
+            sees: whether the caller may see what belongs to this owner.
+        """
+        latch = self._records.latches.get(session_id)
+        if latch is None or not sees(latch.owner) or any(session.id == session_id for session in self.list()):
+            return False
+        self._records.unlatch(session_id)
+        await self._written()
+        return True
+
     async def delete(self, session_id: str) -> None:
         """Stop a session's robot, leave and remove its rooms. Cancelling this only ends the waiting.
 

@@ -277,6 +277,17 @@ async def test_the_emergency_stop_for_all_latches_interrupted_ones(server: Serve
             assert str((await third.sessions.restart("arm")).stage) == "ready"
 
 
+async def test_the_latch_of_a_session_that_is_gone_can_be_taken_off_by_whom_it_belonged_to(server: Server) -> None:
+    await server.sessions.create(replace(NEW, owner="ada"))
+    await server.sessions.emergency_stop("smoke")
+    assert not await server.sessions.forget_latch("arm", lambda owner: True)
+    await server.sessions.delete("arm")
+    assert not await server.sessions.forget_latch("arm", lambda owner: owner == "bob")
+    assert await server.sessions.forget_latch("arm", lambda owner: owner == "ada")
+    async with after_a_kill(server) as after:
+        assert (await after.sessions.create(NEW)).latch is None
+
+
 async def test_why_somebody_elses_session_was_stopped_is_not_told(server: Server) -> None:
     await server.sessions.create(replace(NEW, owner="ada"))
     await server.sessions.emergency_stop("ada's secret")
