@@ -92,7 +92,7 @@ class DirectLink:
         if self.driver is driver:
             self.driver = None
             self.inbox.event(LinkDown(STREAM, why))
-            self.inbox.event(RobotLeft(STREAM))
+            self.inbox.event(RobotLeft(STREAM, is_replaced=True))
 
 
 class DirectTransport:

@@ -149,6 +149,10 @@ class Buffer:
         """The way the joints come in was lost: motion needs all of them anew (a hold may still use the old ones)."""
         self._is_current[:] = False
 
+    def forget_joints(self) -> None:
+        """What comes next may be another robot, which must not be told where this one was."""
+        self._is_current[:] = self._is_known[:] = False
+
     @property
     def is_felt(self) -> bool:
         """Whether every joint is known and trusted."""

@@ -1,17 +1,18 @@
 """One robot's control: what to send at each tick, when to ask the policy, when to hold."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from service.motion.actions import ActionQueue
 from service.motion.asking import Asking, InFlight
-from service.motion.buffer import Buffer, Lack, Snapshot
+from service.motion.buffer import Buffer, Lack
 from service.motion.grid import Grid
 from service.motion.holding import OF_POLICY, Hold, Holding
 from service.motion.pace import Pace
 from service.motion.planning import planned
 from service.motion.prefix import prefix_of
+from service.motion.step import Step
 from service.motion.trail import Trail
 from service.safety.guard import Guard, Motion
 from service.safety.limits import MotionLimits, motion_limits
@@ -21,21 +22,6 @@ from service.stats import Recent, Tally
 ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
 # Code of an obstacle: the link is up, and takes no command.
 CHOKED = "link_choked"
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one tick asks for.
-
-    Attributes:
-        command: (a,) to be sent now.
-        ask: to infer from.
-        due: when the plan runs dry unless the answer is there; None when there is no plan.
-    """
-
-    command: np.ndarray | None = None
-    ask: Snapshot | None = None
-    due: float | None = None
 
 
 class Control:
@@ -133,6 +119,13 @@ class Control:
         self._flush()
         self._holding.at_once(is_known and (always_hold or self.command is not None))
         return Step(command=self._hold_pose())
+
+    def forget(self) -> None:
+        """Another robot may come: nothing of this one's motion, plan or hold is for it."""
+        self._flush()
+        self._trail.clear()
+        self._holding.end()
+        self.command = None
 
     @property
     def hold(self) -> Hold | None:

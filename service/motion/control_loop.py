@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from service.motion.control import Control, Step
+from service.motion.control import Control
+from service.motion.step import Step
 
 # Rounds of the event loop from a readable socket to the session that hears what came: reading, waking, parsing.
 _ROUNDS = 8

@@ -8,10 +8,11 @@ import numpy as np
 
 from service.engine.engine import Engine, Served
 from service.motion.buffer import Buffer
-from service.motion.control import CHOKED, Control, Step
+from service.motion.control import CHOKED, Control
 from service.motion.control_loop import ControlLoop
 from service.motion.joints import JointTable
 from service.motion.pace import Pace
+from service.motion.step import Step
 from service.motion.tap import Taps, Tick
 from service.motion.thinking import Thinking
 from service.safety.shadow import Shadow
@@ -144,6 +145,10 @@ class Drive:
             self._count_bad(event.reasons, time.monotonic())
         elif isinstance(event, RobotLeft):
             self.buffer.distrust_joints()
+            if event.is_replaced:
+                # Even when the next one comes before the next tick.
+                self.buffer.forget_joints()
+                self.control.forget()
         elif isinstance(event, LinkDown):
             self.lost[event.room] = event.reason
             self.buffer.distrust_frames(time.monotonic())

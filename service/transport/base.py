@@ -84,9 +84,14 @@ class BadInput:
 
 @dataclass(frozen=True)
 class RobotLeft:
-    """Who reported the joints is gone from the room, or somebody else does: what was reported is no pose any more."""
+    """Who reported the joints is gone from the room, or somebody else does: what was reported is no pose any more.
+
+    Attributes:
+        is_replaced: commands went to it alone, so that nothing of its motion is for whoever comes next.
+    """
 
     room: str
+    is_replaced: bool = False
 
 
 LinkEvent = EmergencyStop | LinkDown | LinkUp | BadInput | RobotLeft

@@ -214,3 +214,21 @@ async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server
         monkeypatch.setattr(type(link.driver._socket), "unsent", 4097)
         assert not link.send(command)
         assert link.health()["commands_refused"] == 1
+
+
+async def test_a_robot_that_takes_the_place_of_another_between_two_ticks_gets_nothing_of_its_motion(server):
+    async with server.stream() as socket:
+        client = Client(socket)
+        await server.call("POST", "/sessions/arm/start")
+        await client.say("observation", **server.seen())
+        await client.hear("command")
+        drive, link = server.app.ctx.sessions.get("arm").drive, server.app.ctx.doors.direct.links["arm"]
+        driver, sent = link.driver, link.health()["commands_sent"]
+        assert len(drive.control.actions)
+        link.part(driver, "gone")
+        link.drive(driver, 2.0)
+        assert not len(drive.control.actions)
+        # It showed one of its joints; where the other robot's are is nothing to hold it at.
+        link.inbox.joints({"Elbow": 20.0}, time.monotonic())
+        drive.halt(always_hold=True)
+        assert link.health()["commands_sent"] == sent
