@@ -81,11 +81,12 @@ class Guard:
         ends = np.abs(np.stack([limits.low, limits.high]))
         largest = np.where(np.isfinite(ends), ends, 0.0).max(axis=0)
         self._tolerance = _ROUNDING * largest
-        # What is inside needs no more than to be compared with these, which is most of what there is to judge.
+        # What is inside needs no more than to be compared with these, row by row as numpy is quickest at it.
         believable = (-np.inf, np.inf) if limits.believable is None else limits.believable
-        self._believable = np.maximum(believable[0], -_LARGEST), np.minimum(believable[1], _LARGEST)
-        self._ends = self._clamping.low - self._tolerance, self._clamping.high + self._tolerance
-        self._fastest = self._clamping.speed * (1 + _RELATIVE) + self._tolerance
+        rows = np.ones((chunk, 1))
+        self._believable = rows * np.maximum(believable[0], -_LARGEST), rows * np.minimum(believable[1], _LARGEST)
+        self._ends = rows * (self._clamping.low - self._tolerance), rows * (self._clamping.high + self._tolerance)
+        self._fastest = rows * (self._clamping.speed * (1 + _RELATIVE) + self._tolerance)
         self._slack = np.where(np.isfinite(limits.high - limits.low), SLACK * (limits.high - limits.low), 0.0)
         # Per tick, in the commands' own precision.
         self._step = np.minimum(limits.step, limits.velocity / rate).astype(np.float32)
@@ -102,9 +103,8 @@ class Guard:
         elif answer.shape != self._shape or answer.dtype.kind != "f":
             reason, text = "shape", f"the policy returned {answer.dtype} {answer.shape}, wanted floats {self._shape}"
         else:
-            least, most = np.minimum.reduce(answer[0]), np.maximum.reduce(answer[0])
             low, high = self._believable
-            if ((least >= low) & (most <= high)).all():  # false of NaN, which both hand on
+            if np.count_nonzero((answer[0] >= low) & (answer[0] <= high)) == answer.size:  # false of NaN
                 return None
             is_finite = np.abs(answer) <= _LARGEST
             if not is_finite.all():
@@ -192,11 +192,10 @@ class Guard:
         """Reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
         found: dict[str, np.ndarray] = {}
         clamping, tolerance = self._clamping, self._tolerance
-        low, high = self._ends
-        if len(whole):
-            out = (np.minimum.reduce(whole) < low) | (np.maximum.reduce(whole) > high)
-            if np.count_nonzero(out):
-                found["position"] = out
+        low, high = (_rows(end, len(whole)) for end in self._ends)
+        out = (whole < low) | (whole > high)
+        if np.count_nonzero(out):
+            found["position"] = np.logical_or.reduce(out)
         if first >= len(whole):
             return found
         # The motion before as three places on the grid of actions, so that one difference covers chunk and seam.
@@ -206,7 +205,7 @@ class Guard:
         places[3:] = whole[first:]
         changes = places[1:] - places[:-1]
         fastest = np.abs(changes[2:])
-        fast = fastest > self._fastest
+        fast = fastest > _rows(self._fastest, len(fastest))
         if np.count_nonzero(fast):
             if (seam := fast[0]).any():
                 found["seam"] = seam
@@ -271,3 +270,8 @@ class Guard:
                 detail = f"more than the limit of {limit:.4g}"
             parts.append(f"{reason} of joint {name!r}{more}: {detail}")
         return "the chunk leaves the limits: " + "; ".join(parts)
+
+
+def _rows(limits: np.ndarray, count: int) -> np.ndarray:
+    """So many of (t, a) equal rows; one for all, where there are fewer."""
+    return limits[:count] if count <= len(limits) else limits[:1]
