@@ -19,7 +19,9 @@ from service.errors import InvalidRequest, TooLarge
 
 # Pictures in base64 are only taken apart, not parsed; but a megabyte of small values would keep the loop for 40 ms.
 LARGEST_JSON = 4 << 20
-_VALUES = 4096
+_JSON_VALUES = 4096
+# An observation has fewer than a hundred; as many as this take half a millisecond to read.
+_VALUES = 512
 _MOST = 1 << 32  # numbers of an array, those of empty axes not counted
 _BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
 # As numpy's `dtype.str` has them, in both byte orders.
@@ -40,7 +42,7 @@ def unpack(body: bytes | memoryview) -> Any:
         InvalidRequest: it is malformed, or an array of it is.
         TooLarge: it has too many values.
     """
-    reader = Reader(body, made=_made)
+    reader = Reader(body, made=_made, most=_VALUES)
     found = reader.value()
     if not reader.is_at_end:
         raise InvalidRequest("the msgpack goes on after its end", ("body",))
@@ -116,7 +118,7 @@ def unpack_json(text: str | bytes) -> Any:
         raise TooLarge(f"JSON of more than {LARGEST_JSON} bytes; send msgpack")
     # Each value but the first stands behind one of these; base64 has none of them.
     values = sum(map(text.count, ",[{") if isinstance(text, str) else map(text.count, b",[{"))
-    if values > _VALUES:
+    if values > _JSON_VALUES:
         raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
     try:
         return json.loads(text, parse_constant=_no_number)

@@ -35,7 +35,7 @@ from service.edge.punctual import PunctualProtocol
 log = logging.getLogger(__name__)
 
 _SCRATCH = 2048  # bytes that heads and short messages are read into
-_AT_ONCE = 64  # frames read at a stretch; a flood of pings keeps no robot waiting
+_AT_ONCE = 8  # frames read at a stretch; a flood of pings keeps no robot waiting
 _FRAMES, _FRAMES_PER_SECOND = 2000.0, 1000.0  # all at once, and as many in the long run
 _WAITING = 2  # messages that may wait to be taken before nothing more is read
 _FAREWELL = 1.0  # seconds in which the peer may answer a close
@@ -322,6 +322,9 @@ class DoorSocket(asyncio.BufferedProtocol):
         Raises:
             SocketClosed: there is none any more.
         """
+        if self._messages:
+            # Else a client that sends hundreds of small ones at once has the loop to itself until all are read.
+            await asyncio.sleep(0)
         while not self._messages:
             if self._is_lost or self._is_closing:
                 raise SocketClosed

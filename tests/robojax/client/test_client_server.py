@@ -20,6 +20,7 @@ from robojax.client import (
     StreamClosed,
     Unreachable,
 )
+from robojax.client.stream import open_async_stream
 from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
@@ -173,3 +174,17 @@ async def test_a_server_that_ends_ends_streams(tmp_path: Path) -> None:
     with pytest.raises(Unreachable):
         await session.start()
     await client.close()
+
+
+async def test_a_stream_is_not_led_to_another_server() -> None:
+    async def point_away(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: ws://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(point_away, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Refused) as refused:
+            async with open_async_stream(f"ws://127.0.0.1:{port}/", {"authorization": "Bearer rjk_x"}, 5):
+                pass
+    assert refused.value.status == 307

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from service.doors.socket import DoorSocket, SocketLimits
+
 MASK = b"\1\2\3\4"
 PING = b'{"kind":"ping","number":1}'
 UPGRADE = (
@@ -102,3 +104,11 @@ async def test_a_message_that_takes_long_is_cut_off(server, caplog):
             with suppress(ConnectionError):
                 await reader.read()
     assert "its message takes too long" in caplog.text
+
+
+async def test_whoever_sent_much_at_once_lets_others_go_first_between_its_messages():
+    door = DoorSocket(SocketLimits())
+    door._messages.append("one")
+    others = []
+    asyncio.get_running_loop().call_soon(others.append, 1)
+    assert (await door.receive(), others) == ("one", [1])
