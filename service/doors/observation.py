@@ -1,18 +1,25 @@
 """What a client saw and felt, out of a message: everything that is wrong with it is said at once."""
 
 import asyncio
+import os
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from service.doors import pictures
+from service.engine.worker import yield_to_others
 from service.errors import InvalidRequest
 from service.motion.joints import ODD, JointTable
 from service.words import printable
 
+# As few as leave a core to the ticks, and below them: whoever floods a door with pictures waits, robots do not.
+_DECODERS = ThreadPoolExecutor(
+    max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures", initializer=yield_to_others, initargs=(5,)
+)
 _LARGEST = float(np.finfo(np.float32).max)
 _PROMPT = 2048
 # In records, logs and on pages, control characters do what nobody asked for, and a lone surrogate breaks all of them.
@@ -58,8 +65,12 @@ class Observation:
         """
         if not self.files:
             return self.frames
+        loop = asyncio.get_running_loop()
         images = await asyncio.gather(
-            *(asyncio.to_thread(pictures.decode, name, file, wanted.pixels) for name, file in self.files.items())
+            *(
+                loop.run_in_executor(_DECODERS, pictures.decode, name, file, wanted.pixels)
+                for name, file in self.files.items()
+            )
         )
         return {**self.frames, **dict(zip(self.files, images, strict=True))}
 
