@@ -12,6 +12,9 @@ the policy inline on the event loop, the same timings in the answer).
 Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py.
 """
 
+# It runs in an interpreter of its own, which has openpi's client.
+# pyright: reportMissingImports=false
+
 import asyncio
 import base64
 import json
@@ -43,11 +46,11 @@ async def answer(socket):
             began = time.monotonic()
             msgpack_numpy.unpackb(await socket.recv())
             asked = time.monotonic()
-            told = {"actions": np.zeros((CHUNK, WIDTH), np.float32)}
-            told["server_timing"] = {"infer_ms": (time.monotonic() - asked) * 1e3}
+            actions = np.zeros((CHUNK, WIDTH), np.float32)
+            timing = {"infer_ms": (time.monotonic() - asked) * 1e3}
             if before is not None:
-                told["server_timing"]["prev_total_ms"] = before * 1e3
-            await socket.send(packer.pack(told))
+                timing["prev_total_ms"] = before * 1e3
+            await socket.send(packer.pack({"actions": actions, "server_timing": timing}))
             before = time.monotonic() - began
         except websockets.ConnectionClosed:
             return
@@ -74,7 +77,7 @@ def time_each(infer):
         infer()
     say(event="ready")
     for line in sys.stdin:
-        taken, spent = [], time.process_time()
+        taken, spent, answer = [], time.process_time(), {}
         for _ in range(json.loads(line)["count"]):
             began = time.perf_counter()
             answer = infer()

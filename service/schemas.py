@@ -130,8 +130,8 @@ class NewSessionRequest(CreateSessionRequest):
     )
     transport_server_url: Annotated[Text, AfterValidator(_url)] = Field(
         json_schema_extra={"pattern": "^(direct$|(https?|wss?)://[A-Za-z0-9])"},
-        description="http(s) or ws(s) URL of the transport server; this server's own address works. `direct`: no rooms, "
-        "the robot's client comes to this server (docs/direct.md).",
+        description="http(s) or ws(s) URL of the transport server; this server's own address works. `direct`: no "
+        "rooms, the robot's client comes to this server (docs/direct.md).",
     )
     camera_names: Annotated[list[Name], AfterValidator(_each_once)] = Field(
         default=["front"],

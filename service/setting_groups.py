@@ -282,6 +282,7 @@ class PolicySettings(Group):
     engine_load: FiniteFloat = Field(
         default=0.9,
         gt=0,
+        le=1,
         description="Share of the time that sessions may ask a device to compute, by measurement; one that would ask "
         "for more is refused, or slowed down where it says degrade.",
     )

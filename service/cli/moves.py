@@ -1,5 +1,6 @@
 """``robojax start``, ``restart``, ``adjust``, ``reset``, ``delete``: a session of a running server moved on by hand."""
 
+import math
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -59,6 +60,8 @@ def adjust(
             continue
         try:
             body[name] = None if text == "default" else kind(text)
+            if name != "overlap" and text != "default" and not math.isfinite(kind(text)):
+                raise ValueError
         except ValueError:
             flag = f"--{name.replace('_', '-')}"
             fail(

@@ -152,7 +152,9 @@ def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) 
 def _named(state: Mapping[Any, Any], table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:
     update = table.read(state)
     if update.dropped:
-        wrong.append("state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()))
+        strange = sorted(str(name)[:40] for name in state if name not in table.names)[:4]
+        known = f"; {', '.join(map(printable, strange))} is none of {', '.join(table.names)}" if strange else ""
+        wrong.append("state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()) + known)
         return {}
     missing = [name for place, name in enumerate(table.names) if place not in update.values]
     if is_whole and missing:

@@ -168,8 +168,8 @@ def overlap_of(
         )
     if name not in possible:
         raise ValueError(
-            f"overlap {name!r} wants a policy that continues the plan it is shown, which one of type "
-            f"{requirements.policy_type!r} does not; possible with this policy: {_listed(possible)}"
+            f"real-time chunking wants a policy that continues the plan it is shown, and this one (of type "
+            f"{requirements.policy_type!r}) does not; possible with this policy: {_listed(possible)}"
         )
     if name == ENSEMBLE:
         return Ensembled(next((one for one in (coefficient, own) if one is not None), COEFFICIENT))

@@ -32,7 +32,8 @@ class Address:
 
         def wrong(found: str) -> InvalidRequest:
             return InvalidRequest(
-                f"transport_server_url: {found}; wanted something like http://localhost:8000 or https://host/api",
+                f"transport_server_url: {found}; wanted something like http://localhost:8000 or https://host/api, "
+                "or direct, without rooms",
                 ("body", "transport_server_url"),
             )
 

@@ -30,7 +30,7 @@ export class Create {
         field("revision", "Revision", { placeholder: "branch, tag or commit" }),
         field("camera_names", "Cameras", { value: "front" }, "separated by commas; filled in by the policy"),
         field("policy_type", "Policy type", { value: "act" }),
-        field("transport_server_url", "Rooms", { value: new URL("..", import.meta.url).origin, required: true }),
+        field("transport_server_url", "Rooms", { value: new URL("..", import.meta.url).origin, required: true }, "a transport server's address, or direct: no rooms"),
         field("workspace_id", "Workspace", { placeholder: "a new one" }),
         field("rate", "Ticks per second", { inputmode: "decimal", placeholder: "the policy's own" }),
         field("max_relative_target", "Largest step per tick", { inputmode: "decimal", placeholder: "the server's limits" }),
