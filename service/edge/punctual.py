@@ -213,7 +213,26 @@ class PunctualProtocol(WebSocketProtocol):
             raise BadRequest("Bad Request") from error
         socket.can_pause = False  # it is done here, for pings too
         _end_on_bad_text(socket)
+        self._let_refusal_be_read(socket)
         return socket
+
+    def _let_refusal_be_read(self, socket: WebsocketImplProtocol) -> None:
+        """Let a peer that still sends when it is cut off read why: what it sends is thrown away for a moment.
+
+        Sanic closes at once. What then arrives unread makes the kernel reset the connection, and the peer loses the
+        close frame that it has not read yet (RFC 6455, 7.1.1; RFC 2525, 2.17).
+        """
+        wait = socket.wait_for_connection_lost
+
+        async def lingering(timeout: float | None = None) -> bool:
+            sent = socket.ws_proto.close_sent
+            if timeout == 0 and sent is not None and sent.code not in (1000, 1001) and self.transport is not None:
+                # Our half is closed.
+                self.transport.resume_reading()
+                timeout = _FAREWELL
+            return await wait(timeout)
+
+        setattr(socket, "wait_for_connection_lost", lingering)  # noqa: B010, an instance attribute in place of the method
 
     def pause_writing(self) -> None:
         """More of an answer waits than the peer reads now; one that hardly reads keeps memory and a handler."""

@@ -97,8 +97,8 @@ def test_without_random_keys_the_loss_is_the_error_alone(small, checkpoint_of) -
     model = assembled(checkpoint_of(config))
     observation = normalised(config)
     actions, is_pad = demonstration(config)
-    loss, parts = model.loss(observation, actions, is_pad)
-    error = np.abs(np.asarray(model(observation) - actions))
+    (loss, parts), found = jax.jit(lambda seen: (model.loss(seen, actions, is_pad), model(seen)))(observation)
+    error = np.abs(np.asarray(found - actions))
     error[np.asarray(is_pad)] = 0  # padded steps count as zero, but they count
     np.testing.assert_allclose(loss, error.mean(), rtol=1e-6)
     assert set(parts) == {"l1"}
@@ -109,8 +109,12 @@ def test_in_training_the_divergence_of_the_latent_is_added(small, checkpoint_of)
     model = assembled(checkpoint_of(config))
     observation = normalised(config)
     actions, is_pad = demonstration(config)
-    loss, parts = model.loss(observation, actions, is_pad, nnx.Rngs(latent=1, dropout=2))
-    posterior = model.latent_encoder(observation.state, actions, is_pad)
+
+    def both(state):
+        loss = model.loss(observation, actions, is_pad, nnx.Rngs(latent=1, dropout=2))
+        return loss, model.latent_encoder(state, actions, is_pad)
+
+    (loss, parts), posterior = jax.jit(both)(observation.state)
     mean, log_variance = np.asarray(posterior.mean), np.asarray(posterior.log_variance)
     divergence = (-0.5 * (1 + log_variance - mean**2 - np.exp(log_variance))).sum(-1).mean()
     np.testing.assert_allclose(parts["kl"], divergence, rtol=1e-5)
@@ -134,15 +138,15 @@ def test_dropout_is_on_with_keys_and_differs_by_key(small, checkpoint_of) -> Non
     model = assembled(checkpoint_of(config))
     observation = normalised(config)
     actions, is_pad = demonstration(config)
-    first, again, other = (
-        float(model.loss(observation, actions, is_pad, nnx.Rngs(dropout=key))[0]) for key in (1, 1, 2)
-    )
+    loss = jax.jit(lambda key: model.loss(observation, actions, is_pad, nnx.Rngs(dropout=key))[0])
+    first, again, other = (float(loss(jax.random.key(number))) for number in (1, 1, 2))
     assert first == again
     assert first != other
 
 
 def test_statistics_of_batch_norm_are_no_parameters(small) -> None:
-    model = Act(small(cameras=("a",), vision_backbone="resnet18", use_vae=True), rngs=nnx.Rngs(0))
+    config = small(cameras=("a",), vision_backbone="resnet18", use_vae=True)
+    model = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)))
     trained = nnx.state(model, nnx.Param)
     names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(trained)}
     assert not [name for name in names if "norm" in name and "backbone" in name]
@@ -154,7 +158,9 @@ def test_the_small_policy_is_small_and_learns(small) -> None:
     config = small(
         cameras=("front",), dim_model=128, n_heads=4, dim_feedforward=256, chunk_size=20, use_vae=False, dropout=0.0
     )
-    model = Act(config, rngs=nnx.Rngs(0))
+    # In one program: drawn one by one, each shape of weights would compile its own.
+    model = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)))
+    nnx.update(model, jax.jit(lambda: nnx.state(Act(config, rngs=nnx.Rngs(0))))())
     assert 0.5e6 < sum(array.size for array in flatten(model).values()) < 0.7e6
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
     observation = normalised(config)

@@ -108,6 +108,18 @@ async def test_a_frame_against_the_protocol_closes_the_socket_and_frees_the_part
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+async def test_who_still_sends_when_it_is_refused_can_read_why(caller, path):
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 2 << 20))  # too large, and hardly begun
+    for _ in range(20):  # a connection that is closed with something unread is reset, and what it was told is lost
+        raw.writer.write(b" " * 65536)
+        await raw.writer.drain()
+        await asyncio.sleep(0.01)
+    assert not raw.writer.transport.is_closing()
+    assert await raw.close_code() == 1009
+    await raw.close()
+
+
 async def test_a_thousand_fragments_are_one_message(caller, path):
     raw = await RawSocket.join(caller, path, "p", "producer")
     raw.send(b'{"type":', is_last=False)
