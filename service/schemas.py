@@ -73,7 +73,9 @@ def _each_once(names: list[str]) -> list[str]:
 def _url(value: str) -> str:
     if value == "direct":
         return value
-    wanted = PydanticCustomError("url_scheme", "URL should have a host and the scheme 'http', 'https', 'ws' or 'wss'")
+    wanted = PydanticCustomError(
+        "url_scheme", "URL should have a host and the scheme 'http', 'https', 'ws' or 'wss'; or be 'direct': no rooms"
+    )
     try:
         parts = urlsplit(value)
         port = parts.port

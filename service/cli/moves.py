@@ -70,7 +70,14 @@ def adjust(
     if not body:
         fail(Code.USAGE, "nothing was changed", "nothing was asked for", "robojax adjust ID --overlap crossfade")
     place = f"/sessions/{quote(session_id, safe='')}"
-    found = call(base_url(url), "PATCH", place, body, key=key, then="robojax adjust --help says what there is")
+    found = call(
+        base_url(url),
+        "PATCH",
+        place,
+        body,
+        key=key,
+        then="robojax sessions lists them, robojax adjust --help what can be changed",
+    )
     _tell(found, as_json)
 
 
