@@ -6,6 +6,8 @@ JaxModelsError
 │   └── WeightsMismatch  names or shapes of tensors differ; lists all of them at once
 ├── InputError           an argument of a model's call has the wrong shape, dtype or value
 ├── ObservationError     an observation lacks a feature or has the wrong shape or dtype
+├── DatasetError         demonstrations are missing, malformed, contradict themselves, or lack what a policy reads
+├── TrainingError        a training cannot begin or go on; what it was, and what would help
 └── HubError             a repo could not be fetched (unknown, not allowed, offline and not cached)
 """
 
@@ -32,6 +34,14 @@ class InputError(JaxModelsError, ValueError):
 
 class ObservationError(JaxModelsError, ValueError):
     """An observation lacks a feature, or a feature has the wrong shape or dtype."""
+
+
+class DatasetError(JaxModelsError, ValueError):
+    """Demonstrations are missing, malformed, contradict themselves, or lack what a policy reads."""
+
+
+class TrainingError(JaxModelsError):
+    """A training cannot begin or go on: its folder holds another one, or its loss is no number any more."""
 
 
 class HubError(JaxModelsError):

@@ -1,4 +1,4 @@
-"""Policies and models from the Hugging Face Hub: a repo id and a revision to a local folder, pinned to one commit.
+"""Policies, models and datasets of the Hugging Face Hub: a repo id and a revision to a local folder at one commit.
 
 Only files with known names are fetched, never a pickle. The only place of this package that uses a network.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -29,6 +29,7 @@ POLICY_FILES = (
     "config.json",
     "model.safetensors",
     "robojax.json",
+    "tokenizer.json",
     "policy_preprocessor.json",
     "policy_postprocessor.json",
     "policy_preprocessor_step_*.safetensors",
@@ -86,6 +87,7 @@ def fetch(
     revision: str | None = None,
     *,
     files: Sequence[str] = POLICY_FILES,
+    kind: Literal["model", "dataset"] = "model",
     endpoint: str | None = None,
     cache: Path | None = None,
     on_progress: Callable[[str], None] | None = None,
@@ -100,6 +102,7 @@ def fetch(
         revision: branch, tag or commit; the default branch when None.
         files: their names in the repo, ``?`` and ``*`` for any letters; those of a policy unless told otherwise
             (`jaxmodels.checkpoints.diffusers.files` for a model).
+        kind: of the repo; policies are models.
         endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
         on_progress: told ``Downloading`` at every hundredth, in several threads.
         largest: bytes that these files may have together.
@@ -113,10 +116,14 @@ def fetch(
     # Its own reading of the environment is from whenever somebody first imported it.
     cache = cache or (Path(named) if (named := os.environ.get("HF_HUB_CACHE")) else None)
     what = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
-    get = partial(snapshot_download, repo_id, revision=revision, cache_dir=cache, allow_patterns=list(files))
+    get = partial(
+        snapshot_download, repo_id, repo_type=kind, revision=revision, cache_dir=cache, allow_patterns=list(files)
+    )
     try:
         # One quick question first: the download itself would ask again for ten seconds before it gives up.
-        found = HfApi(endpoint=endpoint).model_info(repo_id, revision=revision, timeout=10, files_metadata=True)
+        found: Any = HfApi(endpoint=endpoint).repo_info(
+            repo_id, repo_type=kind, revision=revision, timeout=10, files_metadata=True
+        )
         sizes = [file.size or 0 for file in found.siblings or () if any(fnmatch(file.rfilename, one) for one in files)]
         _check(what, [file.rfilename for file in found.siblings or ()], sum(sizes), largest)
         tell = on_progress or (lambda word: None)

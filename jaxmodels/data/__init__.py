@@ -1,6 +1,47 @@
-"""Demonstrations on disk, and batches out of them."""
+"""Demonstrations: LeRobotDatasets read and written, and training batches out of them.
 
-from jaxmodels.data.episodes import Episodes, EpisodeWriter
-from jaxmodels.data.frames import resize_frames
+Names are looked up when first used, so that importing this package imports neither pyarrow nor PyAV.
+"""
 
-__all__ = ["EpisodeWriter", "Episodes", "resize_frames"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmodels.data.dataset import Dataset, open_dataset
+    from jaxmodels.data.dataset_writer import DatasetWriter
+    from jaxmodels.data.frames import resize_frames
+    from jaxmodels.data.loader import Batch, Loader
+
+__all__ = [
+    "Batch",
+    "Dataset",
+    "DatasetWriter",
+    "Loader",
+    "open_dataset",
+    "resize_frames",
+]
+
+_HOMES = {
+    "Batch": "jaxmodels.data.loader",
+    "Dataset": "jaxmodels.data.dataset",
+    "DatasetWriter": "jaxmodels.data.dataset_writer",
+    "Loader": "jaxmodels.data.loader",
+    "open_dataset": "jaxmodels.data.dataset",
+    "resize_frames": "jaxmodels.data.frames",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("av", "pyarrow"):
+            raise
+        text = f"datasets need the package {error.name}: pip install 'robojax[training]'"
+        raise ModuleNotFoundError(text, name=error.name) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

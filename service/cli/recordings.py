@@ -82,18 +82,13 @@ def export(
     from service.recording.steps import RecordingError
 
     source = source_or_end(file)
-    from service.recording.dataset_writer import DatasetWriter
+    from service.recording.dataset_writer import write_dataset
 
     folder = to or file.with_suffix("")
     try:
-        with (
-            Progress(console=Console(stderr=True), transient=True) as bar,
-            DatasetWriter(folder, source.facts) as writer,
-        ):
+        with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("writing", total=source.facts.length)
-            for step in source.steps():
-                writer.add(step)
-                bar.advance(task)
+            writer = write_dataset(folder, source.facts, source.steps(), lambda: bar.advance(task))
     except (RecordingError, OSError) as error:
         fail(
             Code.USAGE, f"no dataset was made of {file}", str(error), "robojax recordings info FILE says what is in it"

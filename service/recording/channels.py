@@ -13,6 +13,8 @@ IMAGE, LOG = "foxglove.CompressedImage", "foxglove.Log"
 JOINTS, COMMANDS, TICKS, CHUNKS, EVENTS = "/joints", "/commands", "/ticks", "/chunks", "/events"
 CAMERAS = "/cameras/"
 INFO, WARNING, ERROR = 2, 3, 4
+# The event that says what is to be done from here on, in words.
+TASK = "task"
 
 Json = dict[str, Any]
 

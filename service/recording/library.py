@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from service.recording import layout
 from service.recording.mcap_reader import read_outcome, read_subject
 from service.recording.steps import RecordingError
 
 SUFFIX = ".mcap"
+# A LeRobotDataset has this file; that it is there says enough.
+DATASET = "meta/info.json"
 _NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,110}")
 
 
@@ -70,7 +71,7 @@ class Library:
     def entry(self, path: Path) -> Entry | None:
         """One of them; None when it is gone."""
         name = path.stem
-        has_dataset = (self.dataset(name) / layout.INFO).is_file()
+        has_dataset = (self.dataset(name) / DATASET).is_file()
         try:
             size = path.stat().st_size
         except OSError:

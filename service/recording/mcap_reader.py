@@ -92,12 +92,16 @@ class McapSource:
                 return
 
     def steps(self) -> Iterator[Step]:
-        """All steps; an episode begins at its first command with a frame of every camera before it."""
+        """All steps; an episode begins at its first command with a frame of every camera before it.
+
+        Another one begins where the robot was told to do something else, so that each has one task.
+        """
         names, period = self.subject.joints, 1e9 / self.subject.rate
         pictures: dict[str, Picture] = {}
         pose = command = None
         episode, index, started, is_running = -1, 0, 0, False
         before: Step | None = None
+        task = self.subject.task
         for topic, at, found in self.messages():
             camera = channels.camera_of(topic)
             if camera is not None:
@@ -105,6 +109,8 @@ class McapSource:
             elif topic == channels.EVENTS and found.get("name") in ("start", "stop"):
                 is_running = found["name"] == "start"
                 command, before = None, None
+            elif topic == channels.EVENTS and found.get("name") == channels.TASK:
+                task, before = str(found.get("message", "")), None
             elif topic == channels.JOINTS:
                 pose = _values(found, names)
             elif topic == channels.COMMANDS:
@@ -117,9 +123,9 @@ class McapSource:
                 else:
                     slot = max(round((at - started) / period), index + 1)
                     for skipped in range(index + 1, slot):
-                        yield Step(episode, skipped, before.state, before.action, before.pictures)
+                        yield Step(episode, skipped, before.state, before.action, before.pictures, task)
                     index = slot
-                before = Step(episode, index, pose, command, dict(pictures))
+                before = Step(episode, index, pose, command, dict(pictures), task)
                 yield before
 
 

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from service.recording.layout import IMAGES, STATE
+from service.motion.telling import told
+from service.recording.dataset_reader import IMAGES, STATE
 from service.recording.steps import Facts, RecordingError, Source, Step
 
 
@@ -22,6 +23,8 @@ class Needs(Protocol):
     def action(self) -> int: ...
     @property
     def action_steps(self) -> int: ...
+    @property
+    def language(self) -> bool: ...
 
 
 class Acting(Protocol):
@@ -123,6 +126,8 @@ def check(facts: Facts, needs: Needs) -> None:
     if missing := sorted(set(needs.cameras) - set(facts.cameras)):
         have = ", ".join(facts.cameras) or "none"
         wrong.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
+    if needs.language and not facts.task.strip():
+        wrong.append("it does what it is told, and the recording does not say what that was")
     if wrong:
         raise Misfit("; ".join(wrong))
 
@@ -184,4 +189,4 @@ def _observation(step: Step, needs: Needs) -> dict[str, np.ndarray]:
     found = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in needs.cameras}
     if needs.state is not None:
         found[STATE] = step.state[None].astype(np.float32)
-    return found
+    return found | told(step.task) if needs.language else found

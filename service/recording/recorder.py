@@ -75,6 +75,7 @@ class Recorder:
         open_file: Opener = open_new,
         disk: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage,
         commit: Callable[[], str | None] = lambda: None,
+        followed: Callable[[], str | None] | None = None,
         ended: "Callable[[Recorder], None]" = lambda recorder: None,
     ):
         """Begin; the file is opened in the thread.
@@ -83,6 +84,7 @@ class Recorder:
             open_file: a new, unbuffered file; OSError when there is none.
             disk: bytes in all, used and free, of the disk that a folder is on.
             commit: which policy runs now, asked on the event loop.
+            followed: which instruction the newest chunk follows, likewise; always the subject's when None.
             ended: told in the thread when the file is closed.
         """
         self.name = path.stem
@@ -92,6 +94,7 @@ class Recorder:
         self._path, self._limits = path, limits or RecorderLimits()
         self._open, self._disk, self._commit_now, self._ended = open_file, disk, commit, ended
         self._commit = subject.commit
+        self._followed_now, self._task = followed or (lambda: subject.task), subject.task
         self._queue: deque[Item] = deque()
         self._put = self._taken = 0  # bytes; one is the loop's, the other the thread's
         self._newest: dict[str, tuple[np.ndarray, float]] = {}
@@ -114,6 +117,7 @@ class Recorder:
         if (commit := self._commit_now()) != self._commit:
             self._commit = commit
             self.note("policy", f"another policy: {commit}")
+        self._note_task()
         self._hand_over("chunk", chunk, seen_at, at)
 
     def ticked(self, tick: Tick) -> None:
@@ -124,6 +128,7 @@ class Recorder:
         """The robot may move: an episode begins (the one before ends)."""
         if self._is_running:
             self.end("started anew")
+        self._note_task()
         self._hand_over("event", time.monotonic(), channels.INFO, "start", text)
         self._is_running = True
         for camera, (image, seen_at) in self._newest.items():
@@ -134,6 +139,11 @@ class Recorder:
         if self._is_running:
             self._is_running = False
             self._hand_over("event", time.monotonic(), channels.INFO, "stop", text)
+
+    def _note_task(self) -> None:
+        if (task := self._followed_now() or "") != self._task:
+            self._task = task
+            self.note(channels.TASK, task)
 
     def note(self, code: str, text: str, level: int = channels.INFO) -> None:
         """Something else happened."""

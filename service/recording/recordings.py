@@ -211,6 +211,12 @@ class Recordings:
         def commit() -> str | None:
             return policies.running.commit if policies.running else None
 
+        drive = session.drive
+        assert drive is not None, "only loaded sessions start"
+
+        def followed() -> str | None:
+            return drive.thinking.followed
+
         loop = asyncio.get_running_loop()
 
         def ended(recorder: Recorder) -> None:
@@ -218,7 +224,8 @@ class Recordings:
                 loop.call_soon_threadsafe(self._ended, recorder)
 
         path = self._library.new_path(session.id)
-        recorder = Recorder(path, _subject(session, commit()), self._limits, commit=commit, ended=ended)
+        subject = _subject(session, commit())
+        recorder = Recorder(path, subject, self._limits, commit=commit, followed=followed, ended=ended)
         self._recorders[session.id] = recorder
         self._detach[recorder.name] = session.attach(recorder)
         logger.info("session %s is recorded as %s", session.id, recorder.name)

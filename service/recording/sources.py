@@ -8,7 +8,7 @@ from service.recording.steps import RecordingError, Source
 
 
 def open_source(path: Path) -> Source:
-    """The steps of a recording (.mcap) or of a LeRobotDataset v3.0 folder.
+    """The steps of a recording (.mcap) or of a LeRobotDataset folder, v3.0 or v2.1.
 
     Raises:
         RecordingError: it is neither, or cannot be read.

@@ -64,6 +64,7 @@ class Step:
         state: (a,) float32, where the joints were.
         action: (a,) float32, where they were sent.
         pictures: camera to its newest frame.
+        task: what was to be done, in words; the same throughout an episode.
     """
 
     episode: int
@@ -71,6 +72,7 @@ class Step:
     state: np.ndarray
     action: np.ndarray
     pictures: Mapping[str, Picture]
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Facts:
         features: the same as LeRobot calls them.
         low, high: (a,) ranges, infinite where nobody knows.
         robot_type: LeRobot's name of the robot, or None.
-        task: in words.
+        task: in words, that of the beginning.
         policy: what moved the robot, where that was recorded.
         length: how many steps there are, about; None when nobody has counted.
         is_whole: False when the file was cut off: whoever wrote it was killed.

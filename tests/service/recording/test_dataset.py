@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 
@@ -58,6 +59,14 @@ def test_info_says_what_there_is(dataset):
         *("observation.state", "action", "observation.images.front", "observation.images.top"),
         *("timestamp", "frame_index", "episode_index", "index", "task_index"),
     }
+
+
+def test_each_episode_has_the_task_that_it_was_recorded_with(record, tmp_path):
+    source = open_source(record(episodes=2))
+    steps = (replace(step, task="" if step.episode else "wave") for step in source.steps())
+    write_dataset(tmp_path / "told", source.facts, steps)
+    read = open_source(tmp_path / "told")
+    assert {(step.episode, step.task) for step in read.steps()} == {(0, "wave"), (1, "unnamed")}
 
 
 def test_rows_count_frames_episodes_and_time(dataset):

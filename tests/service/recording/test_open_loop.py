@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -6,6 +8,7 @@ from service.engine.scripted_policy import ScriptedPolicy
 from service.recording.open_loop import Misfit, play
 from service.recording.plot import save_plot
 from service.recording.sources import open_source
+from tests.service.recording.robot import subject
 
 NEEDS = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=8, action_steps=4)
 
@@ -44,6 +47,14 @@ def test_everything_that_does_not_fit_is_said_at_once(record):
     assert "7 values" in str(refused.value)
     assert "wrist" in str(refused.value)
     assert "front, top" in str(refused.value)
+
+
+def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):
+    policy = ScriptedPolicy(replace(NEEDS, language=True))
+    play(open_source(record(episodes=1)), policy)
+    assert set(policy.told) == {("pick up the cube",)}
+    with pytest.raises(Misfit, match="the recording does not say what that was"):
+        play(open_source(record("silent", subject(task=""), episodes=1)), policy)
 
 
 def test_the_plot_is_a_picture(record, tmp_path):

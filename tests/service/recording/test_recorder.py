@@ -81,6 +81,34 @@ def test_a_tick_that_was_skipped_is_filled_with_the_step_before(record):
     assert [float(step.action[0]) for step in steps[3:7]] == [3.5, 3.5, 3.5, 6.5]
 
 
+def test_an_episode_has_one_task_and_another_instruction_begins_another_episode(tmp_path):
+    said = ["pick up the cube"]
+    recorder = Recorder(tmp_path / "a.mcap", subject(cameras=()), followed=lambda: said[0])
+    begun = time.monotonic()
+    recorder.begin("by request")
+    recorder.ticked(tick(0, begun))
+    recorder.ticked(tick(1, begun + 1 / 20))
+    recorder.end("by request")
+    said[0] = "put it down"
+    recorder.begin("by request")
+    recorder.ticked(tick(2, begun + 2 / 20))
+    said[0] = "wave"
+    # What was planned before is done until there is a chunk that follows the new instruction.
+    recorder.ticked(tick(3, begun + 3 / 20))
+    recorder.planned(np.zeros((4, 6), np.float32), begun, begun)
+    recorder.ticked(tick(4, begun + 4 / 20))
+    recorder.end("by request")
+    closed(recorder)
+    steps = McapSource(tmp_path / "a.mcap").steps()
+    assert [(step.episode, step.index, float(step.state[0]), step.task) for step in steps] == [
+        (0, 0, 0, "pick up the cube"),
+        (0, 1, 1, "pick up the cube"),
+        (1, 0, 2, "put it down"),
+        (1, 1, 3, "put it down"),
+        (2, 0, 4, "wave"),
+    ]
+
+
 def test_holds_and_other_policies_are_events(tmp_path):
     commits = iter(["abc", "abc", "def"])
     recorder = Recorder(tmp_path / "a.mcap", subject(), commit=lambda: next(commits))

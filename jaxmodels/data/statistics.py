@@ -1,14 +1,21 @@
-"""Statistics of features as LeRobotDataset v3 keeps them, of vectors and of pictures."""
+"""Statistics of features as LeRobotDataset v3 keeps them: of vectors, of pictures, and out of its files."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+
+from jaxmodels.errors import DatasetError
+from jaxmodels.features import Feature
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 # So many frames of an episode are looked at, and so many pixels of a row and a column: colours need no more.
 FRAMES, SIDE = 100, 160
 
+NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
+
 Stats = dict[str, list]
+Arrays = dict[str, np.ndarray]
 
 
 def of_vectors(values: np.ndarray) -> Stats:
@@ -57,3 +64,28 @@ class Colours:
     def _quantile(self, share: float) -> np.ndarray:
         reached = self._counts.cumsum(1) >= share * self._counts.sum(1, keepdims=True)
         return reached.argmax(1) / 255
+
+
+def as_arrays(feature: Feature, stats: Mapping[str, Any], where: str) -> Arrays:
+    """What a file says of a feature: float32 of its shape, pictures' (3, 1, 1); names that are not known are left out.
+
+    Raises:
+        DatasetError: an array has another shape, or a number is none or not finite.
+    """
+    wanted = (3, 1, 1) if feature.type == "VISUAL" else feature.shape
+    found = {}
+    for name in NAMES:
+        if name not in stats:
+            continue
+        try:
+            array = np.asarray(stats[name], np.float32)
+        except (TypeError, ValueError) as error:
+            raise DatasetError(f"{where}: {name} of {feature.name} holds something else than numbers") from error
+        shape = (1,) if name == "count" else wanted
+        if array.shape not in (shape, ()) or not np.isfinite(array).all():
+            raise DatasetError(
+                f"{where}: {name} of {feature.name} has shape {list(array.shape)} or is not finite; "
+                f"wanted {list(shape)} finite numbers"
+            )
+        found[name] = np.broadcast_to(array, shape).copy()
+    return found

@@ -1,0 +1,240 @@
+"""A LeRobotDataset that is open: numbers in memory, frames decoded when they are asked for."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt8
+
+from jaxmodels.checkpoints.json_file import read_json
+from jaxmodels.data import layout
+from jaxmodels.data.info import read_info
+from jaxmodels.data.pictures import StillFrames, VideoFrames
+from jaxmodels.data.places import choose, read_places, read_tasks
+from jaxmodels.data.rows import Rows
+from jaxmodels.data.statistics import NAMES, Arrays, Colours, as_arrays, of_vectors
+from jaxmodels.errors import CheckpointError, DatasetError
+from jaxmodels.features import Feature
+
+# Frames that are looked at, evenly over the dataset, when nobody wrote down what the colours are like.
+LOOKED_AT = 1000
+
+
+class Dataset:
+    """Demonstrations of a folder, version 3.0 or 2.1; rows are counted over the chosen episodes, from 0.
+
+    Attributes:
+        folder: where it is.
+        version: ``v3.0`` or ``v2.1``.
+        fps: rows per second.
+        robot_type: LeRobot's name of the robot, or None.
+        features: what policies see and do, in the dataset's order; images are (3, h, w).
+        tasks: what is done, in words, by number.
+        episodes: their numbers in the folder.
+        lengths, starts, ends: rows of each episode, its first, and the one after its last.
+        task_index: (n,) int32, the task of each row.
+    """
+
+    def __init__(self, folder: Path, episodes: Sequence[int] | None = None):
+        """Reads what there is and where; no frames and none of the vectors.
+
+        Raises:
+            DatasetError: something of it is missing, malformed or contradicts itself.
+        """
+        info = read_info(folder)
+        places = read_places(folder, info)
+        self._is_whole = episodes is None
+        self._places = choose(folder, places, episodes)
+        self._rows = Rows(folder, self._places)
+        self._pictures = info.pictures
+        self.folder, self.version, self.fps, self.robot_type = folder, info.version, info.fps, info.robot_type
+        self.features = info.features
+        self.tasks = read_tasks(folder, info)
+        self.episodes = tuple(place.number for place in self._places)
+        self.lengths = np.array([place.length for place in self._places])
+        self.ends = np.cumsum(self.lengths)
+        self.starts = self.ends - self.lengths
+        self.task_index = self._rows.tasks
+        if self.task_index.min() < 0 or self.task_index.max() >= len(self.tasks):
+            raise DatasetError(
+                f"{folder.name}: rows have tasks {self.task_index.min()} to {self.task_index.max()}; "
+                f"there are 0 to {len(self.tasks) - 1}"
+            )
+        self._vectors: dict[str, np.ndarray] = {}
+        self._frames: dict[str, VideoFrames | StillFrames] = {}
+
+    def __len__(self) -> int:
+        """Rows."""
+        return int(self.ends[-1])
+
+    def feature(self, name: str) -> Feature:
+        """One by its name.
+
+        Raises:
+            DatasetError: there is none; says which there are.
+        """
+        for feature in self.features:
+            if feature.name == name:
+                return feature
+        raise DatasetError(f"{self.folder.name} has no {name}; it has {', '.join(one.name for one in self.features)}")
+
+    @property
+    def joint_names(self) -> tuple[str, ...] | None:
+        """Of the actions, or None when the dataset does not say."""
+        return self.feature(layout.ACTION).names
+
+    @property
+    def cameras(self) -> tuple[Feature, ...]:
+        """The features that are images."""
+        return tuple(feature for feature in self.features if feature.type == "VISUAL")
+
+    def vectors(self, name: str) -> Float[np.ndarray, "n d"]:
+        """All rows of a feature of numbers; read once.
+
+        Raises:
+            DatasetError: there is none, it is a camera's, it is garbled, or a number is not finite.
+        """
+        if name not in self._vectors:
+            feature = self.feature(name)
+            if feature.type == "VISUAL":
+                raise DatasetError(f"{self.folder.name}: {name} is a camera's; its frames come from frames()")
+            values = self._rows.read(name, feature.shape[0], np.float32)
+            if not np.isfinite(values).all():
+                row = int(np.argwhere(~np.isfinite(values))[0, 0])
+                raise DatasetError(f"{self.folder.name}: {name} of row {row} is {values[row]}; wanted finite numbers")
+            self._vectors[name] = values
+        return self._vectors[name]
+
+    def window(
+        self, name: str, rows: Int[np.ndarray, "b"] | Sequence[int], steps: Sequence[int]
+    ) -> tuple[Float[np.ndarray, "b t d"], Bool[np.ndarray, "b t"]]:
+        """A feature at rows and so many steps later (or before), and where that is beyond the row's episode.
+
+        Beyond, the episode's last (or first) value is repeated. LeRobot's ``delta_timestamps`` times `fps` are steps.
+        """
+        chosen = self._checked(rows)
+        episode = np.searchsorted(self.ends, chosen, side="right")
+        wanted = chosen[:, None] + np.asarray(steps)
+        first, last = self.starts[episode][:, None], self.ends[episode][:, None] - 1
+        inside = np.clip(wanted, first, last)
+        return self.vectors(name)[inside], inside != wanted
+
+    def frames(self, name: str, rows: Int[np.ndarray, "k"] | Sequence[int]) -> UInt8[np.ndarray, "k h w 3"]:
+        """A camera's frames at these rows, in their order; may be called from several threads.
+
+        Raises:
+            DatasetError: it is no camera, or a file is missing, cannot be decoded, or is shorter than its rows.
+        """
+        feature, chosen = self.feature(name), self._checked(rows)
+        found = np.empty((len(chosen), *feature.shape[1:], 3), np.uint8)
+        self._source(feature).read(chosen, found)
+        return found
+
+    def statistics(self) -> dict[str, Arrays]:
+        """LeRobot's min, max, mean, std, count and q01, q10, q50, q90, q99 of every feature.
+
+        float32; pictures' are (3, 1, 1) in [0, 1]. Read from ``meta/stats.json`` when all episodes are used, computed
+        where that does not say.
+        """
+        written = self._written()
+        found = {}
+        for feature in self.features:
+            stats = written.get(feature.name, {})
+            if missing := [name for name in NAMES if name not in stats]:
+                computed = as_arrays(feature, self._computed(feature), self.folder.name)
+                stats = stats | {name: computed[name] for name in missing}
+            found[feature.name] = stats
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all frames of all chosen rows: another one when a file was changed or other episodes were chosen.
+
+        Raises:
+            DatasetError: a file of them is missing.
+        """
+        digest = hashlib.sha256(repr((self.version, self.fps, self.episodes, self.lengths.tolist())).encode())
+        for camera in self.cameras:
+            for file in self._source(camera).files:
+                try:
+                    status = (self.folder / file).stat()
+                except OSError as error:
+                    raise DatasetError(
+                        f"{self.folder.name}: {file} is missing ({error.strerror}); fetch or copy the dataset anew"
+                    ) from error
+                digest.update(repr((camera.name, file, status.st_size, status.st_mtime_ns)).encode())
+        for place in self._places:
+            digest.update(repr((place.rows, sorted(place.videos.items()))).encode())
+        return digest.hexdigest()
+
+    def _source(self, feature: Feature) -> VideoFrames | StillFrames:
+        name = feature.name
+        if feature.type != "VISUAL":
+            raise DatasetError(f"{self.folder.name}: {name} is no camera; cameras are {sorted(self._pictures)}")
+        if name not in self._frames:
+            height, width = feature.shape[1:]
+            if self._pictures[name] == "video":
+                times = self._rows.timestamps
+                frames = VideoFrames(self.folder, name, (height, width), self.fps, self._places, times)
+            else:
+                frames = StillFrames(self.folder, name, (height, width), self._rows)
+            self._frames[name] = frames
+        return self._frames[name]
+
+    def _checked(self, rows: np.ndarray | Sequence[int]) -> np.ndarray:
+        found = np.asarray(rows, np.int64).reshape(-1)
+        if len(found) and not (found.min() >= 0 and found.max() < len(self)):
+            raise IndexError(f"rows {found.min()} to {found.max()}; there are 0 to {len(self) - 1}")
+        return found
+
+    def _written(self) -> dict[str, Arrays]:
+        path = self.folder / layout.STATS
+        if not self._is_whole or self.version != layout.VERSION or not path.is_file():
+            return {}
+        where = f"{self.folder.name}: {layout.STATS}"
+        try:
+            found = read_json(path)
+        except CheckpointError as error:
+            raise DatasetError(f"{self.folder.name}: {error}") from error
+        known = {name: stats for name, stats in found.items() if isinstance(stats, dict)}
+        return {one.name: as_arrays(one, known[one.name], where) for one in self.features if one.name in known}
+
+    def _computed(self, feature: Feature) -> dict[str, list]:
+        if feature.type != "VISUAL":
+            return of_vectors(self.vectors(feature.name))
+        colours = Colours()
+        rows = np.unique(np.linspace(0, len(self) - 1, min(len(self), LOOKED_AT)).astype(int))
+        for part in np.array_split(rows, -(-len(rows) // 16)):
+            for frame in self.frames(feature.name, part):
+                colours.add(frame)
+        return colours.stats()
+
+
+def open_dataset(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    episodes: Sequence[int] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Dataset:
+    """The dataset of a folder, or of a repo of the Hub: of its files those of the chosen episodes are fetched.
+
+    Args:
+        revision: branch, tag or commit of a repo.
+        episodes: their numbers; all when None.
+        on_progress: told ``Downloading`` as `jaxmodels.hub.fetch` does.
+
+    Raises:
+        DatasetError: it is missing, malformed, or contradicts itself.
+        HubError: there is no such folder, and the repo cannot be fetched.
+    """
+    folder = Path(path_or_repo)
+    if not folder.is_dir():
+        from jaxmodels.data.remote import fetch_dataset
+
+        folder = fetch_dataset(str(path_or_repo), revision, episodes, on_progress)
+    elif revision is not None:
+        raise DatasetError(f"{folder} is a folder here; a revision is of a repo of the Hub")
+    return Dataset(folder, episodes)

@@ -1,0 +1,212 @@
+"""Demonstrations into a LeRobotDataset v3.0 folder, as lerobot 0.4 reads it; without lerobot and without torch."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from jaxmodels.data import layout
+from jaxmodels.data.statistics import of_vectors
+from jaxmodels.data.tables import column, features_of, tasks_table, vectors_table
+from jaxmodels.data.video_writer import CameraFiles
+from jaxmodels.errors import DatasetError
+
+
+class DatasetWriter:
+    """Writes episodes; the folder appears under its name only when everything was written.
+
+        with DatasetWriter(folder, fps=25, joint_names=names, cameras=["front"]) as writer:
+            writer.add({"observation.state": pose, "action": target, "observation.images.front": pixels})
+            ...
+            writer.end_episode("pick up the cube")
+
+    Attributes:
+        episodes, frames: how many there are.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fps: int | float,
+        joint_names: Sequence[str],
+        cameras: Sequence[str] = (),
+        robot_type: str | None = None,
+        environment_state: Sequence[str] = (),
+    ):
+        """Begin.
+
+        Args:
+            joint_names: of states and actions.
+            cameras: their names, without ``observation.images.``.
+            environment_state: names of the numbers of ``observation.environment_state``, when there is such a thing.
+
+        Raises:
+            DatasetError: the folder is there already, the rate is none, or names cannot be used.
+        """
+        if folder.exists():
+            raise DatasetError(f"{folder} is there already; choose another folder or remove it first")
+        if not 0 < fps <= 10_000:
+            raise DatasetError(f"a rate of {fps}; wanted a number above 0")
+        if not joint_names:
+            raise DatasetError("a dataset without joints; wanted a name for each number of an action")
+        keys = [f"{layout.IMAGES}{camera}" for camera in cameras]
+        if wrong := [key for key in keys if not layout.FEATURE_NAME.fullmatch(key)]:
+            raise DatasetError(f"{', '.join(wrong)}: no name for a feature of a dataset")
+        self.episodes = self.frames = 0
+        self._folder, self._fps, self._robot_type = folder, fps, robot_type
+        self._partial = folder.with_name(f"{folder.name}.partial")
+        self._names = {layout.STATE: list(joint_names), layout.ACTION: list(joint_names)}
+        if environment_state:
+            self._names[layout.ENVIRONMENT_STATE] = list(environment_state)
+        rate = Fraction(fps).limit_denominator(1000)
+        self._cameras = {key: CameraFiles(self._partial, key, rate) for key in keys}
+        self._steps: list[dict[str, np.ndarray]] = []
+        self._tasks: dict[str, int] = {}
+        self._data: list[pa.Table] = []
+        self._rows: list[dict[str, Any]] = []
+
+    def __enter__(self) -> "DatasetWriter":
+        shutil.rmtree(self._partial, ignore_errors=True)  # of one that was killed
+        self._partial.mkdir(parents=True)
+        return self
+
+    def add(self, step: Mapping[str, np.ndarray]) -> None:
+        """The next step: every feature's value, vectors (d,) and frames (h, w, 3) uint8.
+
+        A frame of another size than the camera's first one is scaled to that; the same array as in the step before is
+        the same frame, and costs less.
+
+        Raises:
+            DatasetError: features are missing or unknown, or of another shape or kind than wanted.
+        """
+        self._check(step)
+        for key, files in self._cameras.items():
+            files.add(step[key])
+        self._steps.append({name: np.array(step[name], np.float32) for name in self._names})
+
+    def add_episode(self, arrays: Mapping[str, np.ndarray], task: str) -> None:
+        """A whole one: feature to array, the first axis being its steps.
+
+        Raises:
+            DatasetError: as `add` and `end_episode` do, or the features differ in length.
+        """
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise DatasetError(f"an episode's features differ in length: {lengths}")
+        for number in range(next(iter(lengths.values()))):
+            self.add({name: array[number] for name, array in arrays.items()})
+        self.end_episode(task)
+
+    def end_episode(self, task: str) -> None:
+        """The steps since the last one are an episode in which this was done.
+
+        Raises:
+            DatasetError: there are none, or nothing is said to be done.
+        """
+        if not self._steps or not task.strip():
+            raise DatasetError(f"an episode of {len(self._steps)} steps and the task {task!r}; wanted both")
+        count, number = len(self._steps), self._tasks.setdefault(task, len(self._tasks))
+        frame = np.arange(count)
+        columns: dict[str, np.ndarray] = {
+            **{name: np.stack([step[name] for step in self._steps]) for name in self._names},
+            "timestamp": (frame / self._fps).astype(np.float32)[:, None],
+            "frame_index": frame[:, None],
+            "episode_index": np.full((count, 1), self.episodes),
+            "index": self.frames + frame[:, None],
+            "task_index": np.full((count, 1), number),
+        }
+        row: dict[str, Any] = {
+            "episode_index": self.episodes,
+            "tasks": [task],
+            "length": count,
+            "data/chunk_index": 0,
+            "data/file_index": 0,
+            "dataset_from_index": self.frames,
+            "dataset_to_index": self.frames + count,
+        }
+        stats = {name: of_vectors(values) for name, values in columns.items()}
+        for key, files in self._cameras.items():
+            place, stats[key] = files.end_episode()
+            row |= place
+        for feature, found in stats.items():
+            row |= {f"stats/{feature}/{name}": value for name, value in found.items()}
+        self._rows.append(row | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
+        self._data.append(vectors_table(columns))
+        self.episodes += 1
+        self.frames += count
+        self._steps.clear()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            for files in self._cameras.values():
+                files.close()
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _check(self, step: Mapping[str, np.ndarray]) -> None:
+        wanted = {*self._names, *self._cameras}
+        if set(step) != wanted:
+            raise DatasetError(f"a step has {sorted(step)}; wanted {sorted(wanted)}")
+        wrong = []
+        for name, names in self._names.items():
+            value = np.asarray(step[name])
+            if value.shape != (len(names),) or value.dtype.kind not in "fiu" or not np.isfinite(value).all():
+                wrong.append(f"{name} is {value.dtype} {list(value.shape)}; wanted {len(names)} finite numbers")
+        for key in self._cameras:
+            value = step[key]
+            if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3 or not value.size:
+                wrong.append(f"{key} is {value.dtype} {list(value.shape)}; wanted uint8 (h, w, 3)")
+        if wrong:
+            raise DatasetError("a step cannot be written: " + "; ".join(wrong))
+
+    def _finish(self) -> None:
+        if self._steps:
+            raise DatasetError(f"{len(self._steps)} steps belong to no episode; end_episode(task) comes after the last")
+        if not self._rows:
+            raise DatasetError("there is nothing to make a dataset of: no episode was added")
+        for files in self._cameras.values():
+            files.close()
+        data = pa.concat_tables(self._data)
+        self._write(layout.DATA.format(chunk_index=0, file_index=0), data)
+        self._write(layout.EPISODES.format(chunk_index=0, file_index=0), pa.Table.from_pylist(self._rows))
+        self._write(layout.TASKS, tasks_table(list(self._tasks)))
+        stats = {name: of_vectors(column(data[name])) for name in data.column_names}
+        stats |= {key: files.colours.stats() for key, files in self._cameras.items()}
+        self._write_json(layout.INFO, self._info())
+        self._write_json(layout.STATS, stats)
+        self._partial.rename(self._folder)
+
+    def _write(self, place: str, table: pa.Table) -> None:
+        path = self._partial / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, path, compression="snappy")
+
+    def _write_json(self, place: str, content: object) -> None:
+        (self._partial / place).write_text(json.dumps(content, indent=4, allow_nan=False) + "\n")
+
+    def _info(self) -> dict[str, Any]:
+        rate = int(self._fps) if self._fps == int(self._fps) else self._fps
+        return {
+            "codebase_version": layout.VERSION,
+            "robot_type": self._robot_type,
+            "total_episodes": self.episodes,
+            "total_frames": self.frames,
+            "total_tasks": len(self._tasks),
+            "chunks_size": layout.CHUNK_FILES,
+            "data_files_size_in_mb": layout.DATA_MEGABYTES,
+            "video_files_size_in_mb": layout.VIDEO_MEGABYTES,
+            "fps": rate,
+            "splits": {"train": f"0:{self.episodes}"},
+            "data_path": layout.DATA,
+            "video_path": layout.VIDEO if self._cameras else None,
+            "features": features_of(self._names, self._cameras, rate),
+        }

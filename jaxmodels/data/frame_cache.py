@@ -1,0 +1,151 @@
+"""Decoded, resized frames of a dataset in one file per camera, mapped into memory; made once, then only read."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from jaxmodels.data.dataset import Dataset
+from jaxmodels.data.frames import resize_frames
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
+VARIABLE = "ROBOJAX_FRAME_CACHE"
+OFF = ("", "0", "off", "none", "false")
+# Of all datasets together. A 96x96 frame has 28 kB, one of 480x640 0.9 MB.
+LIMIT = 32 << 30
+# Left on the disk for everybody else.
+SPARE = 2 << 30
+PART = 32  # frames that are decoded together
+SUFFIX, UNFINISHED = ".frames", ".partial"
+
+logger = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path | None:
+    """``ROBOJAX_FRAME_CACHE`` (a folder, or ``off``), else ``robojax/frames`` in the user's cache folder."""
+    asked = os.environ.get(VARIABLE)
+    if asked is not None:
+        return None if asked.lower() in OFF else Path(asked).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "robojax" / "frames"
+
+
+def cached_frames(
+    folder: Path,
+    dataset: Dataset,
+    camera: str,
+    size: tuple[int, int],
+    *,
+    workers: int,
+    limit: int = LIMIT,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> np.ndarray | None:
+    """(n, h, w, 3) uint8, read-only and on the disk; None when there is no room for it or it cannot be written.
+
+    Frames of other datasets that were not used for the longest time make room.
+
+    Args:
+        on_progress: told how many frames are decoded, and of how many.
+
+    Raises:
+        DatasetError: a frame cannot be read.
+    """
+    key = hashlib.sha256(repr((dataset.fingerprint, camera, size)).encode()).hexdigest()[:32]
+    path, shape = folder / f"{key}{SUFFIX}", (len(dataset), *size, 3)
+    wanted = int(np.prod(shape))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(path.with_suffix(".lock")):
+            if not (path.is_file() and path.stat().st_size == wanted):
+                if not _make_room(folder, wanted, limit):
+                    logger.info("%s: %s is decoded anew for each batch: its frames have %d bytes and the cache's limit "
+                                "is %d", dataset.folder.name, camera, wanted, limit)  # fmt: skip
+                    return None
+                _fill(path, dataset, camera, size, workers, on_progress)
+            os.utime(path)  # when it was used last
+        return np.memmap(path, np.uint8, "r", shape=shape)
+    except OSError as error:
+        logger.warning("%s: %s is decoded anew for each batch: %s cannot be used (%s); set %s to a folder that can be "
+                       "written", dataset.folder.name, camera, folder, error, VARIABLE)  # fmt: skip
+        return None
+
+
+def _fill(
+    path: Path,
+    dataset: Dataset,
+    camera: str,
+    size: tuple[int, int],
+    workers: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    partial = path.with_suffix(UNFINISHED)
+    frame, rows, done, counting = int(np.prod((*size, 3))), len(dataset), 0, threading.Lock()
+    # A stretch of neighbours for each thread: frames after each other are decoded without a jump.
+    stretches = [part for part in np.array_split(np.arange(rows), workers) if len(part)]
+
+    def decode(stretch: np.ndarray) -> None:
+        nonlocal done
+        for start in range(0, len(stretch), PART):
+            part = stretch[start : start + PART]
+            pixels = resize_frames(dataset.frames(camera, part), size)
+            # Written, not stored through a mapping: a full disk is an error here, and the end of the process there.
+            _write_whole(file.fileno(), pixels.tobytes(), int(part[0]) * frame)
+            with counting:
+                done += len(part)
+                if on_progress is not None:
+                    on_progress(done, rows)
+
+    try:
+        with partial.open("wb") as file, ThreadPoolExecutor(workers, "decode") as pool:
+            running = [pool.submit(decode, stretch) for stretch in stretches]
+            try:
+                for future in running:
+                    future.result()
+            finally:
+                for future in running:
+                    future.cancel()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_whole(descriptor: int, data: bytes, offset: int) -> None:
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def _make_room(folder: Path, wanted: int, limit: int) -> bool:
+    """Whether so many bytes fit, after the frames that were not used for the longest time were removed."""
+    there = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    sizes = {path: path.stat().st_size for path in there}
+    free = shutil.disk_usage(folder).free
+    if wanted > limit or wanted + SPARE > free + sum(sizes.values()):
+        return False
+    while sum(sizes.values()) + wanted > limit or wanted + SPARE > free:
+        oldest = next(iter(sizes))
+        oldest.unlink(missing_ok=True)  # whoever reads it keeps what is mapped
+        free += sizes.pop(oldest)
+    return True
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While this process has the file: two would decode everything twice."""
+    with path.open("w") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,182 @@
+"""Batches for training, prepared by threads while the device works."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxmodels.data.dataset import Dataset
+from jaxmodels.data.frame_cache import LIMIT, cache_folder, cached_frames
+from jaxmodels.data.frames import resize_frames
+from jaxmodels.data.sampler import Sampler
+from jaxmodels.errors import DatasetError
+from jaxmodels.features import Feature
+
+
+class Batch(NamedTuple):
+    """Raw (not normalised) observations, the actions that followed, and what was to be done.
+
+    Attributes:
+        images: per camera of the policy, in its order and size, uint8 (b, h, w, 3).
+        state: (b, s) float32, or None when the policy reads none.
+        environment_state: (b, e) float32, or None.
+        actions: (b, t, a) float32; steps after an episode's end repeat its last action.
+        is_pad: (b, t) bool, True for those repeated steps.
+        tasks: (b,) int32, numbers of `Dataset.tasks`.
+    """
+
+    images: tuple[np.ndarray, ...]
+    state: np.ndarray | None
+    environment_state: np.ndarray | None
+    actions: np.ndarray
+    is_pad: np.ndarray
+    tasks: np.ndarray
+
+
+@runtime_checkable
+class Sees(Protocol):
+    """What of a policy's config shapes its batches."""
+
+    @property
+    def cameras(self) -> tuple[Feature, ...]: ...
+    @property
+    def state(self) -> Feature | None: ...
+    @property
+    def environment_state(self) -> Feature | None: ...
+    @property
+    def action(self) -> Feature: ...
+    @property
+    def chunk_size(self) -> int: ...
+
+
+class Loader:
+    """Batches of a dataset as a policy sees it; each is a function of the seed and the step alone.
+
+    Attributes:
+        waited: seconds that whoever took batches had to wait for them.
+        is_cached: whether all frames come decoded from the disk.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        policy: Sees,
+        *,
+        batch_size: int,
+        seed: int,
+        workers: int | None = None,
+        ahead: int | None = None,
+        cache: Path | bool = True,
+        cache_limit: int = LIMIT,
+        shard: tuple[int, int] = (0, 1),
+        on_progress: Callable[[int, int], None] | None = None,
+    ):
+        """Checks that the dataset has what the policy reads, and decodes its frames into the cache, once.
+
+        Args:
+            batch_size: of all shards together.
+            workers: threads; as many as there are processors, eight at most, when None.
+            ahead: batches that are prepared before they are asked for; two more than threads when None.
+            cache: folder for decoded frames; True is the user's (`ROBOJAX_FRAME_CACHE`), False decodes anew each time.
+            cache_limit: bytes in that folder.
+            shard: which of how many equal parts of each batch this process takes, from 0.
+            on_progress: told how many frames of a camera are decoded into the cache, and of how many.
+
+        Raises:
+            DatasetError: features are missing or of another width, the batch cannot be shared out, or frames cannot
+                be read.
+        """
+        index, count = shard
+        if batch_size < 1 or count < 1 or batch_size % count or not 0 <= index < count:
+            raise DatasetError(
+                f"a batch of {batch_size} for part {index} of {count}: wanted parts of equal size, counted from 0"
+            )
+        _check(dataset, policy)
+        self.dataset, self.policy, self.waited = dataset, policy, 0.0
+        self._part = slice(index * batch_size // count, (index + 1) * batch_size // count)
+        self._sampler = Sampler(len(dataset), batch_size, seed)
+        self._workers = workers or min(os.cpu_count() or 1, 8)
+        self._ahead = max(self._workers + 2 if ahead is None else ahead, 1)
+        folder = cache_folder() if cache is True else cache or None
+        self._sizes = {one.name: (one.shape[1], one.shape[2]) for one in policy.cameras}
+        self._cached = {
+            name: None
+            if folder is None
+            else cached_frames(
+                folder, dataset, name, size, workers=self._workers, limit=cache_limit, on_progress=on_progress
+            )
+            for name, size in self._sizes.items()
+        }
+        self.is_cached = all(frames is not None for frames in self._cached.values())
+
+    def at(self, step: int) -> Batch:
+        """The batch of one step of the training."""
+        rows = self._sampler.at(step)[self._part]
+        dataset, policy = self.dataset, self.policy
+        actions, is_pad = dataset.window(policy.action.name, rows, range(policy.chunk_size))
+
+        def vector(feature: Feature | None) -> np.ndarray | None:
+            return None if feature is None else dataset.vectors(feature.name)[rows]
+
+        return Batch(
+            images=tuple(self._frames(name, rows) for name in self._sizes),
+            state=vector(policy.state),
+            environment_state=vector(policy.environment_state),
+            actions=actions,
+            is_pad=is_pad,
+            tasks=dataset.task_index[rows],
+        )
+
+    def batches(self, first: int, last: int) -> Generator[Batch, None, None]:
+        """Those of steps ``first`` to ``last - 1``, in order.
+
+        Raises:
+            DatasetError: frames cannot be read.
+        """
+        pool = ThreadPoolExecutor(self._workers, "batch")
+        waiting: deque[Future[Batch]] = deque()
+        try:
+            for step in range(first, last):
+                while len(waiting) < self._ahead and step + len(waiting) < last:
+                    waiting.append(pool.submit(self.at, step + len(waiting)))
+                started = time.monotonic()
+                batch = waiting.popleft().result()
+                self.waited += time.monotonic() - started
+                # The next one is begun before this one is used.
+                if step + 1 + len(waiting) < last:
+                    waiting.append(pool.submit(self.at, step + 1 + len(waiting)))
+                yield batch
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _frames(self, name: str, rows: np.ndarray) -> np.ndarray:
+        cached = self._cached[name]
+        if cached is not None:
+            return np.asarray(cached[rows])
+        return resize_frames(self.dataset.frames(name, rows), self._sizes[name])
+
+
+def _check(dataset: Dataset, policy: Sees) -> None:
+    wrong = []
+    for feature in (*policy.cameras, policy.state, policy.environment_state, policy.action):
+        if feature is None:
+            continue
+        try:
+            found = dataset.feature(feature.name)
+        except DatasetError as error:
+            wrong.append(str(error))
+            continue
+        if found.type != feature.type or (feature.type != "VISUAL" and found.shape != feature.shape):
+            wrong.append(
+                f"{feature.name} is {found.type} {list(found.shape)}; the policy has {feature.type} "
+                f"{list(feature.shape)}"
+            )
+        elif feature.type != "VISUAL":
+            dataset.vectors(feature.name)  # now, once, and not in several threads at a time
+    if wrong:
+        raise DatasetError(f"{dataset.folder.name} does not fit the policy: " + "; ".join(wrong))
