@@ -1,0 +1,11 @@
+"""Instructions in words: texts to tokens on the host, and tokens to what a policy attends to.
+
+`small` is trained with its policy and needs no file; `clip` is CLIP's text tower (https://arxiv.org/abs/2103.00020),
+whose weights come from elsewhere and stay as they are.
+"""
+
+from jaxmodels.text.config import TextConfig
+from jaxmodels.text.encoder import TextEncoder, text_encoder
+from jaxmodels.text.tokenizers import Tokenizer, tokenizer
+
+__all__ = ["TextConfig", "TextEncoder", "Tokenizer", "text_encoder", "tokenizer"]

@@ -1,0 +1,93 @@
+"""Everything that shapes a text encoder."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from jaxmodels.errors import ConfigError
+
+SMALL, CLIP = "small", "clip"
+KINDS = (SMALL, CLIP)
+ACTIVATIONS = ("gelu", "quick_gelu")
+COUNTS = ("length", "width", "n_layers", "n_heads", "hidden", "vocabulary")
+BYTES = 257  # every byte, and one that starts a text
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """A transformer over the tokens of a text.
+
+    Attributes:
+        kind: ``small``, trained with the policy on the bytes of a text; ``clip``, CLIP's text tower.
+        length: n, tokens of a text, shorter ones filled up. For ``small`` one more than the bytes that fit.
+        width: d, of each token.
+        hidden: width within the feed-forward layers.
+        vocabulary: how many different tokens there are.
+        activation: between the feed-forward layers; ``quick_gelu`` is the sigmoid form of the first CLIP models.
+        is_frozen: whether training leaves its weights as they are.
+
+    Raises:
+        ConfigError: a value makes no sense; all complaints together.
+    """
+
+    kind: str = SMALL
+    length: int = 96
+    width: int = 128
+    n_layers: int = 2
+    n_heads: int = 4
+    hidden: int = 512
+    vocabulary: int = BYTES
+    activation: str = "gelu"
+    is_frozen: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} is {getattr(self, name)!r}; wanted an integer of 1 or more"
+            for name in COUNTS
+            if isinstance(getattr(self, name), bool)
+            or not isinstance(getattr(self, name), int)
+            or getattr(self, name) < 1
+        ]
+        wrong += [
+            f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}"
+            for name, known in (("kind", KINDS), ("activation", ACTIVATIONS))
+            if getattr(self, name) not in known
+        ]
+        if not isinstance(self.is_frozen, bool):
+            wrong.append(f"is_frozen is {self.is_frozen!r}; wanted true or false")
+        if not wrong and self.width % self.n_heads:
+            wrong.append(f"width {self.width} is not a multiple of n_heads {self.n_heads}")
+        if not wrong and self.kind == SMALL and self.vocabulary != BYTES:
+            wrong.append(f"vocabulary is {self.vocabulary}; {SMALL} reads bytes, wanted {BYTES}")
+        if not wrong and self.length < 2:
+            wrong.append("length is 1; wanted 2 or more, the start of a text and something that it says")
+        if wrong:
+            raise ConfigError("text encoder: " + "; ".join(wrong))
+
+    @classmethod
+    def small(cls) -> "TextConfig":
+        """One that is trained with its policy, for instructions of up to 95 bytes."""
+        return cls()
+
+    @classmethod
+    def clip(cls) -> "TextConfig":
+        """That of CLIP ViT-B/32 (https://huggingface.co/openai/clip-vit-base-patch32)."""
+        return cls(CLIP, 77, 512, 12, 8, 2048, 49408, "quick_gelu", is_frozen=True)
+
+    @classmethod
+    def from_json(cls, values: Any) -> "TextConfig":
+        """Reads the object ``text_encoder`` of a policy's ``config.json``.
+
+        Raises:
+            ConfigError: unknown fields, or values that make no sense.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"text_encoder is {values!r}; wanted an object, e.g. {cls.small().to_json()}, or null")
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(map(str, values)) - set(known)):
+            raise ConfigError(f"text encoder: unknown fields {', '.join(unknown)}; known: {', '.join(known)}")
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The way back."""
+        return asdict(self)

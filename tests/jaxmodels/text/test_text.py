@@ -1,0 +1,60 @@
+"""Instructions become tokens, and tokens what a policy attends to."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmodels.errors import ConfigError, ObservationError
+from jaxmodels.text import TextConfig, text_encoder, tokenizer
+
+SMALL = TextConfig(length=24, width=16, n_layers=2, n_heads=2, hidden=32)
+
+
+@pytest.mark.parametrize("config", [TextConfig.small(), TextConfig.clip(), SMALL])
+def test_a_config_survives_its_json(config: TextConfig) -> None:
+    assert TextConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"kind": "bert"}, "kind is 'bert'; known: small, clip"),
+        ({"width": 10, "n_heads": 4}, "width 10 is not a multiple of n_heads 4"),
+        ({"length": True, "hidden": 0}, "length is True.*hidden is 0"),
+        ({"vocabulary": 1000}, "small reads bytes, wanted 257"),
+        ({"words": 3}, "unknown fields words"),
+        ("clip", "wanted an object"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(values: object, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        TextConfig.from_json(values)
+
+
+def test_the_same_words_are_the_same_tokens_however_they_are_written() -> None:
+    ids, mask = tokenizer(SMALL)(["  Pick it UP ", "pick it up", "ﬁne", "fine"])
+    assert ids.dtype == np.int32
+    assert ids.shape == mask.shape == (4, 24)
+    np.testing.assert_array_equal(ids[0], ids[1])
+    np.testing.assert_array_equal(ids[2], ids[3])
+    assert mask.sum(axis=1).tolist() == [11, 11, 5, 5]
+    assert ids[0, :5].tolist() == [256, *b"pick"]
+
+
+def test_a_text_that_is_too_long_is_refused_and_not_cut() -> None:
+    read = tokenizer(SMALL)
+    read(["x" * 23])
+    with pytest.raises(ObservationError, match="24 bytes; this policy reads 23"):
+        read(["x" * 24])
+
+
+def test_what_a_text_says_does_not_depend_on_what_fills_it_up() -> None:
+    encode = text_encoder(SMALL, rngs=nnx.Rngs(0))
+    ids, mask = tokenizer(SMALL)(["lift", "lift the red cube"])
+    filled = np.where(mask, ids, 7)
+    first = np.asarray(encode(jnp.asarray(ids), jnp.asarray(mask)))
+    other = np.asarray(encode(jnp.asarray(filled), jnp.asarray(mask)))
+    np.testing.assert_allclose(first[mask], other[mask], atol=1e-6)
+    assert np.isfinite(first).all()
+    assert np.abs(first[0, 0] - first[1, 0]).max() > 1e-4, "its start has seen what follows"
