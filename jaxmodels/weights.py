@@ -31,11 +31,13 @@ class Blueprint(Generic[Module]):
 
     Attributes:
         shapes: name to shape and dtype of every weight.
+        learned: names of those that an optimizer may change, in the same order; the others are buffers.
     """
 
     graph: nnx.GraphDef[Module]
     tree: Any
     shapes: Mapping[str, jax.ShapeDtypeStruct]
+    learned: tuple[str, ...]
 
     def assemble(self, weights: Mapping[str, Any]) -> Module:
         """The module over these arrays (or tracers); their names must be exactly those of `shapes`."""
@@ -47,7 +49,8 @@ def blueprint(build: Callable[[], Module]) -> Blueprint[Module]:
     graph, state = nnx.split(nnx.eval_shape(build))
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
-    return Blueprint(graph, tree, shapes)
+    learned, _ = jax.tree_util.tree_flatten_with_path(nnx.filter_state(state, nnx.Param))
+    return Blueprint(graph, tree, shapes, tuple(_name(path) for path, _ in learned))
 
 
 def check_fit(

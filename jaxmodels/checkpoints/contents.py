@@ -10,6 +10,7 @@ import numpy as np
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import Feature
 from jaxmodels.normalization import Normalization
+from jaxmodels.text.config import TextConfig
 
 
 @runtime_checkable
@@ -20,6 +21,8 @@ class PolicyConfig(Protocol):
     def output_features(self) -> tuple[Feature, ...]: ...
     @property
     def action(self) -> Feature: ...
+    @property
+    def text_encoder(self) -> TextConfig | None: ...
     def to_json(self) -> dict[str, Any]: ...
 
 
@@ -68,9 +71,11 @@ class Checkpoint:
     Attributes:
         config: of the policy's type, e.g. `ActConfig`.
         weights: our flat names (jaxmodels/weights.py) to float32 arrays.
+        tokenizer: the content of ``tokenizer.json``, for policies whose text encoder needs one.
     """
 
     config: PolicyConfig
     weights: Mapping[str, np.ndarray]
     normalization: Normalization
     sidecar: Sidecar = field(default_factory=Sidecar)
+    tokenizer: bytes | None = None

@@ -1,4 +1,5 @@
-"""LeRobot's policy folder: ``config.json``, ``model.safetensors``, processor files, and our ``robojax.json``.
+"""LeRobot's policy folder: ``config.json``, ``model.safetensors``, processor files, and our ``robojax.json``;
+``tokenizer.json`` where the policy reads language with a vocabulary.
 
 Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
 tensor that is there must be asked for.
@@ -23,6 +24,7 @@ from jaxmodels.checkpoints.layouts import read_tensors, their_shapes, write_tens
 from jaxmodels.checkpoints.processors import POST, PRE, read_processors, write_processors
 from jaxmodels.checkpoints.proof import NEVER_USED
 from jaxmodels.checkpoints.safetensors_file import read_floats, write_safetensors
+from jaxmodels.checkpoints.tokenizer_file import TOKENIZER, read_tokenizer
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import Feature
 from jaxmodels.normalization import Normalization, check
@@ -95,7 +97,7 @@ def read(folder: Path) -> Checkpoint:
     for step in (normalization.inputs, normalization.outputs):
         if names := step.without_stats():
             logger.warning("%s: no statistics for %s; like LeRobot, leaving them as they are", folder.name, names)
-    return Checkpoint(config, weights, normalization, _read_sidecar(folder, config))
+    return Checkpoint(config, weights, normalization, _read_sidecar(folder, config), read_tokenizer(folder))
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -115,6 +117,8 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
         write_processors(draft, checkpoint.normalization, checkpoint.config.to_json().get("device"))
         if sidecar := checkpoint.sidecar.to_json():
             write_json(draft / SIDECAR, sidecar, indent=2)
+        if checkpoint.tokenizer is not None:
+            (draft / TOKENIZER).write_bytes(checkpoint.tokenizer)
         tensors = write_tensors(kind.tensors(plan.shapes), dict(checkpoint.weights))
         write_safetensors(draft / WEIGHTS, tensors)
         for path in sorted(draft.iterdir(), key=lambda path: path.name == WEIGHTS):

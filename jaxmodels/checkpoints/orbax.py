@@ -4,7 +4,10 @@ Restoring without one believes the files: an edited shape asks for any amount of
 edited path reads outside the folder. Here both are refused; and only the operator's own folders are read at all.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -27,12 +30,54 @@ def save(folder: Path, tree: Any) -> None:
     Raises:
         OSError: it cannot be written, e.g. because the disk is full.
     """
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder.resolve(), _flatten(tree), force=True)
-    except ValueError as error:  # how TensorStore reports a full disk
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise OSError(f"checkpoint {folder.name} cannot be written ({reason})") from error
+    with Writer() as writer:
+        writer.save(folder, tree)
+
+
+class Writer:
+    """Writes trees of arrays while its owner goes on; at most one at a time.
+
+    Each folder appears whole or not at all, and replaces one that is there. What is written are the arrays as they were
+    when `save` was called: they may be donated or overwritten afterwards.
+
+    Raises:
+        OSError: one cannot be written, e.g. because the disk is full; by the call that follows, or at the end.
+    """
+
+    def __init__(self) -> None:
+        self._checkpointer = ocp.StandardCheckpointer()
+        self._folder: Path | None = None
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A full disk fails here, too, and must not hide what was wrong first.
+        with suppress(OSError) if kind is not None else nullcontext(), self._explained():
+            self._checkpointer.close()
+
+    def save(self, folder: Path, tree: Any) -> None:
+        """Begins to write, after what was begun before has ended."""
+        self.wait()
+        self._folder = folder
+        with self._explained():
+            self._checkpointer.save(folder.resolve(), _flatten(tree), force=True)
+
+    def wait(self) -> None:
+        """Until everything is written."""
+        with self._explained():
+            self._checkpointer.wait_until_finished()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:  # how TensorStore reports a full disk
+            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            name = "" if self._folder is None else f" {self._folder.name}"
+            raise OSError(f"checkpoint{name} cannot be written ({reason})") from error
 
 
 def restore(folder: Path, wanted: Tree) -> Tree:

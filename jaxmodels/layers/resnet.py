@@ -4,12 +4,10 @@ Source: torchvision/models/resnet.py (v1.5: the stride of a bottleneck sits in i
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmodels.layers.norm import FrozenBatchNorm
@@ -117,8 +115,8 @@ class Block(nnx.Module):
 
 def max_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c"]:
     """3x3 with stride 2, the border never being the largest."""
-    lowest = jnp.array(-jnp.inf, x.dtype)
-    return lax.reduce_window(x, lowest, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    padding: Any = ((1, 1), (1, 1))  # declared as a string only
+    return nnx.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
 
 
 class ResNet(nnx.Module):

@@ -1,0 +1,188 @@
+"""Weights of a vision backbone that was trained on ImageNet, from a file, a folder or a repo of the Hub.
+
+Read are safetensors with torchvision's names, which are timm's too: all of a ResNet but its classifier must be there,
+in the right shapes, and nothing else.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxmodels.checkpoints.backbone_names import backbone_tensor
+from jaxmodels.checkpoints.json_file import read_json
+from jaxmodels.checkpoints.layouts import read_tensors, their_shapes
+from jaxmodels.checkpoints.proof import NEVER_USED
+from jaxmodels.checkpoints.safetensors_file import find_floats
+from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
+from jaxmodels.hub import fetch
+from jaxmodels.layers.resnet import RESNETS, ResNet
+from jaxmodels.weights import Blueprint, blueprint, check_fit, not_finite
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+SAFETENSORS = ".safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+CLASSIFIER = "fc."
+# torchvision's name of weights -> timm's tag of its copy of them: https://huggingface.co/timm/resnet18.tv_in1k
+TIMM_TAGS = {"IMAGENET1K_V1": "tv_in1k", "IMAGENET1K_V2": "tv2_in1k"}
+_TORCHVISION_NAME = re.compile(r"ResNet(\d+)_Weights\.(\w+)")
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A trained ResNet without its classifier.
+
+    Attributes:
+        weights: by our names within a `ResNet`, float32.
+        mean, std: of the red, green and blue, in [0, 1], that images were normalised by when it was trained; None where
+            the source does not say. ImageNet's are (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225).
+    """
+
+    architecture: str
+    weights: Mapping[str, np.ndarray]
+    mean: Triple | None = None
+    std: Triple | None = None
+
+
+def read_backbone(
+    source: str | Path,
+    architecture: str,
+    *,
+    revision: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Backbone:
+    """Reads weights of a ResNet.
+
+    Args:
+        source: a safetensors file; a folder with one; or a repo id of the Hub such as ``timm/resnet18.tv_in1k``, whose
+            ``config.json`` and ``model.safetensors`` are fetched.
+        architecture: one of `RESNETS`.
+        revision: branch, tag or commit of a repo.
+        on_progress: told how much is downloaded, see `jaxmodels.hub.fetch`.
+
+    Raises:
+        ConfigError: the architecture is no ResNet, or the source is a name by which torchvision would download.
+        CheckpointError: no such file, a pickle, malformed, of another architecture, or it does not fit (all missing,
+            unused and misshaped tensors in one error, `WeightsMismatch`).
+        HubError: the repo cannot be fetched.
+    """
+    if architecture not in RESNETS:
+        raise ConfigError(
+            f"vision_backbone {architecture!r} has no weights to start from, but pretrained_backbone_weights is "
+            f"{str(source)!r}; leave it out, or use one of {', '.join(RESNETS)}"
+        )
+    if named := _TORCHVISION_NAME.fullmatch(str(source)):
+        raise ConfigError(_what_to_give(str(source), *named.groups()))
+    path = Path(source).expanduser()
+    if not path.exists() and path.suffix not in (SAFETENSORS, *PICKLES):
+        path = fetch(str(source), revision, files=(CONFIG, WEIGHTS), on_progress=on_progress)
+    said: dict[str, Any] = {}
+    if path.is_dir():
+        said = read_json(path / CONFIG) if (path / CONFIG).exists() else {}
+        path = _only_file(path)
+    _check_kind(path, architecture, said.get("architecture"))
+    mean, std = _normalization(said)
+    return Backbone(architecture, _read(path, architecture), mean, std)
+
+
+def put_backbone(backbone: Backbone, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy's weights with those of its backbone in their place.
+
+    Args:
+        weights: of the whole policy, by our names; its backbone is an attribute ``backbone``, at any depth.
+
+    Raises:
+        WeightsMismatch: the policy's backbone is another.
+    """
+    stems = [name.removesuffix("stem.kernel") for name in weights if f".{name}".endswith(".backbone.stem.kernel")]
+    if len(stems) != 1:
+        raise WeightsMismatch(
+            f"the policy has {len(stems)} ResNets called backbone; wanted one {backbone.architecture}"
+        )
+    found = {stems[0] + name: array for name, array in backbone.weights.items()}
+    wanted = {name: np.shape(array) for name, array in weights.items() if name.startswith(stems[0])}
+    check_fit({name: array.shape for name, array in found.items()}, wanted, where=backbone.architecture)
+    return {**weights, **found}
+
+
+def _read(path: Path, architecture: str) -> dict[str, np.ndarray]:
+    stored = find_floats(path, lambda name: not name.endswith(NEVER_USED) and not name.startswith(CLASSIFIER))
+    shapes = _resnet(architecture).shapes
+    table = tuple(backbone_tensor(name) for name in shapes)
+    check_fit(
+        {name: tensor.shape for name, tensor in stored.items()},
+        their_shapes(table, {name: shape.shape for name, shape in shapes.items()}),
+        where=path.name,
+        hint=f"wanted torchvision's or timm's tensors of a {architecture}",
+    )
+    weights = read_tensors(table, {name: tensor.read() for name, tensor in stored.items()})
+    if wrong := not_finite(weights):
+        raise CheckpointError(f"{path.name}: a NaN or an infinity in {', '.join(sorted(wrong))}")
+    return weights
+
+
+def _resnet(architecture: str) -> Blueprint[ResNet]:
+    return blueprint(lambda: ResNet(architecture, rngs=nnx.Rngs(params=jax.random.key(0))))
+
+
+def _only_file(folder: Path) -> Path:
+    names = sorted(path.name for path in folder.iterdir() if path.suffix == SAFETENSORS)
+    if WEIGHTS in names:
+        return folder / WEIGHTS
+    if len(names) != 1:
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        others = f" ({', '.join(pickles)} can run code and is not opened)" if pickles else ""
+        found = ", ".join(names) or "no safetensors file"
+        raise CheckpointError(f"{folder.name}: found {found}; wanted {WEIGHTS} or one other{others}")
+    return folder / names[0]
+
+
+def _check_kind(path: Path, architecture: str, said: Any) -> None:
+    if path.suffix in PICKLES:
+        raise CheckpointError(
+            f"{path.name}: pickle files can run code and are never opened; where torch is: "
+            f"safetensors.torch.save_file(torch.load({path.name!r}, weights_only=True), '{path.stem}{SAFETENSORS}')"
+        )
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; wanted weights of a {architecture} as {SAFETENSORS}")
+    if said is not None and said != architecture:
+        raise CheckpointError(
+            f"{CONFIG} beside {path.name} says {said!r}, but vision_backbone is {architecture!r}; make them the same"
+        )
+
+
+def _normalization(said: Mapping[str, Any]) -> tuple[Triple | None, Triple | None]:
+    inner = said.get("pretrained_cfg")
+    values = inner if isinstance(inner, dict) else said
+    mean, std = values.get("mean"), values.get("std")
+    if mean is None and std is None:
+        return None, None
+    if not _is_triple(mean) or not _is_triple(std) or min(std) <= 0:
+        raise CheckpointError(f"{CONFIG}: mean and std are {mean!r} and {std!r}; wanted three numbers each")
+    return (float(mean[0]), float(mean[1]), float(mean[2])), (float(std[0]), float(std[1]), float(std[2]))
+
+
+def _is_triple(value: Any) -> TypeGuard[list[float]]:
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(isinstance(number, int | float) and not isinstance(number, bool) for number in value)
+    )
+
+
+def _what_to_give(name: str, size: str, weights: str) -> str:
+    tag = TIMM_TAGS.get(weights)
+    repo = f"the Hub's timm/resnet{size}.{tag} (timm's copy of them), or " if tag else ""
+    return (
+        f"pretrained_backbone_weights {name!r} is what torchvision would download, and there is no torchvision here; "
+        f"give {repo}a safetensors file, made where torchvision is: safetensors.torch.save_file("
+        f"torchvision.models.resnet{size}(weights={weights!r}).state_dict(), 'resnet{size}{SAFETENSORS}'); or null, "
+        "to begin with random weights"
+    )

@@ -1,0 +1,64 @@
+"""A policy from a folder or from the Hub, read and put on its device."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxmodels.checkpoints import lerobot
+from jaxmodels.devices import find_dtype
+from jaxmodels.errors import ConfigError
+from jaxmodels.hub import fetch
+from jaxmodels.placement import find_placement
+from jaxmodels.policy import Policy
+
+
+def load_policy(
+    path_or_repo: str | Path,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    *,
+    like: Policy | None = None,
+    on_progress: Callable[[str], None] | None = None,
+    inspect: Callable[[Path], None] | None = None,
+    largest: int | None = None,
+) -> Policy:
+    """Reads a LeRobot policy from a folder or from the Hub.
+
+    Args:
+        path_or_repo: a folder, or a repo id like ``owner/name``.
+        revision: branch, tag or commit of a repo.
+        dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
+        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, ``cuda:0+cuda:1`` for a policy too large for one of them;
+            JAX's first choice when None.
+        like: a policy whose compiled programs are shared when the architecture is the same.
+        on_progress: told ``downloading``, ``reading``, ``ready``.
+        inspect: given the folder before anything in it is read; raises CheckpointError when it should not be.
+        largest: bytes that the files of a repo may have; asked before they are fetched.
+
+    Raises:
+        HubError: the repo cannot be fetched, or is larger.
+        ConfigError: the config, dtype or device makes no sense.
+        CheckpointError: files are missing, malformed, or do not fit the config.
+    """
+    tell = on_progress or (lambda stage: None)
+    where, compute = find_placement(device), find_dtype(dtype)
+    folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
+    commit = None
+    if not str(path_or_repo) or not folder.is_dir():
+        folder = fetch(str(path_or_repo), revision, on_progress=tell, largest=largest)
+        commit = folder.name  # the Hub's cache names a snapshot by its commit
+    elif revision is not None:
+        raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
+    tell("reading")
+    if inspect is not None:
+        inspect(folder)
+    checkpoint = lerobot.read(folder)
+    same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
+    if like is not None and same_place and like.fits(checkpoint):
+        policy = like.with_weights(checkpoint)
+    else:
+        policy = Policy(checkpoint, dtype=dtype, device=device)
+    policy.commit = commit
+    tell("ready")
+    return policy
