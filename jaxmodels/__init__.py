@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from jaxmodels.description import read_requirements
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.loaded_model import LoadedModel, is_model, load_model
-    from jaxmodels.policy import Policy, load_policy
+    from jaxmodels.loading import load_policy
+    from jaxmodels.policy import Policy
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
     from jaxmodels.types import Requirements
 
@@ -36,7 +37,7 @@ _HOMES = {
     "Transformer2DModel": "jaxmodels.transformer2d",
     "is_model": "jaxmodels.loaded_model",
     "load_model": "jaxmodels.loaded_model",
-    "load_policy": "jaxmodels.policy",
+    "load_policy": "jaxmodels.loading",
     "read_requirements": "jaxmodels.description",
 }
 

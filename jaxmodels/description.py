@@ -57,4 +57,5 @@ def requirements_of(description: lerobot.Description) -> Requirements:
         rate=description.sidecar.rate,
         temporal_ensemble_coeff=config.temporal_ensemble_coeff,
         takes_prefix=policy_type(config.type).takes_prefix,
+        language=config.text_encoder is not None,
     )

@@ -23,6 +23,8 @@ class Reader:
         self._state: Feature | None = config.state
         self._environment_state: Feature | None = config.environment_state
         self._prefix = (config.chunk_size, config.action.shape[0]) if policy_type(config.type).takes_prefix else None
+        text = config.text_encoder
+        self._language = None if text is None else (text.length, text.width)
         self._outside = checkpoint.normalization.outside_name
         features = (*self._cameras, self._state, self._environment_state)
         # A feature may come under its name outside, its name inside, or (cameras) as observation.images.<camera>.
@@ -36,7 +38,7 @@ class Reader:
         return tuple(dict.fromkeys(names))
 
     def read(self, observation: Mapping[str, np.ndarray]) -> tuple[Observation, Inputs]:
-        """The observation in the policy's order, and its shapes.
+        """The observation in the policy's order, and its shapes; what it is told is not read (`Instructions`).
 
         Raises:
             ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite.
@@ -79,6 +81,7 @@ class Reader:
             state=None if self._state is None else self._state.shape[0],
             environment_state=None if self._environment_state is None else self._environment_state.shape[0],
             prefix=self._prefix,
+            language=self._language,
         )
 
     def _find(self, observation: Mapping[str, np.ndarray], feature: Feature) -> tuple[str, np.ndarray]:

@@ -1,8 +1,7 @@
 """A policy ready to act: a checkpoint's weights on a device, and the programs that run them."""
 
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -20,63 +19,12 @@ from jaxmodels.checkpoints.contents import Checkpoint
 from jaxmodels.description import requirements_of
 from jaxmodels.devices import find_dtype
 from jaxmodels.errors import ConfigError
-from jaxmodels.hub import fetch
+from jaxmodels.instructions import Instructions, texts_of
 from jaxmodels.placement import find_placement
 from jaxmodels.policies import policy_type
 from jaxmodels.program import Inputs, Programs, Scales
-from jaxmodels.types import Observation, Requirements
-
-
-def load_policy(
-    path_or_repo: str | Path,
-    revision: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    *,
-    like: "Policy | None" = None,
-    on_progress: Callable[[str], None] | None = None,
-    inspect: Callable[[Path], None] | None = None,
-    largest: int | None = None,
-) -> "Policy":
-    """Reads a LeRobot policy from a folder or from the Hub.
-
-    Args:
-        path_or_repo: a folder, or a repo id like ``owner/name``.
-        revision: branch, tag or commit of a repo.
-        dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
-        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, ``cuda:0+cuda:1`` for a policy too large for one of them;
-            JAX's first choice when None.
-        like: a policy whose compiled programs are shared when the architecture is the same.
-        on_progress: told ``downloading``, ``reading``, ``ready``.
-        inspect: given the folder before anything in it is read; raises CheckpointError when it should not be.
-        largest: bytes that the files of a repo may have; asked before they are fetched.
-
-    Raises:
-        HubError: the repo cannot be fetched, or is larger.
-        ConfigError: the config, dtype or device makes no sense.
-        CheckpointError: files are missing, malformed, or do not fit the config.
-    """
-    tell = on_progress or (lambda stage: None)
-    where, compute = find_placement(device), find_dtype(dtype)
-    folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
-    commit = None
-    if not str(path_or_repo) or not folder.is_dir():
-        folder = fetch(str(path_or_repo), revision, on_progress=tell, largest=largest)
-        commit = folder.name  # the Hub's cache names a snapshot by its commit
-    elif revision is not None:
-        raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
-    tell("reading")
-    if inspect is not None:
-        inspect(folder)
-    checkpoint = lerobot.read(folder)
-    same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
-    if like is not None and same_place and like.fits(checkpoint):
-        policy = like.with_weights(checkpoint)
-    else:
-        policy = Policy(checkpoint, dtype=dtype, device=device)
-    policy.commit = commit
-    tell("ready")
-    return policy
+from jaxmodels.text import tokenizer
+from jaxmodels.types import TASK, Language, Observation, Requirements
 
 
 class Policy:
@@ -109,10 +57,15 @@ class Policy:
             shapes = {
                 name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
             }
-            act = partial(self._kind.act, self._kind.architecture(config))
-            _programs = Programs(act, shapes, scales, self._sizes, self._dtype, self._place)
+            plan, read = self._kind.architecture(config), self._kind.read
+            act, read = partial(self._kind.act, plan), read and partial(read, plan)
+            _programs = Programs(act, shapes, scales, self._sizes, self._dtype, self._place, read)
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
+        self._instructions: Instructions | None = None
+        if config.text_encoder is not None:
+            reads = tokenizer(config.text_encoder, checkpoint.tokenizer)
+            self._instructions = Instructions(reads, self._encode, self._place)
         renames = checkpoint.normalization.renames
         needs = requirements_of(lerobot.Description(config, checkpoint.sidecar, renames))
         self._requirements = replace(needs, action_range=checkpoint.normalization.outputs.range_of(config.action))
@@ -151,15 +104,33 @@ class Policy:
             observation: LeRobot's feature names to arrays with a leading batch axis; ``observation.state``
                 (b, s) and ``observation.environment_state`` (b, e) numbers, ``observation.images.<camera>``
                 (b, h, w, 3) uint8. Frames of another size than the policy's are resized in the program. A batch
-                or frame size that is new compiles first; see `is_compiled`.
+                or frame size that is new compiles first; see `is_compiled`. For a policy that reads language, ``task``:
+                b texts, a list or an array. A text is encoded when it is new; see `prepare_task`.
 
         Raises:
             ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite.
         """
         seen, inputs = self._reader.read(observation)
+        if self._instructions is not None:
+            seen = seen._replace(language=self._instructions(texts_of(observation, inputs.batch)))
         program = self._programs.get(inputs)
         actions, self._timings = self._run(program, seen)
         return actions
+
+    def prepare_task(self, text: str) -> None:
+        """Reads an instruction ahead, so that the next `act` need not; nothing for a policy that reads no language.
+
+        May run in one thread while `act` runs in another.
+
+        Raises:
+            ObservationError: the policy cannot read it.
+        """
+        if self._instructions is not None:
+            self._instructions(texts_of({TASK: [text]}, 1))
+
+    def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
+        program = self._programs.reading(ids.shape[1])
+        return program(self._weights, *jax.device_put((ids, mask), self._place.whole))
 
     def _run(self, program: Any, seen: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
@@ -175,7 +146,11 @@ class Policy:
 
     def _zeros(self, inputs: Inputs) -> Observation:
         shapes = inputs.shapes(self._place.whole)
-        return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
+        zeros: Observation = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
+        if zeros.language is None:
+            return zeros
+        # A text without a token is none.
+        return zeros._replace(language=zeros.language._replace(mask=np.ones_like(zeros.language.mask)))
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Compiles for frames of these sizes (the policy's own by default) and runs once on zeros.
@@ -187,6 +162,9 @@ class Policy:
             ObservationError: a camera the policy does not have, or one left out.
         """
         inputs = self._reader.inputs(batch, cameras)
+        if inputs.language is not None:
+            length = inputs.language[0]
+            self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
         self._run(self._programs.get(inputs), self._zeros(inputs))
 
     def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:

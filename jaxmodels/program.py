@@ -20,7 +20,7 @@ from jaxmodels.compile_cache import use_compile_cache
 from jaxmodels.devices import exact_products
 from jaxmodels.normalization import Affine
 from jaxmodels.placement import Placement
-from jaxmodels.types import Observation, Prefix
+from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]
 Weights: TypeAlias = tuple[jax.Array, ...]
@@ -35,6 +35,7 @@ class Inputs:
     Attributes:
         frames: (height, width) of each camera's frames as they arrive.
         prefix: (t, a) of the plan that is continued, for policies that do.
+        language: (n, d) of what is made of an instruction, for policies that read one.
     """
 
     batch: int
@@ -42,6 +43,7 @@ class Inputs:
     state: int | None
     environment_state: int | None
     prefix: Size | None = None
+    language: Size | None = None
 
     def shapes(self, sharding: jax.sharding.Sharding) -> Observation:
         def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -54,6 +56,9 @@ class Inputs:
             prefix=None
             if self.prefix is None
             else Prefix(shape(*self.prefix), shape(dtype=jnp.int32), shape(dtype=jnp.int32)),
+            language=None
+            if self.language is None
+            else Language(shape(*self.language), shape(self.language[0], dtype=jnp.bool_)),
         )
 
 
@@ -101,6 +106,9 @@ def normalize(
         prefix=None
         if observation.prefix is None
         else observation.prefix._replace(actions=planned(observation.prefix.actions, scales.action)),
+        language=None
+        if observation.language is None
+        else observation.language._replace(tokens=observation.language.tokens.astype(dtype)),
     )
 
 
@@ -112,6 +120,7 @@ class Programs:
         weights: shapes of the serving weights by name, in the order in which they come as a tuple.
         scales: anything with the tree of the policy's `Scales`.
         sizes: (height, width) the model wants per camera.
+        read: serving weights, tokens (1, n) and their mask to `Language`, for policies that read one.
     """
 
     def __init__(
@@ -122,6 +131,7 @@ class Programs:
         sizes: tuple[Size, ...],
         dtype: DTypeLike,
         place: Placement,
+        read: Callable[[Mapping[str, Array], Array, Array], Language] | None = None,
     ):
         self._act = act
         self._weights = dict(weights)
@@ -129,6 +139,8 @@ class Programs:
         self._sizes = sizes
         self._dtype = dtype
         self._place = place
+        self._read = read
+        self._reading: dict[int, jax.stages.Compiled] = {}
         self._compiled: dict[Inputs, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 
@@ -145,6 +157,15 @@ class Programs:
                 self._compiled[inputs] = self._compile(inputs)
             return self._compiled[inputs]
 
+    def reading(self, length: int) -> jax.stages.Compiled:
+        """The executable for one text: ``(flat weights and scales, tokens (1, n), mask (1, n)) -> Language``."""
+        if length in self._reading:
+            return self._reading[length]  # without the lock, as above
+        with self._lock:
+            if length not in self._reading:
+                self._reading[length] = self._compile_reading(length)
+            return self._reading[length]
+
     def flatten(self, weights: Mapping[str, Any], scales: Scales) -> Weights:
         """Weights and scales on the device, in the order the executables want."""
         arrays = [jnp.asarray(weights[name], shape.dtype) for name, shape in self._weights.items()]
@@ -154,9 +175,7 @@ class Programs:
         return tuple(jax.device_put(everything, places))
 
     def _compile(self, inputs: Inputs) -> jax.stages.Compiled:
-        use_compile_cache()
-        names = list(self._weights)
-        leaves, tree = jax.tree.flatten(self._scales)
+        names, tree = list(self._weights), jax.tree.structure(self._scales)
 
         def run(flat: tuple[Array, ...], observation: Observation) -> Array:
             weights = dict(zip(names, flat, strict=False))
@@ -164,11 +183,29 @@ class Programs:
             chunk = self._act(weights, normalize(observation, scales, self._sizes, self._dtype))
             return scales.action.unnormalize(chunk.astype(jnp.float32))
 
+        return self._lowered(run, inputs.shapes(self._place.whole))
+
+    def _compile_reading(self, length: int) -> jax.stages.Compiled:
+        read, names = self._read, list(self._weights)
+        assert read is not None, "only of policies that read language"
+
+        def run(flat: tuple[Array, ...], ids: Array, mask: Array) -> Language:
+            tokens, seen = read(dict(zip(names, flat, strict=False)), ids, mask)
+            return Language(tokens.astype(jnp.float32), seen)
+
+        kinds = (jnp.int32, jnp.bool_)
+        return self._lowered(
+            run, *(jax.ShapeDtypeStruct((1, length), kind, sharding=self._place.whole) for kind in kinds)
+        )
+
+    def _lowered(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Compiled:
+        use_compile_cache()
         whole = self._place.whole
         flat = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._place.spread(leaf.shape))
             for leaf in self._weights.values()
         ]
+        leaves = jax.tree.leaves(self._scales)
         flat += [jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole) for leaf in leaves]
         with exact_products(self._dtype):
-            return jax.jit(run, out_shardings=whole).lower(tuple(flat), inputs.shapes(whole)).compile()
+            return jax.jit(run, out_shardings=whole).lower(tuple(flat), *shapes).compile()

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 # actions will have been executed when the answer comes (b,) int32, which the new chunk must begin with; and how many of
 # them there are (b,) int32, 0 for none: the answer is then that of a policy which was never given a plan.
 PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", "prefix.length"
+# And for policies that read language (`Requirements.language`): what to do, in words, one text for each member of the
+# batch. LeRobot's name.
+TASK = "task"
 
 
 class Prefix(NamedTuple):
@@ -25,6 +28,18 @@ class Prefix(NamedTuple):
     length: Any
 
 
+class Language(NamedTuple):
+    """What a text encoder made of an instruction.
+
+    Attributes:
+        tokens: (b, n, d).
+        mask: (b, n) bool, which tokens belong to the text; the others are not to be looked at.
+    """
+
+    tokens: Any
+    mask: Any
+
+
 class Observation(NamedTuple):
     """What a policy sees, in the order of its config; a NamedTuple, so JAX knows it as a tree of arrays.
 
@@ -33,6 +48,7 @@ class Observation(NamedTuple):
         state: (b, s), or None when the policy reads no state.
         environment_state: (b, e), or None.
         prefix: the plan to continue; None for a policy that continues none.
+        language: what it is told to do; None for a policy that reads no language.
 
     No jaxtyping here: JAX also builds trees of shapes and of gradients with this class.
     """
@@ -41,6 +57,7 @@ class Observation(NamedTuple):
     state: Any = None
     environment_state: Any = None
     prefix: Prefix | None = None
+    language: Language | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,7 @@ class Requirements:
         temporal_ensemble_coeff: LeRobot's exponential weight of older predictions; None is off.
         takes_prefix: whether an observation may hold the rest of the plan that is being executed (`PREFIX_ACTIONS`),
             which the new chunk then continues: real-time chunking.
+        language: whether an observation must say what to do, in words (`TASK`).
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
     """
@@ -76,4 +94,5 @@ class Requirements:
     rate: float | None = None
     temporal_ensemble_coeff: float | None = None
     takes_prefix: bool = False
+    language: bool = False
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)

@@ -1,12 +1,13 @@
 """The policies there are: each folder is a policy type, its name the registry name, its ``POLICY`` what it is."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.types import Language
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class PolicyType:
         prepare: (config, weights of the module, platform) to weights of the serving program.
         act: serving weights and a normalised observation to a normalised chunk.
         takes_prefix: whether the observation may hold a plan for `act` to continue.
+        read: (config as `architecture` gives it, serving weights, tokens (b, n) int32, mask (b, n) bool) to the
+            `Language` that `act` finds in its observation; None for a kind of policy that reads no language. Whether a
+            policy of the kind does says the `text_encoder` of its config, which every config has, or None.
+        small: fields of the config that make a policy which a CPU trains in minutes, and their values.
     """
 
     config: Callable[[dict[str, Any]], Any]
@@ -30,6 +35,8 @@ class PolicyType:
     prepare: Callable[..., dict[str, Any]]
     act: Callable[..., Any]
     takes_prefix: bool = False
+    read: Callable[..., Language] | None = None
+    small: Mapping[str, Any] = field(default_factory=dict)
 
 
 def policy_types() -> tuple[str, ...]:

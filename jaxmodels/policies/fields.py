@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.features import dump_features, parse_features
+from jaxmodels.text.config import TextConfig
 
 FEATURES = ("input_features", "output_features")
 
@@ -49,6 +50,8 @@ def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: st
         read["normalization_mapping"] = tuple((str(kind), str(mode)) for kind, mode in mapping.items())
     if values.get("tags") is not None:
         read["tags"] = tuple(str(tag) for tag in values["tags"])
+    if values.get("text_encoder") is not None:
+        read["text_encoder"] = TextConfig.from_json(values["text_encoder"])
     return {name: _typed(what, name, str(known[name].type), value) for name, value in read.items()}
 
 
@@ -61,6 +64,8 @@ def dump_fields(config: Any) -> dict[str, Any]:
     values["normalization_mapping"] = dict(config.normalization_mapping)
     if values.get("tags") is not None:
         values["tags"] = list(values["tags"])
+    if values.get("text_encoder") is not None:
+        values["text_encoder"] = values["text_encoder"].to_json()
     return values
 
 

@@ -22,10 +22,12 @@ class Tokens(NamedTuple):
     Attributes:
         ids: classes, never the masked one.
         log_probability: what the model gave that class when it was chosen; 0 for tokens that were known.
+        distribution: and what it gave every class then, zeros for tokens that were known; None unless asked for.
     """
 
     ids: Int[Array, "b n"]
     log_probability: Float[Array, "b n"]
+    distribution: Float[Array, "b v n"] | None = None
 
 
 def normalized(prediction: Float[Array, "b v n"]) -> Float[Array, "b v n"]:

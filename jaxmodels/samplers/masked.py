@@ -43,6 +43,11 @@ class MaskSchedule:
         masking: cosine keeps few tokens in the first steps; linear the same number in each.
         temperature: of the choice of tokens, at the first and at the last step. 0 keeps the surest ones, which is
             greedy and prefers what is common; diffusers goes from 2 to 0.
+        class_temperature: of the draw of classes: 1 draws as the model says, 0 takes the likeliest.
+        remasking: whether a token of an earlier step is masked again when the model was less sure of it than it is now
+            of others. It is drawn anew with more to go by; given tokens never are. diffusers does not.
+        begins_with_one: whether the first step keeps one token only. Those that one step keeps were chosen without
+            sight of each other, which matters most where nothing is decided yet. diffusers does not.
 
     Raises:
         ConfigError: a field makes no sense.
@@ -51,13 +56,23 @@ class MaskSchedule:
     num_classes: int
     masking: Literal["cosine", "linear"] = "cosine"
     temperature: tuple[float, float] = (2.0, 0.0)
+    class_temperature: float = 1.0
+    remasking: bool = False
+    begins_with_one: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2 or self.masking not in MASKINGS or min(self.temperature) < 0:
+        lowest = min(*self.temperature, self.class_temperature)
+        if self.num_classes < 2 or self.masking not in MASKINGS or not lowest >= 0:
             raise ConfigError(
-                f"num_classes is {self.num_classes}, masking {self.masking!r}, temperature {self.temperature}; wanted "
-                f"2 or more with the masked class, one of {', '.join(MASKINGS)}, and nothing below 0"
+                f"num_classes is {self.num_classes}, masking {self.masking!r}, temperature {self.temperature}, "
+                f"class_temperature {self.class_temperature}; wanted 2 or more with the masked class, one of "
+                f"{', '.join(MASKINGS)}, and nothing below 0"
             )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is left to chance."""
+        return not any((*self.temperature, self.class_temperature))
 
     @property
     def mask(self) -> int:
@@ -79,6 +94,8 @@ class MaskSchedule:
             raise InputError(f"steps is {steps}; wanted 1 or more")
         # float32 as in diffusers: where a share times the tokens is a whole number, its floor hangs on the rounding
         progress = np.arange(1, steps + 1).astype(np.float32) / np.float32(steps)
+        if self.begins_with_one and steps > 1:  # a share of 1: a step keeps one token at the least
+            progress = np.arange(steps).astype(np.float32) / np.float32(steps - 1)
         temperature = np.linspace(*self.temperature, steps).astype(np.float32)
         return MaskRow(np.arange(steps)[::-1].astype(np.int32), self.share(progress), temperature)
 
@@ -107,6 +124,7 @@ def maskgit_step(
     masked_at_first: Int[Array, " b"],
     class_gumbel: Float[Array, "b v n"],
     order_gumbel: Float[Array, "b n"],
+    surety: Float[Array, "b n"] | None = None,
 ) -> tuple[Int[Array, "b n"], Bool[Array, "b n"], Float[Array, "b n"]]:
     """One step: draw every masked token, and mask again those the model is least sure of.
 
@@ -115,18 +133,21 @@ def maskgit_step(
         row: one row of ``schedule.rows(steps)``; timestep 0 masks nothing again.
         masked_at_first: masked tokens before the first step.
         class_gumbel, order_gumbel: standard Gumbel noise, for the classes and for the order.
+        surety: of each token that is not masked, the log-probability with which it was chosen: then it may be masked
+            again, too. Infinite for those that may not. None: none may.
 
     Returns:
         The tokens, which of them were revealed in this step, and the log-probability of each token's class.
     """
     log_probabilities = normalized(prediction)
     is_masked = tokens == schedule.mask
-    drawn = jnp.where(is_masked, draw(log_probabilities, class_gumbel), tokens)
+    drawn = jnp.where(is_masked, draw(log_probabilities, schedule.class_temperature * class_gumbel), tokens)
     sure = of_class(log_probabilities, drawn)
-    order = jnp.where(is_masked, jnp.maximum(sure, LEAST) + row.temperature * order_gumbel, jnp.inf)
+    order = jnp.where(is_masked, sure, jnp.inf if surety is None else surety)
+    order = jnp.maximum(order, LEAST) + row.temperature * order_gumbel
     count = jnp.floor(masked_at_first.astype(jnp.float32) * row.share).astype(jnp.int32)
     count = jnp.maximum(jnp.minimum(count, jnp.sum(is_masked, axis=1) - 1), 1)
-    is_masked_again = is_masked & (ranks(order) < count[:, None]) & (row.timestep > 0)
+    is_masked_again = jnp.isfinite(order) & (ranks(order) < count[:, None]) & (row.timestep > 0)
     return jnp.where(is_masked_again, schedule.mask, drawn), is_masked & ~is_masked_again, sure
 
 
@@ -139,6 +160,8 @@ def maskgit(
     steps: int,
     extras: Any = None,
     known: Any = None,
+    alike: bool = False,
+    distributions: bool = False,
 ) -> Tokens:
     """Samples tokens in one compiled program, which only other shapes, schedules or steps compile again.
 
@@ -150,15 +173,18 @@ def maskgit(
         key: where all random numbers come from.
         extras: a pytree with a leading axis of steps, one for each of ``schedule.rows(steps).timestep``.
         known: tokens (b, n) to keep, and the masked class where one is to be sampled.
+        alike: the same random numbers for each member of the batch: what one gets hangs on its prediction alone, and
+            not on its place among the others.
+        distributions: also give what the model said of every class when a token was chosen.
 
     Raises:
         InputError: steps, extras, known tokens or the prediction do not fit.
     """
     check_known(known, schedule.mask)
-    return _sample(with_operands(predict), key, extras, known, shape, schedule, steps)
+    return _sample(with_operands(predict), key, extras, known, shape, schedule, steps, alike, distributions)
 
 
-@partial(jax.jit, static_argnames=("shape", "schedule", "steps"))
+@partial(jax.jit, static_argnames=("shape", "schedule", "steps", "alike", "distributions"))
 def _sample(
     predict: Predict,
     key: PRNGKeyArray,
@@ -167,20 +193,37 @@ def _sample(
     shape: tuple[int, int],
     schedule: MaskSchedule,
     steps: int,
+    alike: bool,
+    distributions: bool,
 ) -> Tokens:
     first = first_tokens(known, shape, schedule.mask)
-    masked_at_first = jnp.sum(first == schedule.mask, axis=1)
+    is_given = first != schedule.mask
+    masked_at_first = jnp.sum(~is_given, axis=1)
     wanted = (shape[0], schedule.mask, shape[1])
 
-    def step(prediction: Array, state: tuple[Array, Array], row: MaskRow) -> tuple[Array, Array]:
+    def step(prediction: Array, state: Tokens, row: MaskRow) -> Tokens:
         check_prediction(prediction, wanted, "log-probabilities of every class but the masked one")
-        tokens, surety = state
-        # One draw, as random numbers are much of what there is to compile: the masked class's row is for the order.
-        noise_shape = (shape[0], schedule.num_classes, shape[1])
-        gumbel = jax.random.gumbel(jax.random.fold_in(key, row.timestep), noise_shape, jnp.float32)
+        class_gumbel, order_gumbel = _noise(schedule, jax.random.fold_in(key, row.timestep), shape, alike)
+        surety = jnp.where(is_given, jnp.inf, state.log_probability) if schedule.remasking else None
         tokens, is_new, sure = maskgit_step(
-            schedule, prediction, tokens, row, masked_at_first, gumbel[:, :-1], gumbel[:, -1]
+            schedule, prediction, state.ids, row, masked_at_first, class_gumbel, order_gumbel, surety
         )
-        return tokens, jnp.where(is_new, sure, surety)
+        distribution = state.distribution
+        if distribution is not None:
+            distribution = jnp.where(is_new[:, None], normalized(prediction), distribution)
+        return Tokens(tokens, jnp.where(is_new, sure, state.log_probability), distribution)
 
-    return Tokens(*run_steps(predict, step, (first, jnp.zeros(shape, jnp.float32)), schedule.rows(steps), extras))
+    distribution = jnp.zeros(wanted, jnp.float32) if distributions else None
+    state = Tokens(first, jnp.zeros(shape, jnp.float32), distribution)
+    return run_steps(predict, step, state, schedule.rows(steps), extras)
+
+
+def _noise(schedule: MaskSchedule, key: PRNGKeyArray, shape: tuple[int, int], alike: bool) -> tuple[Array, Array]:
+    """Gumbel noise for the classes and for the order, in one draw: random numbers are much of what there is to compile.
+
+    The masked class's row is for the order. Without chance there is none.
+    """
+    drawn = (1 if alike else shape[0], schedule.num_classes, shape[1])
+    gumbel = jnp.zeros(drawn) if schedule.is_greedy else jax.random.gumbel(key, drawn, jnp.float32)
+    gumbel = jnp.broadcast_to(gumbel, (shape[0], *drawn[1:]))
+    return gumbel[:, :-1], gumbel[:, -1]

@@ -133,5 +133,5 @@ class Block(nnx.Module):
         return standardize(x, ADA_NORM_EPSILON if isinstance(norm, TimeNorm) else ADA_NORM_ZERO_EPSILON)
 
 
-def _gate(x: Float[Array, "b n d"], gate: Float[Array, "#b 1 d"] | None) -> Float[Array, "b n d"]:
+def _gate(x: Float[Array, "b n d"], gate: Float[Array, "#b #n d"] | None) -> Float[Array, "b n d"]:
     return x if gate is None else x * gate.astype(x.dtype)

@@ -19,10 +19,10 @@ CLASS_DROPOUT = 0.1  # share of labels that become the null class in training; d
 
 
 class Affine(NamedTuple):
-    """``x (1 + scale) + shift`` for each token of an element."""
+    """``x (1 + scale) + shift`` for each token of an element (n is 1: the same for all) or for one each."""
 
-    scale: Float[Array, "*l b 1 d"]
-    shift: Float[Array, "*l b 1 d"]
+    scale: Float[Array, "*l b n d"]
+    shift: Float[Array, "*l b n d"]
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         return x * (1 + self.scale) + self.shift
@@ -32,10 +32,10 @@ class Modulation(NamedTuple):
     """What one block (or, with a leading axis, each layer) does to its three parts; None leaves one as it is."""
 
     first: Affine | None = None
-    first_gate: Float[Array, "*l b 1 d"] | None = None
+    first_gate: Float[Array, "*l b n d"] | None = None
     second: Affine | None = None
     feed_forward: Affine | None = None
-    feed_forward_gate: Float[Array, "*l b 1 d"] | None = None
+    feed_forward_gate: Float[Array, "*l b n d"] | None = None
 
 
 class Mlp(nnx.Module):

@@ -1,6 +1,7 @@
 """The iterative policy: a chunk out of always the same noise, which continues the plan in the observation."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxmodels.errors import ConfigError, ObservationError
 from jaxmodels.features import Feature
 from jaxmodels.normalization import from_stats
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.text import TextConfig
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from jaxmodels.weights import blueprint
 
@@ -26,6 +28,7 @@ CONFIG = Diffusion2dConfig(
     n_action_steps=4,
     dim_model=16,
     n_heads=2,
+    n_encoder_layers=0,
     n_layers=1,
     num_inference_steps=5,
 )
@@ -136,6 +139,28 @@ def test_cameras_are_looked_at_and_a_diffusion_continues_a_plan_too() -> None:
     assert np.abs(policy.act({front: pictures[1], wrist: pictures[0], **going_on}) - answer).max() > 1e-3
 
 
+def test_a_policy_with_cameras_does_as_it_is_told_and_says_the_same_once_saved(tmp_path: Path) -> None:
+    camera = Feature("observation.images.front", "VISUAL", (3, 32, 32))
+    text = dataclasses.replace(TextConfig.small(), length=24, width=8, n_heads=2, n_layers=1, hidden=16)
+    config = dataclasses.replace(
+        CONFIG, input_features=(*CONFIG.input_features, camera), text_encoder=text, n_encoder_layers=1
+    )
+    policy = jaxmodels.Policy(checkpoint(config))
+    assert policy.requirements.language
+    pictures = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3), np.uint8)
+    observation = {**seen(1), camera.name: pictures, **plan([0], [0])}
+    red, blue = (
+        policy.act({**observation, "task": np.array([f"lift the {colour} cube"])}) for colour in ("red", "blue")
+    )
+    assert np.abs(red - blue).max() > 1e-3
+    both = {name: np.repeat(array, 2, axis=0) for name, array in observation.items()}
+    together = policy.act({**both, "task": np.array(["lift the blue cube", "lift the red cube"])})
+    np.testing.assert_allclose(together, np.concatenate((blue, red)), atol=1e-3)  # of 100
+    policy.save(tmp_path / "policy")
+    again = jaxmodels.load_policy(tmp_path / "policy", like=policy)
+    np.testing.assert_array_equal(again.act({**observation, "task": np.array(["lift the red cube"])}), red)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -164,6 +189,31 @@ def test_a_policy_that_continues_no_plan_refuses_one(small_of, checkpoint_for, o
         policy.act({**observation_of(config), **plan([2], [6])})
 
 
+def test_all_complaints_about_a_config_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(CONFIG, n_action_steps=9, objective="score", optimizer_eps=0.0, input_features=())
+    for words in ("n_action_steps is 9", "objective is 'score'", "optimizer_eps is 0.0", "nothing to look at"):
+        assert words in str(caught.value)
+
+
+def test_a_config_is_read_as_it_was_written() -> None:
+    config = dataclasses.replace(
+        CONFIG, text_encoder=TextConfig.small(), optimizer_betas=(0.8, 0.9), trained_prefix=3, scheduler_name="constant"
+    )
+    written = json.loads(json.dumps(config.to_json()))
+    assert Diffusion2dConfig.from_json(written) == config
+    with pytest.raises(ConfigError, match="diffusion2d config: unknown fields colour"):
+        Diffusion2dConfig.from_json({**written, "colour": "red"})
+
+
+def test_how_a_policy_was_trained_makes_no_other_program() -> None:
+    other = dataclasses.replace(
+        CONFIG, optimizer_lr=1.0, scheduler_name="constant", dropout=0.2, n_action_steps=2, device="cpu"
+    )
+    assert other.architecture() == CONFIG.architecture()
+    assert dataclasses.replace(CONFIG, trained_prefix=2).architecture() != CONFIG.architecture()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -173,6 +223,19 @@ def test_a_policy_that_continues_no_plan_refuses_one(small_of, checkpoint_for, o
         ({"input_features": ()}, "nothing to look at"),
         ({"prefix_bound": 0.0}, "prefix_bound is 0.0"),
         ({"num_inference_steps": 0}, "num_inference_steps is 0; wanted 1 to 1000"),
+        ({"num_train_timesteps": True}, "num_train_timesteps is True; wanted an integer of 1 or more"),
+        ({"n_encoder_layers": -1}, "n_encoder_layers is -1; wanted an integer of 0 or more"),
+        ({"prediction_type": "noise"}, "prediction_type is 'noise'; known: epsilon, sample, v_prediction"),
+        ({"timestep_sampling_strategy": "normal"}, "known: uniform, beta"),
+        ({"trained_prefix": 8}, "trained_prefix is 8; wanted 0 \\(none\\) to 7"),
+        ({"trained_prefix": 2, "objective": "diffusion"}, "trained_prefix is for objective 'flow'"),
+        (
+            {"objective": "diffusion", "normalization_mapping": (("ACTION", "MEAN_STD"),)},
+            r"epsilon wants actions in \[-1, 1\]",
+        ),
+        ({"optimizer_lr": 0.0}, "optimizer_lr is 0.0; wanted a number above 0"),
+        ({"optimizer_betas": (0.9, 1.0)}, "optimizer_betas is .*; wanted two numbers of 0 or more, below 1"),
+        ({"scheduler_name": "linear"}, "scheduler_name is 'linear'; known: constant, cosine"),
     ],
 )
 def test_a_config_that_makes_no_sense_says_why(changes: dict[str, Any], words: str) -> None:

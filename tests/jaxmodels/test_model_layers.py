@@ -84,6 +84,14 @@ def test_the_border_never_wins_a_max_pool() -> None:
     assert (pooled == -1).all()
 
 
+def test_a_max_pool_passes_its_gradient_to_the_first_of_the_largest() -> None:
+    x = jnp.zeros((1, 4, 4, 1)).at[0, 2, 3, 0].set(1.0)
+    slope = np.asarray(jax.jit(jax.grad(lambda x: max_pool(x).sum()))(x))[0, :, :, 0]
+    assert slope.sum() == 4  # of four windows
+    assert slope[0, 0] == slope[0, 1] == slope[1, 0] == 1  # as in PyTorch; elsewhere all are equal
+    assert slope[2, 3] == 1
+
+
 def test_positions_are_sines_and_cosines() -> None:
     table = sinusoidal(7, 8)
     np.testing.assert_allclose(table[:, 0], np.sin(np.arange(7)), atol=1e-6)

@@ -3,9 +3,11 @@
 Source: lerobot/policies/act (https://github.com/huggingface/lerobot); paper https://arxiv.org/abs/2304.13705.
 """
 
+from types import MappingProxyType
+
 from jaxmodels.policies import PolicyType
 from jaxmodels.policies.act import folding, names, serving
-from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.act.config import SMALL_CNN, ActConfig
 from jaxmodels.policies.act.model import Act
 
 POLICY = PolicyType(
@@ -15,6 +17,24 @@ POLICY = PolicyType(
     architecture=serving.architecture,
     prepare=folding.fold,
     act=serving.act,
+    small=MappingProxyType(
+        {
+            "chunk_size": 20,
+            "n_action_steps": 5,
+            "vision_backbone": SMALL_CNN,
+            "pretrained_backbone_weights": None,
+            "pre_norm": True,
+            "dim_model": 128,
+            "n_heads": 4,
+            "dim_feedforward": 256,
+            "feedforward_activation": "gelu",
+            "n_encoder_layers": 2,
+            "use_vae": False,
+            "dropout": 0.0,
+            "optimizer_lr": 1e-3,
+            "optimizer_lr_backbone": 1e-3,
+        }
+    ),
 )
 
 __all__ = ["POLICY", "Act", "ActConfig"]

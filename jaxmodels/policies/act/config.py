@@ -141,6 +141,10 @@ class ActConfig:
         return RESNETS.get(self.vision_backbone, (False,))[0]
 
     @property
+    def text_encoder(self) -> None:
+        """It reads no language."""
+
+    @property
     def cameras(self) -> tuple[Feature, ...]:
         """Image features in the order of their tokens."""
         return tuple(feature for feature in self.input_features if feature.type == "VISUAL")

@@ -34,8 +34,8 @@ class Posterior(NamedTuple):
     mean: Float[Array, "b z"]
     log_variance: Float[Array, "b z"]
 
-    def sample(self, rngs: nnx.Rngs) -> Float[Array, "b z"]:
-        noise = jax.random.normal(rngs.latent(), self.mean.shape, self.mean.dtype)
+    def at(self, noise: Float[Array, "b z"]) -> Float[Array, "b z"]:
+        """The latent that standard normal noise stands for."""
         return self.mean + jnp.exp(self.log_variance / 2) * noise
 
     def divergence(self) -> Float[Array, ""]:
@@ -152,18 +152,28 @@ class Act(nnx.Module):
         actions: Float[Array, "b t a"],
         is_pad: Bool[Array, "b t"],
         rngs: nnx.Rngs | None = None,
+        *,
+        noise: Float[Array, "b z"] | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """The training loss as LeRobot computes it, and its parts.
 
         The absolute error counts padded steps as zero but divides by all steps. With `use_vae` the divergence of
-        the latent is added, `kl_weight` times. `rngs` has the streams ``dropout`` and ``latent``; None
-        evaluates: no dropout, latent 0, no divergence.
+        the latent is added, `kl_weight` times.
+
+        Args:
+            rngs: the streams ``dropout`` and ``latent``; None evaluates: no dropout, latent 0, no divergence.
+            noise: of the latent, standard normal; drawn from ``latent`` when None.
         """
         latent, posterior = None, None
         if self.config.use_vae and rngs is not None:
-            posterior = self.latent_encoder(observation.state, actions, is_pad, rngs)
-            latent = posterior.sample(rngs)
-        error = jnp.abs(self(observation, latent, rngs) - actions)
+            # The model computes in the dtype of its weights; what is measured stays float32.
+            dtype = self.action_queries[...].dtype
+            encoded = self.latent_encoder(observation.state, actions.astype(dtype), is_pad, rngs)
+            posterior = Posterior(*(part.astype(jnp.float32) for part in encoded))
+            if noise is None:
+                noise = jax.random.normal(rngs.latent(), posterior.mean.shape, posterior.mean.dtype)
+            latent = posterior.at(noise).astype(dtype)
+        error = jnp.abs(self(observation, latent, rngs).astype(actions.dtype) - actions)
         l1 = jnp.where(is_pad[..., None], 0.0, error).mean()
         if posterior is None:
             return l1, {"l1": l1}

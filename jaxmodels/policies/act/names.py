@@ -5,8 +5,8 @@ Our own small backbone has no counterpart there; its tensors keep our names unde
 
 from collections.abc import Iterable
 
+from jaxmodels.checkpoints.backbone_names import backbone_tensor
 from jaxmodels.checkpoints.layouts import (
-    CONVOLUTION,
     JOINT_LINEAR,
     JOINT_VECTOR,
     LINEAR,
@@ -34,7 +34,6 @@ SINGLE = {
 }
 STACKS = {"encoder": "encoder", "decoder": "decoder", "latent_encoder.encoder": "vae_encoder"}
 ATTENTIONS = {"attention": "self_attn", "self_attention": "self_attn", "cross_attention": "multihead_attn"}
-BATCH_NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "running_var"}
 # Query, key and value lie in one tensor of theirs, which is listed under the query.
 SECONDARY = ("key.kernel", "key.bias", "value.kernel", "value.bias")
 
@@ -53,7 +52,8 @@ def _tensor(name: str) -> Tensor:
     if prefix in LINEARS:
         return _linear(LINEARS[prefix], name, last)
     if name.startswith("backbone."):
-        return _backbone(name)
+        prefix = "backbone."
+        return backbone_tensor(name.removeprefix(prefix), ours=prefix, theirs=f"model.{prefix}")
     stack = next(ours for ours in sorted(STACKS, key=len, reverse=True) if name.startswith(ours + "."))
     return _transformer(STACKS[stack], name, name.removeprefix(stack + "."))
 
@@ -85,26 +85,3 @@ def _transformer(stack: str, name: str, rest: str) -> Tensor:
     if last == "kernel":
         return Tensor(f"model.{attention}.in_proj_weight", ours, JOINT_LINEAR)
     return Tensor(f"model.{attention}.in_proj_bias", ours, JOINT_VECTOR)
-
-
-def _backbone(name: str) -> Tensor:
-    parts = name.split(".")[1:]
-    last = parts[-1]
-    match parts[:-1]:
-        case ["stem"]:
-            theirs = "conv1"
-        case ["stem_norm"]:
-            theirs = "bn1"
-        case ["stages", stage, block, "convolutions", i]:
-            theirs = f"layer{int(stage) + 1}.{block}.conv{int(i) + 1}"
-        case ["stages", stage, block, "norms", i]:
-            theirs = f"layer{int(stage) + 1}.{block}.bn{int(i) + 1}"
-        case ["stages", stage, block, "skip"]:
-            theirs = f"layer{int(stage) + 1}.{block}.downsample.0"
-        case ["stages", stage, block, "skip_norm"]:
-            theirs = f"layer{int(stage) + 1}.{block}.downsample.1"
-        case other:
-            theirs = ".".join(other)
-    if last == "kernel":
-        return Tensor(f"model.backbone.{theirs}.weight", (name,), CONVOLUTION)
-    return Tensor(f"model.backbone.{theirs}.{BATCH_NORM[last]}", (name,), SAME)

@@ -1,37 +1,29 @@
 """A chunk out of noise, sampled in one program; when there is a plan, one that continues it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.tree_util import Partial
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmodels.checkpoints.layouts import SAME, Tensor
 from jaxmodels.policies.diffusion2d.config import Diffusion2dConfig
-from jaxmodels.policies.diffusion2d.model import Diffusion2d, predict
-from jaxmodels.samplers import FlowSchedule, begin_with, continuing, ddim, flow_euler, flow_heun
-from jaxmodels.types import Observation
+from jaxmodels.policies.diffusion2d.model import Diffusion2d, modulations_at, predict
+from jaxmodels.samplers import FlowSchedule, begin_with, continuing, ddim, flow_euler, flow_heun, given
+from jaxmodels.transformer2d import Modulations, Transformer2DModel
+from jaxmodels.transformer2d.block import Seen
+from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint
-
-# Fields that neither a program nor its weights depend on; normalisation only where it says whether samples are clipped.
-INDIFFERENT = ("device", "dropout", "n_action_steps")
 
 
 def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
     """LeRobot has no such policy: its file has our names and layouts, under ``model`` as all of LeRobot's."""
     return tuple(Tensor(f"model.{name}", (name,), SAME) for name in names)
-
-
-def architecture(config: Diffusion2dConfig) -> Diffusion2dConfig:
-    """The config with every indifferent field at its default: equal ones share programs."""
-    defaults = {field.name: field.default for field in fields(Diffusion2dConfig) if field.name in INDIFFERENT}
-    modes = tuple((kind, mode) for kind, mode in config.normalization_mapping if kind == "ACTION")
-    return replace(config, **{**defaults, "n_action_steps": 1, "normalization_mapping": modes})
 
 
 def prepare(config: Diffusion2dConfig, weights: Mapping[str, np.ndarray], platform: str) -> dict[str, np.ndarray]:
@@ -40,22 +32,31 @@ def prepare(config: Diffusion2dConfig, weights: Mapping[str, np.ndarray], platfo
     return dict(weights)
 
 
+def read(
+    config: Diffusion2dConfig, weights: Mapping[str, Array], ids: Int[Array, "b n"], mask: Bool[Array, "b n"]
+) -> Language:
+    """What an instruction says: the text encoder, which is no part of `act`."""
+    return _model(config, weights).read(ids, mask)
+
+
 def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
     """A normalised chunk for a normalised observation; each member's depends on nothing but its own."""
-    dtype = next(iter(weights.values())).dtype
-    model = blueprint(lambda: Diffusion2d(config, dtype=dtype, rngs=nnx.Rngs(0))).assemble(weights)
-    tokens = model.tokens(observation)
+    model = _model(config, weights)
+    transformer, schedule, steps = model.transformer, config.schedule, config.num_inference_steps
+    tokens, mask = model.observation_tokens(observation)
+    context = transformer.prepare_context(tokens)
     shape = (tokens.shape[0], config.chunk_size, config.action.shape[0])
     key = jax.random.key(config.noise_seed)
     noise = jnp.broadcast_to(jax.random.normal(key, shape[1:], jnp.float32), shape)
-    denoise = Partial(predict, model.transformer, model.transformer.prepare_context(tokens))
-    prefix, schedule, steps = observation.prefix, config.schedule, config.num_inference_steps
+    denoise, prefix = Partial(predict, transformer, context, mask), observation.prefix
     if prefix is not None:
-        denoise = continuing(
-            denoise, prefix, schedule, bound=config.prefix_bound, through_model=config.prefix_through_model
-        )
+        knowing = None
+        if config.trained_prefix:
+            clean = modulations_at(transformer, jnp.zeros(1))
+            knowing = Partial(_predict_rest, transformer, context, mask, clean)
+        denoise = _going_on(config, denoise, knowing, prefix)
     options: dict[str, Any] = {"steps": steps, "start": noise}
-    modulate = jax.vmap(model.transformer.prepare_modulations)
+    modulate = jax.vmap(transformer.prepare_modulations)
     if not isinstance(schedule, FlowSchedule):
         times = jnp.asarray(schedule.timesteps(steps), jnp.float32)
         chunk = ddim(denoise, shape, key, schedule, extras=modulate(times), **options)
@@ -66,3 +67,50 @@ def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Ob
         times = jnp.asarray(schedule.euler_rows(steps).timestep)
         chunk = flow_euler(denoise, shape, key, schedule, extras=modulate(times), **options)
     return chunk if prefix is None else begin_with(prefix, chunk)
+
+
+def _model(config: Diffusion2dConfig, weights: Mapping[str, Array]) -> Diffusion2d:
+    dtype = next(iter(weights.values())).dtype
+    return blueprint(lambda: Diffusion2d(config, dtype=dtype, rngs=nnx.Rngs(0))).assemble(weights)
+
+
+def _going_on(config: Diffusion2dConfig, denoise: Partial, knowing: Partial | None, prefix: Prefix) -> Partial:
+    """`denoise` for chunks that continue a plan.
+
+    Args:
+        knowing: the same of a model that was trained with plans; it takes a time for each action.
+    """
+    schedule = config.schedule
+    guided = continuing(denoise, prefix, schedule, bound=config.prefix_bound, through_model=config.prefix_through_model)
+    if knowing is None or not isinstance(schedule, FlowSchedule):
+        return guided
+    is_longer = jnp.minimum(prefix.delay, prefix.length) > config.trained_prefix
+    return Partial(_as_trained, given(knowing, prefix, schedule), guided, is_longer)
+
+
+def _as_trained(trained: Partial, guided: Partial, is_longer: Bool[Array, " b"], x: Array, *rest: Any) -> Array:
+    """What the model was trained to answer; to a delay longer than any in its training, what guidance makes of it."""
+
+    def mixed() -> Array:
+        return jnp.where(is_longer[:, None, None], guided(x, *rest), trained(x, *rest))
+
+    return lax.cond(jnp.any(is_longer), mixed, lambda: jnp.asarray(trained(x, *rest), jnp.float32))
+
+
+def _predict_rest(
+    transformer: Transformer2DModel,
+    context: Seen,
+    mask: Bool[Array, "b n"] | None,
+    clean: Modulations,
+    x: Float[Array, "b t a"],
+    t: Float[Array, "b t"],
+    modulations: Modulations,
+) -> Float[Array, "b t a"]:
+    """The answer to a chunk whose first actions have no noise, at time 0.
+
+    Args:
+        clean, modulations: of time 0, and of the time of all other actions.
+    """
+    is_known = (t == 0)[..., None]
+    each = jax.tree.map(lambda known, others: jnp.where(is_known, known, others), clean, modulations)
+    return predict(transformer, context, mask, x, t, each)

@@ -1,0 +1,48 @@
+"""Chunks on their way to noise: what the denoiser is trained on."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxmodels.policies.diffusion2d.config import Diffusion2dConfig
+from jaxmodels.samplers import Example, FlowSchedule, draw_delays, example
+
+BETA = 1.5  # of Beta(1.5, 1), openpi's; lerobot/policies/pi0/modeling_pi0.py
+LEAST_SIGMA = 0.001  # a flow's time is never quite 0, where there is nothing to learn; as there
+EVALUATION = 0  # seed of the noise of an evaluation
+
+
+def noisy(config: Diffusion2dConfig, actions: Float[Array, "b t a"], rngs: nnx.Rngs | None) -> Example:
+    """Normalised actions with noise, each chunk at a time of its own, and what to answer to them.
+
+    Args:
+        rngs: stream ``noise``; None takes the same noise and times in every call.
+
+    Returns:
+        The example. Its `timestep` is (b,) unless a prefix is trained: then each action has its own (b, t).
+    """
+    key = jax.random.key(EVALUATION) if rngs is None else rngs.noise()
+    first, noise_key, delay_key = jax.random.split(key, 3)
+    batch, schedule = actions.shape[0], config.schedule
+    noise = jax.random.normal(noise_key, actions.shape, jnp.float32)
+    # Spread evenly over the batch from a random place on, so that one batch's loss differs less from another's:
+    # https://arxiv.org/abs/2107.00630, appendix I.1
+    start = jnp.float32(0.5 / batch) if rngs is None else jax.random.uniform(first)
+    share = (start + jnp.arange(batch, dtype=jnp.float32) / batch) % 1
+    if not isinstance(schedule, FlowSchedule):
+        timestep = jnp.floor(share * schedule.num_train_timesteps).astype(jnp.int32)
+        x, target = schedule.add_noise(actions, noise, timestep), schedule.target(actions, noise, timestep)
+        return Example(x, timestep, target, jnp.ones(actions.shape[:2], bool))
+    if config.timestep_sampling_strategy == "beta":
+        share = share ** (1 / BETA)  # the inverse of its distribution function
+    sigma = LEAST_SIGMA + (1 - LEAST_SIGMA) * share
+    if config.trained_prefix:
+        delay = draw_delays(delay_key, batch, config.trained_prefix, config.trained_prefix_decay)
+        return example(schedule, actions, noise, sigma, delay)
+    return Example(
+        schedule.add_noise(actions, noise, sigma),
+        sigma * schedule.num_train_timesteps,
+        schedule.target(actions, noise),
+        jnp.ones(actions.shape[:2], bool),
+    )

@@ -1,0 +1,110 @@
+"""What a policy on the 2D transformer looks at: state, cameras and instruction as one row of tokens."""
+
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from jaxmodels.errors import InputError
+from jaxmodels.layers.embeddings import sinusoidal_2d
+from jaxmodels.layers.norm import LayerNorm
+from jaxmodels.layers.resnet import RESNETS, ResNet
+from jaxmodels.layers.small_cnn import SmallCnn
+from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
+from jaxmodels.transformer2d import Transformer2DConfig
+from jaxmodels.transformer2d.attention import Dtypes
+from jaxmodels.transformer2d.block import Biases, Seen
+from jaxmodels.transformer2d.masks import to_bias
+from jaxmodels.transformer2d.modulation import Modulation
+from jaxmodels.transformer2d.stack import Execution, run_blocks, stack_blocks
+from jaxmodels.types import Observation
+
+# About as large as the features they are added to, so that two cameras are told apart from the first step.
+_embedding_init = nnx.initializers.normal(0.5)
+
+
+class ObservationTokens(nnx.Module):
+    """State, environment state, each camera's feature map row by row, and what the instruction says.
+
+    Each kind has a projection and a learned embedding of its own (all cameras share backbone and projection); pixels of
+    a feature map have fixed positions. With `n_encoder_layers` the tokens then look at each other, in plain blocks of
+    the 2D transformer: that costs once per chunk what each step of a sampler would cost again.
+    """
+
+    def __init__(self, config: Transformer2dPolicyConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        width = config.dim_model
+        self.config = config
+        if config.state is not None:
+            self.state_in = nnx.Linear(config.state.shape[0], width, rngs=rngs)
+        if config.environment_state is not None:
+            self.environment_in = nnx.Linear(config.environment_state.shape[0], width, rngs=rngs)
+        if config.cameras:
+            name = config.vision_backbone
+            self.backbone = ResNet(name, rngs=rngs) if name in RESNETS else SmallCnn(rngs=rngs)
+            self.image_in = nnx.Linear(self.backbone.width, width, rngs=rngs)
+        if config.text_encoder is not None:
+            self.language_in = nnx.Linear(config.text_encoder.width, width, rngs=rngs)
+        kinds = sum(part is not None for part in (config.state, config.environment_state, config.text_encoder))
+        self.embeddings = nnx.Param(_embedding_init(rngs.params(), (kinds + len(config.cameras), width)))
+        if config.n_encoder_layers:
+            self.blocks = stack_blocks(_block(config), Dtypes(dtype, dtype), rngs)
+        self.norm = LayerNorm(width)
+
+    def __call__(
+        self, observation: Observation, rngs: nnx.Rngs | None = None
+    ) -> tuple[Float[Array, "b n d"], Bool[Array, "b n"] | None]:
+        """The tokens of a normalised observation, and which of them count; None when all do.
+
+        Args:
+            rngs: switches dropout on.
+
+        Raises:
+            InputError: the policy reads language, and the observation has none.
+        """
+        config = self.config
+        parts = []
+        if config.state is not None:
+            parts.append(self.state_in(observation.state)[:, None])
+        if config.environment_state is not None:
+            parts.append(self.environment_in(observation.environment_state)[:, None])
+        for image in observation.images:
+            features = self.image_in(self.backbone(image))
+            positions = sinusoidal_2d(features.shape[1], features.shape[2], config.dim_model)
+            parts.append(rearrange(features + jnp.asarray(positions, features.dtype), "b h w d -> b (h w) d"))
+        mask = None
+        if config.text_encoder is not None:
+            said = observation.language
+            if said is None:
+                raise InputError("the observation has no language; this policy wants an instruction (model.read)")
+            silent = jnp.ones((said.mask.shape[0], sum(part.shape[1] for part in parts)), bool)
+            mask = jnp.concatenate((silent, said.mask), axis=1)
+            parts.append(self.language_in(said.tokens))
+        kinds = self.embeddings[...]
+        tokens = jnp.concatenate([part + kinds[kind] for kind, part in enumerate(parts)], axis=1)
+        return self.norm(self._look_around(tokens, mask, rngs)), mask
+
+    def _look_around(
+        self, tokens: Float[Array, "b n d"], mask: Bool[Array, "b n"] | None, rngs: nnx.Rngs | None
+    ) -> Float[Array, "b n d"]:
+        if not self.config.n_encoder_layers:
+            return tokens
+        bias = None if mask is None else to_bias(mask, tokens.shape[0], self.config.n_heads)
+        key = None if rngs is None or self.config.dropout == 0 else rngs.dropout()
+        return run_blocks(
+            self.blocks, tokens, Modulation(), Seen(), Biases(bias), Execution(scan=True, remat=False), key=key
+        )
+
+
+def _block(config: Transformer2dPolicyConfig) -> Transformer2DConfig:
+    """The 2D transformer whose blocks have a norm before each part, and nothing to look at but the tokens."""
+    return Transformer2DConfig(
+        num_attention_heads=config.n_heads,
+        attention_head_dim=config.dim_model // config.n_heads,
+        in_channels=config.dim_model,
+        norm_num_groups=1,
+        num_layers=config.n_encoder_layers,
+        dropout=config.dropout,
+        attention_bias=True,
+        activation_fn="gelu-approximate",
+    )

@@ -1,0 +1,85 @@
+"""Everything that shapes a tokens2d policy."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
+from jaxmodels.samplers import MaskSchedule
+
+BOUNDED = ("MIN_MAX", "QUANTILES")
+
+
+@dataclass(frozen=True)
+class Tokens2dConfig(Transformer2dPolicyConfig):
+    """A chunk of actions as tokens, all masked at first, by a 2D transformer that looks at cameras and joints.
+
+    Attributes:
+        bins: classes of each number of an action, of equal width over [-1, 1]. Actions must be normalised to that
+            range, by MIN_MAX or by QUANTILES, which clips the outermost hundredths: more precise where data have
+            outliers, but what is done rarely (closing a gripper to the end) must not be among them.
+        label_smoothing: how far, in bins, the right answer spreads over its neighbours in training
+            (`bins.spread_over`); 0 for the one bin.
+        neighbours: bins on either side of the one chosen, over which the number that comes out is the mean; 0 for the
+            bin's centre.
+        num_inference_steps: passes of the decoder.
+        remasking: whether a pass may take back tokens of earlier ones that were chosen with less confidence.
+        temperature: 0 takes the likeliest tokens, the surest first. Above, tokens are drawn as the model says (at 1),
+            and so is, to begin with, their order.
+        noise_seed: of that draw: always the same one, so that the same observation has the same answer, whenever it
+            comes and with whomever it shares a batch.
+        prefix_rate: share of the chunks in training whose first actions are given, as those of a plan are when it is
+            continued.
+
+    Further attributes, and errors, as of `Transformer2dPolicyConfig`.
+    """
+
+    type: ClassVar[str] = "tokens2d"
+    counts: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.counts, "bins", "num_inference_steps")
+    indifferent: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.indifferent, "label_smoothing", "prefix_rate")
+
+    bins: int = 256
+    label_smoothing: float = 0.75
+    neighbours: int = 8
+    num_inference_steps: int = 8
+    remasking: bool = True
+    temperature: float = 0.0
+    noise_seed: int = 0
+    prefix_rate: float = 0.2
+
+    def complaints(self) -> list[str]:
+        wrong = []
+        if self.bins < 2:
+            wrong.append(f"bins is {self.bins}; wanted 2 or more")
+        if not 0 <= self.neighbours < self.bins:
+            wrong.append(f"neighbours is {self.neighbours}; wanted 0 to {self.bins - 1}, less than bins")
+        wrong += [
+            f"{name} is {getattr(self, name)!r}; wanted a number of 0 or more"
+            for name in ("label_smoothing", "temperature")
+            if not getattr(self, name) >= 0
+        ]
+        if not 0 <= self.prefix_rate <= 1:
+            wrong.append(f"prefix_rate is {self.prefix_rate}; wanted a share, 0 to 1")
+        if not 0 <= self.noise_seed < 2**31:
+            wrong.append(f"noise_seed is {self.noise_seed}; wanted 0 to {2**31 - 1}")
+        mode = dict(self.normalization_mapping).get("ACTION")
+        if mode not in BOUNDED:
+            wrong.append(
+                f"normalization_mapping has ACTION: {mode}; bins lie in [-1, 1], wanted one of {', '.join(BOUNDED)}"
+            )
+        return wrong
+
+    def architecture(self) -> "Tokens2dConfig":
+        """The config with every indifferent field at its default: equal ones share programs."""
+        # Bins are bins, whichever way actions come to lie in [-1, 1].
+        return replace(super().architecture(), normalization_mapping=(("ACTION", BOUNDED[0]),))
+
+    @property
+    def schedule(self) -> MaskSchedule:
+        """What it is trained with and decoded by."""
+        return MaskSchedule(
+            num_classes=self.bins + 1,
+            temperature=(self.temperature, 0.0),
+            class_temperature=self.temperature,
+            remasking=self.remasking,
+            begins_with_one=True,
+        )

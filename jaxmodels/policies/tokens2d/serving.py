@@ -1,0 +1,90 @@
+"""A chunk out of masked tokens, decoded in a few passes in one program; a plan's first actions are known tokens."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.tree_util import Partial
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmodels.checkpoints.layouts import SAME, Tensor
+from jaxmodels.policies.tokens2d.bins import expectation, quantise
+from jaxmodels.policies.tokens2d.config import Tokens2dConfig
+from jaxmodels.policies.tokens2d.model import Tokens2d, from_pixels, predict, to_pixels
+from jaxmodels.samplers import begin_with, maskgit
+from jaxmodels.types import Language, Observation
+from jaxmodels.weights import blueprint
+
+
+class Decoded(NamedTuple):
+    """A chunk, and how sure the model was of it.
+
+    Attributes:
+        actions: normalised, in [-1, 1] but where a plan was begun with.
+        confidence: the probability that the model gave to each number and its neighbours when it chose it; 1 for what
+            was planned.
+        ids: the tokens, never the masked one.
+    """
+
+    actions: Float[Array, "b t a"]
+    confidence: Float[Array, "b t a"]
+    ids: Int[Array, "b t a"]
+
+
+def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
+    """LeRobot has no such policy: its file has our names and layouts, under ``model`` as all of LeRobot's."""
+    return tuple(Tensor(f"model.{name}", (name,), SAME) for name in names)
+
+
+def prepare(config: Tokens2dConfig, weights: Mapping[str, np.ndarray], platform: str) -> dict[str, np.ndarray]:
+    """The weights as they are."""
+    del config, platform
+    return dict(weights)
+
+
+def read(
+    config: Tokens2dConfig, weights: Mapping[str, Array], ids: Int[Array, "b n"], mask: Bool[Array, "b n"]
+) -> Language:
+    """What the policy's text encoder makes of an instruction."""
+    return _model(config, weights).read(ids, mask)
+
+
+def act(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
+    """A normalised chunk for a normalised observation; each member's depends on nothing but its own."""
+    return decode(config, weights, observation).actions
+
+
+def decode(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Observation) -> Decoded:
+    """The same, and what it was made of."""
+    model = _model(config, weights)
+    context = model.look(observation)
+    batch = jax.tree.leaves(observation)[0].shape[0]
+    shape = (batch, config.chunk_size, config.action.shape[0])
+    known, prefix = None, observation.prefix
+    if prefix is not None:
+        planned = quantise(prefix.actions.astype(jnp.float32), config.bins)
+        past = jnp.arange(shape[1])[None] < jnp.minimum(prefix.delay, prefix.length)[:, None]
+        known = to_pixels(jnp.where(past[..., None], planned, config.schedule.mask))
+    found = maskgit(
+        Partial(predict, model.transformer, context),
+        (batch, shape[1] * shape[2]),
+        jax.random.key(config.noise_seed),
+        config.schedule,
+        steps=config.num_inference_steps,
+        known=known,
+        alike=True,
+        distributions=True,
+    )
+    assert found.distribution is not None
+    values, confidence = expectation(found.distribution, found.ids, config.neighbours)
+    confidence = jnp.minimum(confidence, 1)  # of known tokens there is no distribution: all its logarithms are 0
+    values, confidence, ids = (from_pixels(array, shape[1]) for array in (values, confidence, found.ids))
+    return Decoded(values if prefix is None else begin_with(prefix, values), confidence, ids)
+
+
+def _model(config: Tokens2dConfig, weights: Mapping[str, Array]) -> Tokens2d:
+    dtype = next(iter(weights.values())).dtype
+    return blueprint(lambda: Tokens2d(config, dtype=dtype, rngs=nnx.Rngs(0))).assemble(weights)

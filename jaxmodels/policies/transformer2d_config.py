@@ -1,0 +1,189 @@
+"""What the configs of policies on the 2D transformer share: what is seen, how wide, how trained, and what is wrong."""
+
+import builtins
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.features import ACTION, ENVIRONMENT_STATE, MODES, STATE, TYPES, Feature
+from jaxmodels.layers.resnet import RESNETS
+from jaxmodels.policies.fields import dump_fields, read_fields
+from jaxmodels.text.config import TextConfig
+
+SMALL_CNN = "small_cnn"
+BACKBONES = (*RESNETS, SMALL_CNN)
+SCHEDULERS = ("constant", "cosine")
+Config = TypeVar("Config", bound="Transformer2dPolicyConfig")
+
+
+@dataclass(frozen=True)
+class Transformer2dPolicyConfig:
+    """Fields that diffusion2d and tokens2d share, by LeRobot's names where LeRobot has them.
+
+    Attributes:
+        input_features: in the order of their tokens.
+        chunk_size: actions that are sampled together.
+        n_action_steps: how many of them are meant to be executed.
+        vision_backbone: one of `BACKBONES`; all cameras share it.
+        pretrained_backbone_weights: where a ResNet's training starts from: a file, a folder or a repo of the Hub.
+        dim_model: width of all tokens.
+        n_encoder_layers: blocks in which what is seen looks at itself, once for each chunk; 0 for none.
+        n_layers: of the transformer over actions.
+        dropout: rate in both, in training.
+        text_encoder: reads instructions; None for a policy that is told nothing.
+        do_mask_loss_for_padding: whether actions beyond the end of a demonstration, where a dataset repeats the last
+            one, are left out of the training. If not, the policy learns to hold still there.
+        optimizer_lr_backbone: of the vision backbone alone.
+        optimizer_betas, optimizer_eps, optimizer_weight_decay: AdamW's.
+        optimizer_grad_clip_norm: largest global norm of a gradient; 0 does not clip.
+        scheduler_name: constant after the warm-up, or falling as a cosine.
+
+    Raises:
+        ConfigError: a value makes no sense; all complaints together.
+    """
+
+    type: ClassVar[str]
+    counts: ClassVar[tuple[str, ...]] = ("chunk_size", "n_action_steps", "dim_model", "n_heads", "n_layers")
+    # Fields, or how their names begin, that neither a program nor its weights depend on.
+    indifferent: ClassVar[tuple[str, ...]] = (
+        "device",
+        "pretrained_backbone_weights",
+        "dropout",
+        "n_action_steps",
+        "do_mask_loss_for_padding",
+        "optimizer_",
+        "scheduler_",
+    )
+    temporal_ensemble_coeff: ClassVar[None] = None
+
+    input_features: tuple[Feature, ...] = ()
+    output_features: tuple[Feature, ...] = ()
+    normalization_mapping: tuple[tuple[str, str], ...] = (
+        ("VISUAL", "MEAN_STD"),
+        ("STATE", "MIN_MAX"),
+        ("ENV", "MIN_MAX"),
+        ("ACTION", "MIN_MAX"),
+    )
+    device: str | None = None
+    chunk_size: int = 16
+    n_action_steps: int = 8
+    vision_backbone: str = SMALL_CNN
+    pretrained_backbone_weights: str | None = None
+    dim_model: int = 256
+    n_heads: int = 8
+    n_encoder_layers: int = 2
+    n_layers: int = 6
+    dropout: float = 0.0
+    text_encoder: TextConfig | None = None
+    do_mask_loss_for_padding: bool = False
+    optimizer_lr: float = 1e-4
+    optimizer_lr_backbone: float = 1e-4
+    optimizer_betas: tuple[float, float] = (0.95, 0.999)
+    optimizer_eps: float = 1e-8
+    optimizer_weight_decay: float = 1e-6
+    optimizer_grad_clip_norm: float = 10.0
+    scheduler_name: str = "cosine"
+    scheduler_warmup_steps: int = 500
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} is {value!r}; wanted an integer of {least} or more"
+            for names, least in ((self.counts, 1), (("n_encoder_layers", "scheduler_warmup_steps"), 0))
+            for name, value in ((name, getattr(self, name)) for name in names)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least
+        ]
+        wrong = wrong or [*self._wrong_numbers(), *self._wrong_training(), *self._wrong_features(), *self.complaints()]
+        if wrong:
+            raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
+
+    def complaints(self) -> list[str]:
+        """What is wrong with the fields that a policy type adds to these; asked when all counts are integers."""
+        return []
+
+    def _wrong_numbers(self) -> list[str]:
+        wrong = []
+        if self.n_action_steps > self.chunk_size:
+            wrong.append(f"n_action_steps is {self.n_action_steps}, more than chunk_size {self.chunk_size}")
+        if self.dim_model % (4 * self.n_heads):
+            wrong.append(f"dim_model {self.dim_model} is not a multiple of 4 n_heads ({4 * self.n_heads})")
+        if not 0 <= self.dropout < 1:
+            wrong.append(f"dropout is {self.dropout}; wanted 0 <= dropout < 1")
+        return [*wrong, *self.unknown("vision_backbone", BACKBONES)]
+
+    def _wrong_training(self) -> list[str]:
+        wrong = self.unknown("scheduler_name", SCHEDULERS)
+        wrong += [
+            f"{name} is {getattr(self, name)!r}; wanted a number above 0"
+            for name in ("optimizer_lr", "optimizer_eps")
+            if not getattr(self, name) > 0
+        ]
+        wrong += [
+            f"{name} is {getattr(self, name)!r}; wanted a number of 0 or more"
+            for name in ("optimizer_lr_backbone", "optimizer_weight_decay", "optimizer_grad_clip_norm")
+            if not getattr(self, name) >= 0
+        ]
+        if len(self.optimizer_betas) != 2 or not all(0 <= beta < 1 for beta in self.optimizer_betas):
+            wrong.append(f"optimizer_betas is {self.optimizer_betas!r}; wanted two numbers of 0 or more, below 1")
+        return wrong
+
+    def _wrong_features(self) -> list[str]:
+        wrong = [
+            f"normalization_mapping has {kind}: {mode}; wanted types {', '.join(TYPES)} and modes {', '.join(MODES)}"
+            for kind, mode in self.normalization_mapping
+            if kind not in TYPES or mode not in MODES
+        ]
+        if not any(feature.name == ACTION and feature.type == "ACTION" for feature in self.output_features):
+            wrong.append(f"output_features has no feature {ACTION!r} of type ACTION")
+        for kind, name in (("STATE", STATE), ("ENV", ENVIRONMENT_STATE)):
+            found = [feature.name for feature in self.input_features if feature.type == kind]
+            if found not in ([], [name]):
+                wrong.append(f"features of type {kind} are {found}; wanted at most one, {name!r}")
+        if not (self.cameras or self.state or self.environment_state):
+            wrong.append("input_features has neither an image nor a state; there is nothing to look at")
+        return wrong
+
+    def unknown(self, name: str, known: tuple[str, ...]) -> list[str]:
+        """The complaint about a field that must be one of `known`, if there is one."""
+        value = getattr(self, name)
+        return [] if value in known else [f"{name} is {value!r}; known: {', '.join(known)}"]
+
+    @property
+    def cameras(self) -> tuple[Feature, ...]:
+        """Image features in the order of their tokens."""
+        return tuple(feature for feature in self.input_features if feature.type == "VISUAL")
+
+    @property
+    def state(self) -> Feature | None:
+        return next((f for f in self.input_features if f.type == "STATE"), None)
+
+    @property
+    def environment_state(self) -> Feature | None:
+        return next((f for f in self.input_features if f.type == "ENV"), None)
+
+    @property
+    def action(self) -> Feature:
+        return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
+
+    def architecture(self: Config) -> Config:
+        """The config with every indifferent field at its default: equal ones share programs."""
+        defaults = {field.name: field.default for field in fields(self) if field.name.startswith(self.indifferent)}
+        # Numbers of a normalisation are weights; of its modes only the actions' says anything, how far these reach.
+        modes = tuple((kind, mode) for kind, mode in self.normalization_mapping if kind == "ACTION")
+        return replace(self, **{**defaults, "n_action_steps": 1, "normalization_mapping": modes})
+
+    @classmethod
+    def from_json(cls: builtins.type[Config], values: Mapping[str, Any]) -> Config:
+        """Reads a ``config.json`` that was parsed already.
+
+        Raises:
+            ConfigError: unknown fields, or values that make no sense.
+        """
+        read = dict(values)
+        if isinstance(betas := read.get("optimizer_betas"), list):
+            read["optimizer_betas"] = tuple(betas)
+        advice = "the policy is of a newer version, or of another"
+        return cls(**read_fields(cls, read, f"{cls.type} config", advice))
+
+    def to_json(self) -> dict[str, Any]:
+        return dump_fields(self)

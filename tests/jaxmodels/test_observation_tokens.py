@@ -1,0 +1,113 @@
+"""What policies on the 2D transformer look at."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmodels.errors import InputError
+from jaxmodels.features import Feature
+from jaxmodels.policies.diffusion2d import Diffusion2dConfig
+from jaxmodels.policies.observation_tokens import ObservationTokens
+from jaxmodels.text import TextConfig
+from jaxmodels.types import Language, Observation
+from jaxmodels.weights import blueprint
+
+CAMERAS = tuple(Feature(f"observation.images.{name}", "VISUAL", (3, 32, 48)) for name in ("front", "wrist"))
+CONFIG = Diffusion2dConfig(
+    input_features=(
+        Feature("observation.state", "STATE", (4,)),
+        Feature("observation.environment_state", "ENV", (2,)),
+        *CAMERAS,
+    ),
+    output_features=(Feature("action", "ACTION", (3,)),),
+    dim_model=16,
+    n_heads=2,
+    n_encoder_layers=1,
+    n_layers=1,
+    text_encoder=dataclasses.replace(TextConfig.small(), length=5, width=12, n_heads=2, n_layers=1),
+)
+PIXELS, LETTERS = 2 * 3, 5  # of a 32x48 frame's feature map; of an instruction
+
+
+def numbers(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(2, *shape)), jnp.float32)
+
+
+def said(seed: int = 0) -> Language:
+    """Instructions of which the last two letters do not count."""
+    return Language(numbers(seed, LETTERS, 12), jnp.arange(LETTERS)[None] < jnp.full((2, 1), 3))
+
+
+def seen(seed: int = 0, **others: Any) -> Observation:
+    images = numbers(seed + 10, 32, 48, 3), numbers(seed + 20, 32, 48, 3)
+    return Observation(images, numbers(seed + 30, 4), numbers(seed + 40, 2), None, said(seed))._replace(**others)
+
+
+def looking(config: Diffusion2dConfig) -> Callable[[Observation], Any]:
+    """Weights are drawn by NumPy: JAX would compile a program for each shape."""
+    draw = np.random.default_rng(0)
+    plan = blueprint(lambda: ObservationTokens(config, rngs=nnx.Rngs(0)))
+    tokens = plan.assemble(
+        {name: jnp.asarray(draw.normal(size=shape.shape) * 0.3, jnp.float32) for name, shape in plan.shapes.items()}
+    )
+    return jax.jit(lambda observation: tokens(observation))
+
+
+@pytest.fixture(scope="module")
+def look() -> Callable[[Observation], Any]:
+    return looking(CONFIG)
+
+
+def test_tokens_are_state_environment_each_cameras_pixels_and_the_instruction(look) -> None:
+    tokens, mask = look(seen())
+    assert tokens.shape == (2, 1 + 1 + 2 * PIXELS + LETTERS, 16)
+    assert mask.tolist() == [[True] * (2 + 2 * PIXELS) + [True] * 3 + [False] * 2] * 2
+
+
+def test_what_the_mask_leaves_out_changes_no_other_token(look) -> None:
+    observation = seen()
+    words = said()
+    other = words._replace(tokens=jnp.where(words.mask[..., None], words.tokens, 9.0))
+    tokens, mask = look(observation)
+    again, _ = look(observation._replace(language=other))
+    np.testing.assert_allclose(again[mask], tokens[mask], atol=1e-5)
+    assert np.abs(again - tokens).max() > 0.1
+
+
+def test_cameras_are_told_apart_though_they_share_a_backbone(look) -> None:
+    front, wrist = seen().images
+    tokens, _ = look(seen())
+    swapped, _ = look(seen(images=(wrist, front)))
+    here, there = slice(2, 2 + PIXELS), slice(2 + PIXELS, 2 + 2 * PIXELS)
+    assert np.abs(swapped[:, here] - tokens[:, there]).max() > 0.1
+
+
+def test_every_input_reaches_the_tokens_of_all_others(look) -> None:
+    tokens, mask = look(seen())
+    draw = seen(seed=1)
+    for name in ("images", "state", "environment_state"):
+        changed, _ = look(seen(**{name: getattr(draw, name)}))
+        assert np.abs(changed - tokens)[mask].reshape(2, -1, 16).max(axis=-1).min() > 1e-4, name
+    changed, _ = look(seen(language=said(1)))
+    assert np.abs(changed - tokens)[mask].reshape(2, -1, 16).max(axis=-1).min() > 1e-4
+
+
+def test_without_language_there_is_no_mask_and_without_encoder_layers_tokens_are_on_their_own() -> None:
+    config = dataclasses.replace(CONFIG, text_encoder=None, n_encoder_layers=0)
+    tokens = looking(config)
+    plain, mask = tokens(seen(language=None))
+    assert mask is None
+    moved, _ = tokens(seen(language=None, state=jnp.ones((2, 4))))
+    np.testing.assert_array_equal(moved[:, 1:], plain[:, 1:])
+    assert np.abs(moved[:, 0] - plain[:, 0]).max() > 0.1
+
+
+def test_an_observation_without_the_instruction_that_is_read_is_refused(look) -> None:
+    with pytest.raises(InputError, match="no language"):
+        look(seen(language=None))
