@@ -1,51 +1,81 @@
 """How a training runs; nothing about what is trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jaxmodels.devices import DTYPES
 from jaxmodels.errors import ConfigError
+from jaxmodels.training.augmentation import ImageTransforms
+from jaxmodels.training.optimizers import OptimizerConfig
+from jaxmodels.training.schedules import SchedulerConfig
+
+COUNTS = ("steps", "batch_size", "log_freq", "save_freq", "keep_checkpoints", "gradient_accumulation_steps")
+# What may change from one run to the next that goes on with it: it does not touch the weights.
+OPERATIONAL = ("log_freq", "save_freq", "keep_checkpoints", "num_workers", "tensorboard", "data", "fsdp")
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Length, batch and optimizer of a training.
+    """Length, batch, optimizer and reports of a training, with LeRobot's names and defaults where it has them.
 
     Attributes:
-        learning_rate: its peak; it rises linearly for `warmup` steps, then falls as a cosine to `final_share` of it.
-        clip: largest global norm of a gradient.
-        brightness, noise: augmentation of frames in training, as shares of the full range; `noise` is a standard
-            deviation per pixel. Frames that reach a served policy went through a lossy video codec.
+        steps: updates of the parameters.
+        batch_size: examples of one update, over all devices and processes together.
+        optimizer, scheduler: what the policy's config asks for, when None.
+        gradient_accumulation_steps: parts in which a batch is computed one after another, for less memory.
+        dtype: what the model computes in; parameters and their averages are float32 whatever it is.
+        ema_decay: of the exponential moving average of parameters that becomes the policy; 0 for none.
+        image_transforms: what happens to pictures.
         state_noise: standard deviation of what is added to the normalised state.
-        save_every: steps between checkpoints.
+        use_imagenet_stats: normalise cameras by ImageNet's mean and spread, as LeRobot does, not by the dataset's.
+        log_freq, save_freq: steps between two lines of metrics and between two checkpoints.
+        keep_checkpoints: how many of the newest stay.
+        num_workers: threads that read and decode.
+        tensorboard: whether metrics are also written as TensorBoard reads them.
+        data, fsdp: devices over which a batch is spread, and those over which the parameters are too; as many as there
+            are where None, and one for the other one when both are.
+
+    Raises:
+        ConfigError: a value makes no sense; all complaints together.
     """
 
-    steps: int = 5000
-    batch_size: int = 32
-    learning_rate: float = 1e-3
-    final_share: float = 0.01
-    warmup: int = 200
-    weight_decay: float = 1e-4
-    clip: float = 10.0
-    brightness: float = 0.08
-    noise: float = 0.02
-    state_noise: float = 0.02
-    seed: int = 0
-    save_every: int = 500
+    steps: int = 100_000
+    batch_size: int = 8
+    seed: int = 1000
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    gradient_accumulation_steps: int = 1
+    dtype: str = "float32"
+    ema_decay: float = 0.0
+    image_transforms: ImageTransforms = field(default_factory=ImageTransforms)
+    state_noise: float = 0.0
+    use_imagenet_stats: bool = True
+    log_freq: int = 200
+    save_freq: int = 20_000
+    keep_checkpoints: int = 3
+    num_workers: int = 4
+    tensorboard: bool = False
+    data: int | None = None
+    fsdp: int | None = 1
 
     def __post_init__(self) -> None:
         wrong = [
             f"{name} is {getattr(self, name)!r}; wanted 1 or more"
-            for name in ("steps", "batch_size", "save_every")
-            if getattr(self, name) < 1
+            for name in (*COUNTS, "fsdp", "data")
+            if getattr(self, name) is not None and getattr(self, name) < 1
         ]
         wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number of 0 or more"
-            for name in ("final_share", "warmup", "weight_decay", "brightness", "noise", "state_noise", "seed")
+            f"{name} is {getattr(self, name)!r}; wanted 0 or more"
+            for name in ("state_noise", "seed", "num_workers")
             if not getattr(self, name) >= 0
         ]
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number above 0"
-            for name in ("learning_rate", "clip")
-            if not getattr(self, name) > 0
-        ]
+        if not 0 <= self.ema_decay < 1:
+            wrong.append(f"ema_decay is {self.ema_decay!r}; wanted 0 (off) to below 1, e.g. 0.999")
+        if self.dtype not in DTYPES:
+            wrong.append(f"dtype is {self.dtype!r}; known: {', '.join(DTYPES)}")
+        if not wrong and self.batch_size % self.gradient_accumulation_steps:
+            wrong.append(
+                f"batch_size is {self.batch_size}; wanted a multiple of gradient_accumulation_steps, "
+                f"{self.gradient_accumulation_steps}"
+            )
         if wrong:
             raise ConfigError("training config: " + "; ".join(wrong))

@@ -19,7 +19,7 @@ def draw_curve(metrics: Path, picture: Path) -> None:
     if not lines:
         raise ValueError(f"{metrics.name} is empty; nothing to draw")
     steps = np.array([line["step"] for line in lines], float)
-    losses = np.maximum([line["mean_loss"] for line in lines], 1e-8)
+    losses = np.maximum([line["loss"] for line in lines], 1e-8)
     window = min(SMOOTHING, max(1, len(losses) // 4))
     smooth = np.convolve(losses, np.ones(window) / window, "valid")
     low, high = math.log10(losses.min()), math.log10(losses.max())

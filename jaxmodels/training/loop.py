@@ -1,164 +1,208 @@
 """The training loop: batches in, checkpoints, metrics and a finished policy out; resumes where it was killed."""
 
 import json
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
+from jax.experimental import multihost_utils
 
-from jaxmodels.checkpoints import lerobot, orbax
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
 from jaxmodels.compile_cache import use_compile_cache
-from jaxmodels.data.batches import Batches
-from jaxmodels.data.episodes import Episodes
-from jaxmodels.errors import CheckpointError
-from jaxmodels.normalization import from_stats
-from jaxmodels.policies.act.config import ActConfig
-from jaxmodels.policies.act.model import Act
-from jaxmodels.program import Scales
+from jaxmodels.data import Dataset, Loader
+from jaxmodels.errors import TrainingError
+from jaxmodels.normalization import Normalization
 from jaxmodels.training.config import TrainingConfig
 from jaxmodels.training.curve import draw_curve
-from jaxmodels.training.step import State, make_step, optimizer
-from jaxmodels.weights import flatten
+from jaxmodels.training.export import normalization_of, write_policy
+from jaxmodels.training.layout import Layout, find_layout
+from jaxmodels.training.placed import Placed, host_weights, place, resolve, setup
+from jaxmodels.training.reports import Progress, Reports
+from jaxmodels.training.run_folder import METRICS, claim, cut_metrics
+from jaxmodels.training.snapshots import POLICY as SNAPSHOT
+from jaxmodels.training.snapshots import Snapshots
+from jaxmodels.training.start import Start
+from jaxmodels.training.step import COUNT, State
+from jaxmodels.training.watch import Watch
 
-POLICY, CHECKPOINTS, METRICS, SETUP, CURVE = "policy", "checkpoints", "metrics.jsonl", "training.json", "loss.png"
-LOG_EVERY = 10  # steps between two lines of metrics
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a training is.
-
-    Attributes:
-        loss: mean over the steps since the last report.
-        seconds: spent by this run, compilation included.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    seconds: float
+POLICY, CHECKPOINTS, CURVE = "policy", "checkpoints", "loss.png"
 
 
 def train(
-    episodes: Episodes,
-    policy: ActConfig,
+    dataset: Dataset,
+    start: Start,
     config: TrainingConfig,
     output: Path,
     *,
+    resume: bool = False,
+    device: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_decoding: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Trains a policy and writes it to ``output/policy`` in LeRobot's layout.
 
-    ``output`` also gets ``training.json`` (the set-up), ``metrics.jsonl``, ``checkpoints/<step>`` (Orbax) and
-    ``loss.png``. When it holds an unfinished run of the same set-up, that run goes on from its last checkpoint and
-    ends with the weights it would have had: batches and noise depend on the seed and the step alone.
+    ``output`` also gets ``training.json`` (the set-up), ``metrics.jsonl``, ``checkpoints/<step>`` (the state, and the
+    policy as it was) and ``loss.png``. A run that goes on ends with the weights that it would have had: batches and
+    noise depend on the seed and the step alone.
+
+    With several processes (`jax.distributed.initialize`) each calls this; they share `output`.
+
+    Args:
+        resume: go on with the run in `output` from its newest checkpoint, when there is one.
+        device: a kind (``cpu``, ``gpu``, ``tpu``) or one of them (``cuda:1``); JAX's first choice when None.
+        on_progress: told every `log_freq` steps.
+        on_decoding: told how many frames of a camera are decoded, and of how many.
 
     Returns:
         The policy's folder.
 
     Raises:
-        CheckpointError: ``output`` holds another run's files.
+        TrainingError: the loss is no number any more, or `output` holds another run.
+        ConfigError: the devices do not divide the batch.
+        DatasetError: the dataset does not fit the policy, or frames cannot be read.
+        CheckpointError: weights to start from do not fit the policy.
+        OSError: something cannot be written, e.g. because the disk is full; a later run can go on from what was.
     """
     use_compile_cache()
-    _claim(output, {"policy": policy.to_json(), "training": asdict(config)})
-    normalization = from_stats(
-        policy.input_features, policy.output_features, policy.normalization_mapping, episodes.statistics()
-    )
-    inputs = normalization.inputs
-    scales = Scales(
-        images=tuple(inputs.forward(camera) for camera in policy.cameras),
-        state=None if policy.state is None else inputs.forward(policy.state),
-        environment_state=None,
-        action=normalization.outputs.backward(policy.action),
-    )
-    graph, parameters, buffers = nnx.split(Act(policy, rngs=nnx.Rngs(config.seed)), nnx.Param, ...)
-    rule = optimizer(config)
-    state = State(jnp.zeros((), jnp.int32), parameters, rule.init(parameters))
-    state = _resume(output, state)
-    sizes = tuple((camera.shape[1], camera.shape[2]) for camera in policy.cameras)
-    step = make_step(graph, buffers, scales, inputs.forward(policy.action), sizes, config, rule)
-    batches = Batches(episodes, chunk=policy.chunk_size, size=config.batch_size, seed=config.seed)
-    first = int(state.step)
-    _cut_metrics(output / METRICS, first)
-    started, losses = time.monotonic(), []
-    with (output / METRICS).open("a") as metrics:
-        for number in range(first, config.steps):
-            state, values = step(state, batches.at(number))
-            losses.append(values["loss"])
-            done = number + 1
-            if done % LOG_EVERY == 0 or done == config.steps:
-                loss = float(np.mean(jax.device_get(losses)))
-                if not np.isfinite(loss):
-                    raise FloatingPointError(f"the loss is {loss} at step {done}; try a lower learning rate")
-                losses = []
-                last = {name: float(value) for name, value in values.items()}
-                metrics.write(json.dumps({"step": done, "mean_loss": loss, **last}) + "\n")
-                metrics.flush()
-                if on_progress is not None:
-                    on_progress(Progress(done, config.steps, loss, time.monotonic() - started))
-            if done % config.save_every == 0 and done < config.steps:
-                _save(output, state)
-    _save(output, state)
-    weights = flatten(nnx.merge(graph, state.parameters, buffers))
-    sidecar = Sidecar(rate=episodes.meta.rate, joint_names=episodes.meta.joint_names)
-    lerobot.write(
-        output / POLICY,
-        Checkpoint(policy, {name: np.asarray(array) for name, array in weights.items()}, normalization, sidecar),
-    )
-    draw_curve(output / METRICS, output / CURVE)
+    config = resolve(config, start.policy)
+    layout = find_layout(device, config.data, config.fsdp, config.batch_size, config.gradient_accumulation_steps)
+    is_first = jax.process_index() == 0
+    if is_first:
+        claim(output, setup(dataset, start.policy, config), resume=resume)
+    loader = _loader(dataset, start.policy, config, on_decoding)
+    normalization = normalization_of(dataset, start, use_imagenet_stats=config.use_imagenet_stats)
+    example = layout.put_batch(loader.at(0))
+    placed = place(dataset, start, normalization, config, layout, example)
+    run = _Run(dataset, start, config, output, layout, normalization, placed)
+    with Snapshots(output / CHECKPOINTS, keep=config.keep_checkpoints) as snapshots:
+        newest = snapshots.newest
+        state = placed.state if newest is None else snapshots.restore(newest, placed.state)
+        first = 0 if newest is None else newest
+        before = cut_metrics(output, first) if is_first else 0.0
+        with Reports(output, first=first, tensorboard=config.tensorboard, is_writing=is_first) as reports:
+            state = run.steps(state, first, before, loader, snapshots, reports, on_progress)
+        if newest != config.steps:
+            run.save(snapshots, state)
+    run.write(output / POLICY, state)
+    if is_first:
+        draw_curve(output / METRICS, output / CURVE)
     return output / POLICY
 
 
-def _claim(output: Path, setup: dict[str, Any]) -> None:
-    """Writes the set-up of a new run, or checks that an old one was the same."""
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / SETUP
-    text = json.dumps(setup, indent=2) + "\n"
-    if not path.exists():
-        path.write_text(text)
-        return
-    found = json.loads(path.read_text())
-    if found != json.loads(text):
-        differing = sorted(
-            f"{part}.{name}: was {found.get(part, {}).get(name)!r}, now {value!r}"
-            for part, values in json.loads(text).items()
-            for name, value in values.items()
-            if found.get(part, {}).get(name) != value
-        )
-        raise CheckpointError(
-            f"{output}: holds a run with another set-up ({'; '.join(differing)}); choose another --output"
-        )
+class _Run:
+    """What does not change while the steps are done."""
 
+    def __init__(
+        self,
+        dataset: Dataset,
+        start: Start,
+        config: TrainingConfig,
+        output: Path,
+        layout: Layout,
+        normalization: Normalization,
+        placed: Placed,
+    ):
+        self._dataset, self._start, self._config, self._output = dataset, start, config, output
+        self._layout, self._normalization = layout, normalization
+        self._step, self._fixed = placed.step, placed.fixed
 
-def _leaves(state: State) -> dict[str, Any]:
-    # By position: Orbax would make files and folders of NNX's and optax's own structure otherwise.
-    return {f"{i:05}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
+    def steps(
+        self,
+        state: State,
+        first: int,
+        before: float,
+        loader: Loader,
+        snapshots: Snapshots,
+        reports: Reports,
+        tell: Callable[[Progress], None] | None,
+    ) -> State:
+        """All steps from the first to the last; gives the last state.
 
-
-def _save(output: Path, state: State) -> None:
-    orbax.save(output / CHECKPOINTS / f"{int(state.step):08}", _leaves(state))
-
-
-def _resume(output: Path, state: State) -> State:
-    # Orbax writes into a folder with another name and renames it: what has a plain number is whole.
-    found = sorted(path for path in (output / CHECKPOINTS).glob("*") if path.name.isdigit())
-    if not found:
+        Args:
+            before: seconds of the runs before this one.
+        """
+        config = self._config
+        watch = Watch(config.steps, config.batch_size, first, before)
+        running: jax.Array | None = None
+        with closing(loader.batches(first, config.steps)) as batches:
+            for number in range(first, config.steps):
+                with watch.waiting(running):
+                    batch = next(batches)
+                state, loss = self._step(state, self._fixed, self._layout.put_batch(batch))
+                if running is not None:
+                    running.block_until_ready()  # two steps ahead at most: batches in flight take memory
+                running, done = loss, number + 1
+                if done % config.log_freq == 0 or done == config.steps:
+                    values = self._measured(state, done)
+                    progress = watch.progress(done, values.pop("loss"), float(self._rate(number)))
+                    reports.write(progress, values)
+                    if tell is not None:
+                        tell(progress)
+                if done % config.save_freq == 0 and done < config.steps:
+                    self._measured(state, done)  # a state that is no number is not kept
+                    self.save(snapshots, state)
         return state
-    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), _leaves(state))
-    restored = orbax.restore(found[-1], wanted)
-    return jax.tree.unflatten(jax.tree.structure(state), [restored[name] for name in sorted(restored)])
+
+    def save(self, snapshots: Snapshots, state: State) -> None:
+        """A checkpoint of this state; the greater part is written while the next steps are done."""
+        step = int(state.step)
+        snapshots.save(step, state)
+        self.write(snapshots.folder(step) / SNAPSHOT, state)
+
+    def write(self, folder: Path, state: State) -> None:
+        """The policy as it is in this state."""
+        weights = host_weights(state, self._fixed, self._layout)
+        if jax.process_index() == 0:
+            write_policy(folder, weights, self._start, self._normalization, self._dataset)
+
+    def _rate(self, step: int) -> Any:
+        optimizer, scheduler = self._config.optimizer, self._config.scheduler
+        assert optimizer is not None
+        assert scheduler is not None
+        return optimizer.lr * scheduler.factor(step, self._config.steps)
+
+    def _measured(self, state: State, done: int) -> dict[str, float]:
+        """Means over the steps since the last line."""
+        sums: Mapping[str, Any] = jax.device_get(state.sums)
+        values = {name: float(value / sums[COUNT]) for name, value in sums.items() if name != COUNT}
+        if not math.isfinite(values["loss"]):
+            raise TrainingError(
+                f"the loss is {values['loss']} within the {int(sums[COUNT])} steps before step {done}"
+                f"{self._last_line()}. Try a lower learning rate (--policy.optimizer_lr), a longer warm-up "
+                "(--scheduler.num_warmup_steps) or float32; checkpoints up to there are whole"
+            )
+        return values
+
+    def _last_line(self) -> str:
+        path = self._output / METRICS
+        lines = path.read_text().splitlines() if path.exists() else []
+        if not lines:
+            return ""
+        last = json.loads(lines[-1])
+        return f"; at step {last['step']} it was {last['loss']:.4g}, the gradient's norm {last['gradient_norm']:.4g}"
 
 
-def _cut_metrics(path: Path, step: int) -> None:
-    """Drops lines that a killed run wrote after its last checkpoint."""
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in kept))
+def _loader(
+    dataset: Dataset, policy: Any, config: TrainingConfig, on_decoding: Callable[[int, int], None] | None
+) -> Loader:
+    index, count = jax.process_index(), jax.process_count()
+
+    def make() -> Loader:
+        return Loader(
+            dataset,
+            policy,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            workers=config.num_workers or None,
+            shard=(index, count),
+            on_progress=on_decoding,
+        )
+
+    if count == 1:
+        return make()
+    # One process of a machine decodes the frames that all of them then read.
+    loader = make() if index == 0 else None
+    multihost_utils.sync_global_devices("frames")
+    return loader or make()

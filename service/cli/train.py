@@ -1,79 +1,198 @@
-"""``robojax train``: a policy from demonstrations."""
+"""``robojax train``: a policy from demonstrations, with the flags of ``lerobot-train``."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from service.cli.failure import Code, fail
+from service.cli.train_flags import Given, WrongFlags, policy_values, read_flags
+from service.cli.train_table import FLAGS, POLICY_PREFIX
 
-def train(
-    dataset: Annotated[Path, typer.Argument(help="Folder of demonstrations, as `robojax demo collect` writes it.")],
-    output: Annotated[Path, typer.Option(help="Folder of the run; an unfinished run there goes on.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the optimizer.")] = 6000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="Peak, after the warm-up and before the cosine decay.")] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 1e-4,
-    chunk: Annotated[int, typer.Option(min=1, help="Actions the policy predicts at a time.")] = 20,
-    action_steps: Annotated[int, typer.Option(min=1, help="Of those, meant to be executed before the next look.")] = 5,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 500,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and augmentation.")] = 0,
-) -> None:
-    """Train a small ACT policy on demonstrations; a killed run goes on where its last checkpoint was.
+if TYPE_CHECKING:
+    from jaxmodels.data import Dataset
+    from jaxmodels.training import Start, TrainingConfig
 
-    The run's folder gets the policy in LeRobot's layout (policy/), checkpoints, metrics.jsonl and the loss curve as a
-    picture (loss.png).
-    """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
+HELP = """Usage: robojax train --policy.type=act --dataset.root=DIR --output_dir=DIR [--name=value ...]
+
+A policy from demonstrations (LeRobotDataset), with the flags of lerobot-train. A killed run goes on, to the same
+weights, with the same flags and --resume=true. The folder of the run gets policy/ in LeRobot's layout, checkpoints/,
+metrics.jsonl and loss.png.
+"""
+INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(
+    "train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def train(context: typer.Context) -> None:
+    """Train a policy on a LeRobotDataset; flags as of lerobot-train."""
+    if not context.args or {"--help", "-h"} & set(context.args):
+        typer.echo(_help(context.args))
+        raise typer.Exit(0 if context.args else Code.USAGE)
+    try:
+        given = read_flags(context.args)
+        _check(given.values)
+    except WrongFlags as error:
+        fail(Code.USAGE, "flags that cannot be read", str(error), "see robojax train --help")
+
+    from jaxmodels.errors import JaxModelsError
+
+    output = Path(given.values.get("output_dir") or _default_output(given.values))
+    try:
+        _run(given, output)
+    except WrongFlags as error:
+        fail(Code.USAGE, "flags that cannot be read", str(error), "see robojax train --help --policy.type=<type>")
+    except JaxModelsError as error:
+        fail(Code.POLICY, "not trained", str(error), "mend that, and call the same command again")
+    except KeyboardInterrupt:
+        typer.echo(f"\nstopped; the same flags with --output_dir={output} --resume=true go on from the last checkpoint")
+        raise typer.Exit(INTERRUPTED) from None
+    except OSError as error:
+        then = f"make room or give rights; the same flags with --output_dir={output} --resume=true go on"
+        fail(Code.CHECK, "training stopped", str(error), then)
+
+
+def _run(given: Given, output: Path) -> None:
+    from jaxmodels import training
+    from jaxmodels.data import open_dataset
+    from service.cli.train_progress import Shown
+
+    values = given.values
+    processes = [values.get(f"distributed.{name}") for name in ("coordinator_address", "num_processes", "process_id")]
+    if values.get("distributed.auto") or any(value is not None for value in processes):
+        training.join(*processes)
+    with Shown(is_shown=not values.get("distributed.process_id")) as shown:
+        dataset = open_dataset(
+            values.get("dataset.root") or values["dataset.repo_id"],
+            revision=values.get("dataset.revision"),
+            episodes=values.get("dataset.episodes"),
+            on_progress=shown.downloading,
+        )
+        start = _start(given, dataset, shown.downloading)
+        config = _config(values, start)
+        shown.begin(dataset, start, config)
+        folder = training.train(
+            dataset,
+            start,
+            config,
+            output,
+            resume=values.get("resume", False),
+            device=values.get("policy.device"),
+            on_progress=shown.step,
+            on_decoding=shown.decoding,
+        )
+        shown.end(folder, output)
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    wrong = []
+    if ("policy.type" in values) == ("policy.path" in values):
+        wrong.append("wanted one of --policy.type (a new policy) and --policy.path (one to go on with)")
+    if not {"dataset.root", "dataset.repo_id"} & set(values):
+        wrong.append("wanted --dataset.root (a folder) or --dataset.repo_id (of the Hub)")
+    root = values.get("dataset.root")
+    if root is not None and not Path(root).is_dir():
+        wrong.append(f"--dataset.root is {root!r}; there is no such folder")
+    if "policy.path" in values:
+        wrong += [f"--{name} is of a new policy" for name in ("preset", "image_size", "text_encoder") if name in values]
+    if "mesh" in values and "fsdp" in values:
+        wrong.append("wanted one of --mesh and --fsdp")
+    if values.get("resume") and "output_dir" not in values:
+        wrong.append("--resume wants --output_dir, the folder of the run")
+    if wrong:
+        raise WrongFlags("\n".join(wrong))
+
+
+def _start(given: Given, dataset: "Dataset", tell: Any) -> "Start":
+    from jaxmodels.training import new_policy, policy_fields, trained_policy
+
+    values, device = given.values, given.values.get("policy.device")
+    # LeRobot knows these names; gpu and tpu are only ours.
+    kept = {"device": device} if device is not None and device.split(":")[0] in ("cpu", "cuda") else {}
+    if "policy.path" in values:
+        path, revision = values["policy.path"], values.get("policy.revision")
+        start = trained_policy(path, revision=revision, on_progress=tell)
+        kind = start.policy.type
+        fields = policy_values(given.policy, policy_fields(kind), kind) | kept
+        return start.with_values(fields) if fields else start
+    kind = values["policy.type"]
+    return new_policy(
+        dataset,
+        kind,
+        preset=values.get("preset"),
+        image_size=values.get("image_size"),
+        text_encoder=values.get("text_encoder"),
+        values=policy_values(given.policy, policy_fields(kind), kind) | kept,
+        on_progress=tell,
     )
 
-    from jaxmodels.data import Episodes
-    from jaxmodels.errors import JaxModelsError
-    from jaxmodels.training import Progress as Step
-    from jaxmodels.training import TrainingConfig, small_act
-    from jaxmodels.training import train as run
 
-    console = Console()
+def _config(values: Mapping[str, Any], start: "Start") -> "TrainingConfig":
+    from jaxmodels.training import (
+        ImageTransforms,
+        OptimizerConfig,
+        SchedulerConfig,
+        TrainingConfig,
+        optimizer_preset,
+        parse_transforms,
+        scheduler_preset,
+    )
+
+    is_preset = values.get("use_policy_training_preset", True)
+    optimizer = optimizer_preset(start.policy) if is_preset else OptimizerConfig()
+    scheduler = scheduler_preset(start.policy) if is_preset else SchedulerConfig()
+    pictures = _part(values, "dataset.image_transforms.")
+    if "tfs" in pictures:
+        pictures["tfs"] = parse_transforms(pictures["tfs"])
+    mesh = {"data": 1, "fsdp": None} if values.get("fsdp") else values.get("mesh", {})
+    known = TrainingConfig.__dataclass_fields__
+    plain = {name: value for name, value in values.items() if name in known and name not in ("fsdp", "mesh")}
+    if "dataset.use_imagenet_stats" in values:
+        plain["use_imagenet_stats"] = values["dataset.use_imagenet_stats"]
+    return TrainingConfig(
+        **plain,
+        **mesh,
+        optimizer=replace(optimizer, **_part(values, "optimizer.")),
+        scheduler=replace(scheduler, **_part(values, "scheduler.")),
+        image_transforms=ImageTransforms(**pictures),
+    )
+
+
+def _part(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _default_output(values: Mapping[str, Any]) -> Path:
+    name = values.get("job_name") or values.get("policy.type") or "policy"
+    return Path("outputs/train") / f"{datetime.now():%Y-%m-%d/%H-%M-%S}_{name}"
+
+
+def _help(arguments: list[str]) -> str:
+    """All flags, and the fields of a policy's config when its type is among the arguments."""
+    lines, group = [HELP], ""
+    width = max(len(name) for name in FLAGS) + 4
+    for flag in FLAGS.values():
+        if flag.group != group:
+            lines.append(f"\n{flag.group}:" if group else f"{flag.group}:")
+            group = flag.group
+        lines.append(f"  {'--' + flag.name:<{width}} {flag.help}")
+    kind = next((word.partition("=")[2] for word in arguments if word.startswith("--policy.type=")), None)
+    if kind is None:
+        lines.append("\nEvery field of a policy's config is --policy.<field>=<value>; which there are says")
+        lines.append("  robojax train --help --policy.type=act")
+        return "\n".join(lines)
+    from jaxmodels.errors import ConfigError
+    from jaxmodels.training import policy_fields
+
     try:
-        episodes = Episodes(dataset)
-        policy = small_act(episodes, chunk=chunk, action_steps=action_steps)
-        config = TrainingConfig(
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            save_every=save_every,
-            seed=seed,
-        )
-        total = sum(episodes.meta.lengths)
-        console.print(f"{len(episodes)} demonstrations, {total} steps at {episodes.meta.rate:g} Hz; compiling ...")
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("training", total=steps, loss="-")
-
-            def show(step: Step) -> None:
-                bar.update(task, completed=step.step, loss=f"{step.loss:.4f}")
-
-            folder = run(episodes, policy, config, output, on_progress=show)
-    except OSError as error:
-        text = f"{error}; the same command goes on from the last checkpoint"
-        Console(stderr=True).print(f"[red]training stopped:[/red] {text}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from error
-    except (JaxModelsError, FloatingPointError) as error:
-        Console(stderr=True).print(f"[red]not trained:[/red] {error}", soft_wrap=True, highlight=False)
-        raise typer.Exit(3) from error
-    console.print(f"policy: {folder}\nloss curve: {output / 'loss.png'}\nlook at it: robojax check {folder}")
+        fields = policy_fields(kind)
+    except ConfigError as error:
+        fail(Code.USAGE, "no such policy", str(error), "see robojax train --help")
+    lines.append(f"\nFields of {kind}:")
+    return "\n".join([*lines, *(f"  --{POLICY_PREFIX}{name:<{width - 9}} {words}" for name, words in fields.items())])

@@ -1,8 +1,120 @@
-"""Training as it runs: optax multiplies step counts by floats, which strict promotion refuses."""
+"""Demonstrations to train on, and tiny policies."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from jaxmodels.data import Dataset, DatasetWriter, open_dataset
+from jaxmodels.training import OptimizerConfig, SchedulerConfig, Start, TrainingConfig, new_policy
+
+TINY_ACT: dict[str, Any] = {
+    "chunk_size": 4,
+    "n_action_steps": 2,
+    "vision_backbone": "small_cnn",
+    "dim_model": 16,
+    "n_heads": 2,
+    "dim_feedforward": 32,
+    "n_encoder_layers": 1,
+    "latent_dim": 4,
+    "n_vae_encoder_layers": 1,
+}
+TINY_2D: dict[str, Any] = {
+    "chunk_size": 4,
+    "n_action_steps": 2,
+    "dim_model": 16,
+    "n_heads": 2,
+    "n_encoder_layers": 1,
+    "n_layers": 1,
+    "num_inference_steps": 2,
+}
+TINY: dict[str, dict[str, Any]] = {
+    "act": TINY_ACT,
+    "diffusion2d": TINY_2D,
+    "tokens2d": {**TINY_2D, "bins": 16, "neighbours": 2},
+}
+CONFIG = TrainingConfig(
+    steps=24,
+    batch_size=8,
+    seed=3,
+    optimizer=OptimizerConfig(lr=3e-3, weight_decay=1e-4),
+    scheduler=SchedulerConfig("diffuser", "cosine", 4),
+    log_freq=4,
+    save_freq=8,
+    num_workers=1,
+)
 
 
 @pytest.fixture(autouse=True)
 def strict_dtypes() -> None:
-    """Overrides the strictness of the models' tests."""
+    """Overrides the strictness of the models' tests: optax multiplies step counts by floats."""
+
+
+@pytest.fixture(autouse=True)
+def frame_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests neither read nor fill the user's frames."""
+    monkeypatch.setenv("ROBOJAX_FRAME_CACHE", str(tmp_path_factory.getbasetemp() / "frames"))
+
+
+def write_demos(folder: Path, *, size: int = 16, tasks: tuple[str, ...] = ("go there",), camera: bool = True) -> Path:
+    """Actions that can be read off the picture: its brightness says where to go; the second task goes the other way."""
+    random = np.random.default_rng(0)
+    cameras = ("front",) if camera else ()
+    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), cameras=cameras) as writer:
+        for episode in range(6):
+            goal = random.uniform(0.2, 0.8)
+            way = 1 - 2 * (episode % len(tasks))
+            frame = np.full((size, size, 3), int(255 * goal), np.uint8)
+            for share in np.linspace(0, goal, 8, dtype=np.float32):
+                action = np.array([100 * share * way, -100 * share * way], np.float32)
+                step = {"observation.state": action * np.float32(0.9), "action": action}
+                writer.add({**step, "observation.images.front": frame} if camera else step)
+            writer.end_episode(tasks[episode % len(tasks)])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demos(tmp_path_factory.mktemp("data") / "demos")
+
+
+@pytest.fixture(scope="session")
+def dataset(demos: Path) -> Dataset:
+    return open_dataset(demos)
+
+
+@pytest.fixture(scope="session")
+def tiny(dataset: Dataset) -> Callable[..., Start]:
+    """A policy of a few thousand parameters for the demonstrations."""
+
+    def make(kind: str = "act", **values: Any) -> Start:
+        return new_policy(dataset, kind, values={**TINY[kind], **values})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def config() -> Callable[..., TrainingConfig]:
+    """A training of seconds."""
+
+    def make(**changes: Any) -> TrainingConfig:
+        return replace(CONFIG, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Programs compiled by one test, or by a process of its own, are there for the next; not those of the user."""
+    folder = tmp_path_factory.mktemp("programs")
+    before = jax.config.values.get("jax_compilation_cache_dir")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    reset_cache()
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", before)
+    reset_cache()

@@ -1,10 +1,12 @@
 """Training: it learns, it resumes to the same weights, and what it writes can be used."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,96 +15,162 @@ from PIL import Image
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot
-from jaxmodels.data import Episodes, EpisodeWriter
-from jaxmodels.errors import CheckpointError, ConfigError
-from jaxmodels.training import TrainingConfig, small_act, train
+from jaxmodels.data import Dataset
+from jaxmodels.errors import ConfigError, DatasetError, TrainingError
+from jaxmodels.training import OptimizerConfig, Progress, Start, TrainingConfig, new_policy, train, trained_policy
+from tests.jaxmodels.training.conftest import CONFIG, TINY
 
-STEPS = 60
-CONFIG = TrainingConfig(steps=STEPS, batch_size=8, warmup=10, save_every=20, learning_rate=3e-3)
+# Whole training programs are compiled here, which takes a slow machine a minute each.
+pytestmark = [pytest.mark.usefixtures("compiled_once"), pytest.mark.timeout(600)]
+KILLED = """
+import os, signal
+from pathlib import Path
+from jaxmodels.data import open_dataset
+from jaxmodels.training import new_policy, train
+from tests.jaxmodels.training.conftest import CONFIG, TINY
 
+def kill(progress):
+    if progress.step == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-@pytest.fixture(scope="module")
-def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Actions that can be read off the picture: its brightness says where to go."""
-    folder = tmp_path_factory.mktemp("data") / "demos"
-    random = np.random.default_rng(0)
-    with EpisodeWriter(folder, rate=10.0, joint_names=("x", "y")) as writer:
-        for seed in range(8):
-            goal = random.uniform(0.2, 0.8)
-            steps = np.linspace(0, goal, 12, dtype=np.float32)
-            actions = np.stack((100 * steps, -100 * steps), axis=1)
-            frames = np.full((12, 32, 32, 3), int(255 * goal), np.uint8)
-            writer.add(
-                {"observation.state": actions * 0.9, "action": actions, "observation.images.front": frames}, seed
-            )
-    return folder
+dataset = open_dataset(Path({demos!r}))
+train(dataset, new_policy(dataset, "act", values=TINY["act"]), CONFIG, Path({output!r}), on_progress=kill)
+"""
 
 
 @pytest.fixture(scope="module")
-def finished(demos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def told() -> list[Progress]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def finished(
+    dataset: Dataset,
+    tiny: Callable[..., Start],
+    told: list[Progress],
+    compiled_once: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     output = tmp_path_factory.mktemp("runs") / "whole"
-    episodes = Episodes(demos)
-    train(episodes, small_act(episodes, chunk=4, action_steps=2), CONFIG, output)
+    train(dataset, tiny(), CONFIG, output, on_progress=told.append)
     return output
 
 
+def lines(output: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(output: Path) -> list[float]:
-    return [json.loads(line)["mean_loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines(output)]
 
 
 def test_the_loss_falls_by_more_than_half(finished: Path) -> None:
     seen = losses(finished)
-    assert len(seen) == STEPS // 10
+    assert [line["step"] for line in lines(finished)] == [4, 8, 12, 16, 20, 24]
     assert seen[-1] < 0.5 * seen[0], seen
 
 
-def test_the_policy_is_written_in_a_layout_that_loads(finished: Path, demos: Path) -> None:
+def test_every_line_tells_the_parts_of_the_loss_the_rate_and_where_the_time_went(finished: Path) -> None:
+    last = lines(finished)[-1]
+    assert last["loss"] == pytest.approx(last["l1"] + 10 * last["kl"], rel=1e-4)
+    assert last["gradient_norm"] > 0
+    assert last["learning_rate"] == pytest.approx(3e-3 * 0.5 * (1 + np.cos(np.pi * 19 / 20)), rel=1e-4)
+    assert last["samples_per_second"] > 0
+    assert 0 <= last["waited"] <= 1
+
+
+def test_whoever_watches_is_told_what_is_left(finished: Path, told: list[Progress]) -> None:
+    assert [(progress.step, progress.steps) for progress in told[-2:]] == [(20, 24), (24, 24)]
+    assert told[-1].left == 0
+    assert told[-2].left == pytest.approx(4 * CONFIG.batch_size / told[-2].samples_per_second)
+
+
+def test_the_policy_is_written_in_a_layout_that_loads(finished: Path, dataset: Dataset) -> None:
     policy = jaxmodels.load_policy(finished / "policy")
     assert policy.requirements.joint_names == ("x", "y")
     assert policy.requirements.rate == 10
-    assert policy.requirements.cameras == {"front": (32, 32)}
-    episodes = Episodes(demos)
+    assert policy.requirements.cameras == {"front": (16, 16)}
+    rows = np.arange(2)
     chunk = policy.act(
         {
-            "observation.state": np.asarray(episodes.state[:1]),
-            "observation.images.front": np.asarray(episodes.images["observation.images.front"][:1]),
+            "observation.state": dataset.vectors("observation.state")[rows],
+            "observation.images.front": dataset.frames("observation.images.front", rows),
         }
     )
-    error = np.abs(chunk[0] - episodes.action[:4]).mean()
-    assert error < np.abs(episodes.action[:4] - episodes.action.mean(0)).mean(), "no better than the mean action"
+    assert chunk.shape == (2, 4, 2)
+    assert np.isfinite(chunk).all()
 
 
-def test_a_killed_run_goes_on_to_the_weights_it_would_have_had(demos: Path, finished: Path, tmp_path: Path) -> None:
+def test_pictures_are_normalised_as_lerobot_does_it_unless_told_otherwise(finished: Path) -> None:
+    inputs = lerobot.read(finished / "policy").normalization.inputs
+    np.testing.assert_allclose(inputs.stats["observation.images.front"]["mean"][:, 0, 0], (0.485, 0.456, 0.406))
+
+
+@pytest.mark.parametrize("step", [12, 20])
+def test_a_killed_run_goes_on_to_the_weights_it_would_have_had_bit_for_bit(
+    step: int,
+    demos: Path,
+    dataset: Dataset,
+    tiny: Callable[..., Start],
+    finished: Path,
+    compiled_once: Path,
+    tmp_path: Path,
+) -> None:
     output = tmp_path / "killed"
-    script = (
-        "from pathlib import Path; from jaxmodels.data import Episodes; from jaxmodels.training import *;"
-        f"e = Episodes(Path({str(demos)!r}));"
-        f"train(e, small_act(e, chunk=4, action_steps=2), {CONFIG!r}, Path({str(output)!r}))"
+    # Its first checkpoint may be whole or not: it is written while the steps go on.
+    script = KILLED.format(step=step, demos=str(demos), output=str(output))
+    environment = {**os.environ, "ROBOJAX_COMPILE_CACHE": str(compiled_once)}
+    killed = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=110, check=False
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 90
-    try:
-        while not (output / "checkpoints" / "00000020").is_dir() and process.poll() is None:
-            assert time.monotonic() < deadline, "no checkpoint in 90 s"
-            time.sleep(0.02)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        _, errors = process.communicate()
-    assert not (output / "policy").exists(), errors
-    episodes = Episodes(demos)
-    train(episodes, small_act(episodes, chunk=4, action_steps=2), CONFIG, output)
-    resumed, whole = (lerobot.read(folder / "policy").weights for folder in (output, finished))
-    assert set(resumed) == set(whole)
-    for name, array in whole.items():
-        np.testing.assert_allclose(resumed[name], array, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(losses(output), losses(finished), rtol=1e-4)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (output / "policy").exists()
+    train(dataset, tiny(), CONFIG, output, resume=True)
+    resumed, whole = (folder / "policy" / "model.safetensors" for folder in (output, finished))
+    assert resumed.read_bytes() == whole.read_bytes()
+    assert losses(output) == losses(finished)
 
 
-def test_another_runs_folder_is_refused_and_the_differences_are_named(finished: Path, demos: Path) -> None:
-    episodes = Episodes(demos)
-    other = TrainingConfig(steps=STEPS, batch_size=16, warmup=10, save_every=20, learning_rate=3e-3)
-    with pytest.raises(CheckpointError, match=r"training\.batch_size: was 8, now 16"):
-        train(episodes, small_act(episodes, chunk=4, action_steps=2), other, finished)
+def test_a_finished_run_that_is_resumed_stays_as_it_is(
+    dataset: Dataset, tiny: Callable[..., Start], finished: Path
+) -> None:
+    before = (finished / "policy" / "model.safetensors").read_bytes()
+    train(dataset, tiny(), CONFIG, finished, resume=True)
+    assert (finished / "policy" / "model.safetensors").read_bytes() == before
+    assert len(losses(finished)) == 6
+
+
+def test_checkpoints_hold_the_policy_as_it_was_and_last_is_the_newest(finished: Path) -> None:
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["000008", "000016", "000024", "last"]
+    last = finished / "checkpoints" / "last"
+    assert last.resolve().name == "000024"
+    weights, policy = (lerobot.read(folder).weights for folder in (last / "pretrained_model", finished / "policy"))
+    early = lerobot.read(finished / "checkpoints" / "000008" / "pretrained_model").weights
+    assert all((array == policy[name]).all() for name, array in weights.items())
+    assert any((array != weights[name]).any() for name, array in early.items())
+
+
+def test_a_folder_with_a_run_is_only_gone_on_with_when_asked_to(
+    finished: Path, dataset: Dataset, tiny: Callable[..., Start]
+) -> None:
+    with pytest.raises(TrainingError, match=r"holds a training; add --resume=true"):
+        train(dataset, tiny(), CONFIG, finished)
+
+
+def test_another_runs_folder_is_refused_and_the_differences_are_named(
+    finished: Path, dataset: Dataset, tiny: Callable[..., Start]
+) -> None:
+    other = replace(CONFIG, batch_size=16, log_freq=1)
+    with pytest.raises(TrainingError, match=r"\(policy\.dropout: was 0\.1, now 0\.2; training\.batch_size: was 8"):
+        train(dataset, tiny(dropout=0.2), other, finished, resume=True)
+
+
+def test_a_folder_with_something_else_is_left_alone(
+    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(TrainingError, match=r"is there and holds no training"):
+        train(dataset, tiny(), CONFIG, tmp_path)
 
 
 def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path) -> None:
@@ -113,6 +181,96 @@ def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path) -> None
     assert last > first + 20, "the curve does not fall (rows are counted from the top)"
 
 
+def test_a_trained_policy_is_gone_on_with(
+    finished: Path, dataset: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    start = trained_policy(finished / "policy")
+    still = config(steps=1, optimizer=OptimizerConfig(lr=1e-12))
+    train(dataset, start, still, tmp_path / "more")
+    fine = lerobot.read(tmp_path / "more" / "policy").weights
+    for name, array in lerobot.read(finished / "policy").weights.items():
+        np.testing.assert_allclose(fine[name], array, atol=1e-8, err_msg=name)
+
+
+def test_a_loss_that_is_no_number_ends_the_training_and_says_where(
+    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    mad = config(optimizer=OptimizerConfig(lr=1e30, grad_clip_norm=0.0), scheduler=None, save_freq=2)
+    with pytest.raises(TrainingError, match=r"the loss is (nan|inf) within the \d steps before step \d.*learning rate"):
+        train(dataset, tiny(optimizer_lr=1e30), mad, tmp_path / "mad")
+    assert not (tmp_path / "mad" / "policy").exists()
+
+
+def test_the_policy_is_the_moving_average_when_there_is_one(
+    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    few = config(steps=3, log_freq=1, ema_decay=0.5)
+    train(dataset, tiny(), replace(few, save_freq=1), tmp_path / "average")
+    train(dataset, tiny(), replace(few, save_freq=1, ema_decay=0.0), tmp_path / "plain")
+    name = "action_out.kernel"
+
+    def weights(run: str, step: int) -> np.ndarray:
+        return lerobot.read(tmp_path / run / "checkpoints" / f"{step:06}" / "pretrained_model").weights[name]
+
+    plain = [weights("plain", step) for step in (1, 2, 3)]
+    found = [weights("average", step) for step in (1, 2, 3)]
+    for step in (1, 2):  # the decay of an early step is (1 + step) / (10 + step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        np.testing.assert_allclose(found[step], decay * found[step - 1] + (1 - decay) * plain[step], rtol=1e-5)
+
+
+def test_parts_of_a_batch_come_to_the_same_as_the_whole(
+    dataset: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    start = new_policy(dataset, "act", values={**TINY["act"], "use_vae": False, "dropout": 0.0})
+    # A large epsilon makes steps as long as gradients: those of some weights are nothing but rounding.
+    rule = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0)
+    found = []
+    for parts in (1, 4):
+        output = tmp_path / str(parts)
+        train(dataset, start, config(steps=4, gradient_accumulation_steps=parts, optimizer=rule), output)
+        found.append(lerobot.read(output / "policy").weights)
+    for name, array in found[0].items():
+        np.testing.assert_allclose(found[1][name], array, atol=1e-5, err_msg=name)
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32(
+    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, finished: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    train(dataset, tiny(), config(dtype="bfloat16", steps=8), tmp_path / "low")
+    assert losses(tmp_path / "low")[0] == pytest.approx(losses(finished)[0], rel=0.05)
+    assert losses(tmp_path / "low")[0] != losses(finished)[0]
+    state = lerobot.read(tmp_path / "low" / "policy").weights["action_out.kernel"]
+    assert state.dtype == np.float32
+    assert (state != state.astype("bfloat16").astype(np.float32)).any()
+
+
+def test_events_are_written_as_tensorboard_reads_them(
+    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    events = pytest.importorskip("tensorboardX.proto.event_pb2")
+    train(dataset, tiny(), config(steps=8, tensorboard=True), tmp_path / "run")
+    (file,) = (tmp_path / "run" / "tensorboard").iterdir()
+    data, found, at = file.read_bytes(), {}, 0
+    while at < len(data):  # length (8 bytes), its checksum (4), an event, its checksum (4)
+        size = int.from_bytes(data[at : at + 8], "little")
+        event = events.Event.FromString(data[at + 12 : at + 12 + size])
+        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        at += size + 16
+    assert found["train/loss", 8] == pytest.approx(losses(tmp_path / "run")[-1])
+    assert ("train/learning_rate", 4) in found
+
+
+def test_a_policy_that_does_not_fit_the_dataset_is_refused(
+    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path
+) -> None:
+    start = tiny(input_features={"observation.images.wrist": {"type": "VISUAL", "shape": [3, 16, 16]}})
+    with pytest.raises(DatasetError, match=r"observation\.images\.wrist"):
+        train(dataset, start, CONFIG, tmp_path / "run")
+
+
 def test_settings_that_make_no_sense_are_refused_together() -> None:
-    with pytest.raises(ConfigError, match=r"steps is 0.*learning_rate is -1"):
-        TrainingConfig(steps=0, learning_rate=-1.0)
+    with pytest.raises(ConfigError, match=r"steps is 0.*ema_decay is 1\.0"):
+        TrainingConfig(steps=0, ema_decay=1.0)
+    with pytest.raises(ConfigError, match=r"lr is -1\.0.*betas are"):
+        OptimizerConfig(lr=-1.0, betas=(0.9, 1.0))

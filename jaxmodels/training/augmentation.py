@@ -1,0 +1,161 @@
+"""Random changes of the pictures a policy is trained on, with LeRobot's names, ranges and way to choose among them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, UInt8
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.training import pictures
+
+# name -> (LeRobot's type, the smallest and largest number that make sense)
+KINDS: dict[str, tuple[str, float, float]] = {
+    "brightness": ("ColorJitter", 0.0, 10.0),
+    "contrast": ("ColorJitter", 0.0, 10.0),
+    "saturation": ("ColorJitter", 0.0, 10.0),
+    "hue": ("ColorJitter", -0.5, 0.5),
+    "sharpness": ("SharpnessJitter", 0.0, 10.0),
+    "affine": ("RandomAffine", -180.0, 180.0),
+}
+SUFFIX = "wanted an object of name to {weight, type, kwargs}, as LeRobot writes it"
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One change, by a number that is drawn between two others for every picture.
+
+    Attributes:
+        name: one of `KINDS`; the number of ``affine`` is degrees, of ``hue`` a share of the colour wheel, of the others
+            a factor.
+        weight: how often it is chosen, beside those of the others.
+        translate: largest shift of an ``affine``, as shares of width and height.
+    """
+
+    name: str
+    low: float
+    high: float
+    weight: float = 1.0
+    translate: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        if self.name not in KINDS:
+            raise ConfigError(f"image transform is {self.name!r}; known: {', '.join(KINDS)}")
+        _, least, most = KINDS[self.name]
+        if not least <= self.low <= self.high <= most:
+            raise ConfigError(
+                f"image transform {self.name}: from {self.low} to {self.high}; wanted within {least:g} to {most:g}"
+            )
+        if not 0 <= self.weight < float("inf") or not all(0 <= share <= 1 for share in self.translate):
+            raise ConfigError(
+                f"image transform {self.name}: weight {self.weight}, translate {self.translate}; wanted shares"
+            )
+
+
+LEROBOT = (
+    Transform("brightness", 0.8, 1.2),
+    Transform("contrast", 0.8, 1.2),
+    Transform("saturation", 0.5, 1.5),
+    Transform("hue", -0.05, 0.05),
+    Transform("sharpness", 0.5, 1.5),
+    Transform("affine", -5.0, 5.0, translate=(0.05, 0.05)),
+)
+
+
+@dataclass(frozen=True)
+class ImageTransforms:
+    """LeRobot's `ImageTransformsConfig` (lerobot/datasets/transforms.py), and noise.
+
+    Attributes:
+        enable: whether `tfs` are applied.
+        max_num_transforms: how many of them each picture gets, chosen anew for each.
+        tfs: the changes, in the order in which they are applied.
+        noise: standard deviation per pixel, as a share of the full range; given to every picture, enabled or not.
+    """
+
+    enable: bool = False
+    max_num_transforms: int = 3
+    tfs: tuple[Transform, ...] = LEROBOT
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.max_num_transforms < 1:
+            wrong.append(f"max_num_transforms is {self.max_num_transforms}; wanted 1 or more")
+        if not 0 <= self.noise <= 1:
+            wrong.append(f"noise is {self.noise}; wanted a share from 0 to 1, e.g. 0.02")
+        names = [transform.name for transform in self.tfs]
+        if len(set(names)) < len(names):
+            wrong.append(f"tfs has {', '.join(names)}; wanted each name once")
+        if wrong:
+            raise ConfigError("image transforms: " + "; ".join(wrong))
+
+    @property
+    def active(self) -> tuple[Transform, ...]:
+        return tuple(transform for transform in self.tfs if transform.weight > 0) if self.enable else ()
+
+
+def parse_transforms(values: Any) -> tuple[Transform, ...]:
+    """LeRobot's ``tfs``: ``{"hue": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"hue": [-0.05, 0.05]}}}``.
+
+    Raises:
+        ConfigError: another form, or a change that is not known.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"tfs is {values!r}; {SUFFIX}")
+    return tuple(_parse(str(name), entry) for name, entry in values.items())
+
+
+def _parse(name: str, entry: Any) -> Transform:
+    if not isinstance(entry, Mapping) or not {"type", "kwargs"} <= set(entry) <= {"weight", "type", "kwargs"}:
+        raise ConfigError(f"tfs.{name} is {entry!r}; {SUFFIX}")
+    kwargs = dict(entry["kwargs"])
+    translate = tuple(kwargs.pop("translate", (0.0, 0.0)))
+    key = "degrees" if entry["type"] == "RandomAffine" else next(iter(kwargs), "")
+    kind = "affine" if entry["type"] == "RandomAffine" else key
+    if len(kwargs) != 1 or kind not in KINDS or KINDS[kind][0] != entry["type"]:
+        known = ", ".join(f"{kind} ({name})" for name, (kind, _, _) in KINDS.items())
+        raise ConfigError(f"tfs.{name} is {entry['type']} with {sorted(entry['kwargs'])}; known: {known}")
+    given = kwargs[key]
+    middle = 0.0 if kind in ("hue", "affine") else 1.0
+    # One number is how far to go to either side, of a factor down to nothing.
+    is_one = isinstance(given, int | float)
+    low, high = (max(middle - given, KINDS[kind][1]), middle + given) if is_one else given
+    return Transform(kind, float(low), float(high), float(entry.get("weight", 1.0)), translate)
+
+
+def augment(frames: UInt8[Array, "b h w 3"], config: ImageTransforms, key: PRNGKeyArray) -> UInt8[Array, "b h w 3"]:
+    """Frames as a policy might see them on another day, rounded back to pixels."""
+    if not config.active and not config.noise:
+        return frames
+    choice, numbers, grain = jax.random.split(key, 3)
+    x = frames.astype(jnp.float32) / 255
+    if config.active:
+        chosen = _choose(config, frames.shape[0], choice)
+        for index, transform in enumerate(config.active):
+            drawn = _apply(x, transform, jax.random.fold_in(numbers, index))
+            x = jnp.where(chosen[:, index, None, None, None], drawn, x)
+    if config.noise:
+        x = x + config.noise * jax.random.normal(grain, x.shape, jnp.float32)
+    return jnp.clip(jnp.round(x * 255), 0, 255).astype(jnp.uint8)
+
+
+def _choose(config: ImageTransforms, count: int, key: PRNGKeyArray) -> Array:
+    """Which changes each picture gets: drawn without putting back, by weight (the largest of Gumbel's numbers)."""
+    weights = jnp.log(jnp.asarray([transform.weight for transform in config.active], jnp.float32))
+    scores = weights + jax.random.gumbel(key, (count, len(config.active)), jnp.float32)
+    wanted = min(config.max_num_transforms, len(config.active))
+    return scores >= jnp.sort(scores, axis=-1)[:, -wanted, None]
+
+
+def _apply(x: Float[Array, "b h w 3"], transform: Transform, key: PRNGKeyArray) -> Float[Array, "b h w 3"]:
+    def uniform(key: PRNGKeyArray, low: float, high: float) -> Array:
+        return jax.random.uniform(key, x.shape[:1], jnp.float32, low, high)
+
+    if transform.name == "affine":
+        keys, (across, down) = jax.random.split(key, 3), transform.translate
+        angles = uniform(keys[0], transform.low, transform.high)
+        return pictures.affine(x, angles, uniform(keys[1], -across, across), uniform(keys[2], -down, down))
+    return getattr(pictures, transform.name)(x, uniform(key, transform.low, transform.high))
