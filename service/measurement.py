@@ -10,6 +10,7 @@ import numpy as np
 from jaxmodels import Requirements
 from service.engine.engine import Policy
 from service.models.served_model import Model
+from service.motion.telling import told
 
 Fit = Literal["fits", "fits, thinking less often", "does not fit"]
 
@@ -58,7 +59,7 @@ def observation_of(requirements: Requirements, seed: int = 0) -> dict[str, np.nd
         found["observation.state"] = np.zeros((1, requirements.state), np.float32)
     if requirements.environment_state is not None:
         found["observation.environment_state"] = np.zeros((1, requirements.environment_state), np.float32)
-    return found
+    return found | (told("go") if requirements.language else {})
 
 
 def measure(

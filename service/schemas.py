@@ -105,6 +105,10 @@ ASK_AHEAD = (
     "Seconds before it is needed that the next chunk is asked for. Null: as long as answers are measured to take."
 )
 ACTION_STEPS = "Actions of a chunk to do before the next one takes over. Null: the policy's own; 1 with ensemble."
+INSTRUCTION = (
+    "What the robot is to do, in words. Policies that read language want one (their requirements say language); of "
+    "other policies only recordings keep it."
+)
 # As service.motion.overlap knows them.
 Overlap = Literal[
     "replace", "weighted_average", "latest_only", "average", "conservative", "ensemble", "crossfade", "rtc"
@@ -143,7 +147,7 @@ class NewSessionRequest(CreateSessionRequest):
     )
     workspace_id: Name | None = Field(default=None, description="All rooms go into it; a new one when null.")
     policy_type: Annotated[str, Field(max_length=64)] = "act"
-    language_instruction: Text | None = Field(default=None, description="For policies that read one.")
+    language_instruction: Text | None = Field(default=None, description=INSTRUCTION)
     rate: float | None = Field(
         default=None,
         ge=0.1,
@@ -195,11 +199,14 @@ class AdjustRequest(BaseModel):
     temporal_ensemble_coeff: Coefficient = Field(default=None, description=COEFFICIENT)
     ask_ahead: AskAhead = Field(default=None, description=ASK_AHEAD)
     action_steps: ActionSteps = Field(default=None, description=ACTION_STEPS)
+    language_instruction: Text | None = Field(default=None, description=INSTRUCTION)
 
     @model_validator(mode="after")
     def _something(self) -> "AdjustRequest":
         if not self.model_fields_set:
-            raise PydanticCustomError("missing", "At least one of overlap, ask_ahead, action_steps should be there")
+            raise PydanticCustomError(
+                "missing", "At least one of overlap, ask_ahead, action_steps, language_instruction should be there"
+            )
         return self
 
 
@@ -241,6 +248,9 @@ class PolicyCheckRequest(BaseModel):
         default=None, max_length=256, description="Compared with the policy's own, unless null."
     )
     rate: float | None = Field(default=None, ge=0.1, le=1000, description="Control ticks per second to be asked for.")
+    language_instruction: Text | None = Field(
+        default=None, description="Whether one is wanted say the requirements (language); not compared when null."
+    )
 
 
 class PolicyCheck(BaseModel):

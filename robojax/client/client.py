@@ -65,7 +65,7 @@ class Client:
         Args:
             policy_path: a folder on the server's machine, or a repo id of the Hub.
             transport_server_url: "direct" for a session without rooms, else the URL of the rooms' server.
-            fields: the others of POST /sessions: ``camera_names``, ``rate``, ``overlap``, ``dry_run``, ...
+            fields: the others of POST /sessions: ``camera_names``, ``language_instruction``, ``rate``, ``overlap``, ...
         """
         self._http.do(calls.create(session_id, policy_path, transport_server_url, fields))
         return Session(self, session_id)
@@ -140,7 +140,7 @@ class Session:
         self._is_new = True
 
     def patch(self, **changes: Any) -> Any:
-        """Change it while it is there: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
+        """Change it while it is there: ``language_instruction``, ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
         return self._do(calls.patch(self.id, changes))
 
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:

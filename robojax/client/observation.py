@@ -22,6 +22,7 @@ def observation(
     Args:
         images: camera name to uint8 (h, w, 3) in RGB, or to the bytes of a JPEG or PNG file.
         state: joint positions, in the order of the session's joints or by name.
+        prompt: what is to be done, in words, from now on.
         is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
 
     Raises:

@@ -49,8 +49,6 @@ async def act(consultation: Consultation, message: Mapping[str, Any]) -> dict[st
             told["warnings"] = [
                 f"far outside of its range: {name}; is it told in another unit?" for name in thought.odd
             ]
-    if seen.prompt is not None:
-        consultation.prompted(seen.prompt)
     return told
 
 

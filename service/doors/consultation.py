@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from service.doors.observation import Observation, Wanted
 from service.engine.engine import Engine, Inference, Sizes, in_words
 from service.errors import Compiling, InvalidRequest, MoveRefused, PolicyFailed, ServiceError, TooManyRequests
 from service.motion.drive import Drive
+from service.motion.telling import STATE, complaint, readable, told
 from service.motion.thinking import STAGES
 from service.safety.guard import Motion
 from service.sessions.interrupted import Interrupted
@@ -187,6 +188,7 @@ class Consultation:
 
     async def _think(self, link: DirectLink, drive: Drive, seen: Observation, trail: np.ndarray) -> Thought:
         began = time.monotonic()
+        instruction = await self.prompted(seen)
         wanted = self.wanted()
         pose, odd = seen.pose(wanted)
         frames = await seen.decoded(wanted)
@@ -196,10 +198,9 @@ class Consultation:
             self._show(drive, frames, seen, now)
         thinking = drive.thinking
         served = thinking.served
-        observation = {f"observation.images.{camera}": frames[camera][None] for camera in wanted.cameras}
-        whole = observation | {"observation.state": pose[None]}
-        if served.requirements.state is not None:
-            observation = whole
+        whole = {f"observation.images.{camera}": frames[camera][None] for camera in wanted.cameras}
+        whole |= {STATE: pose[None]} | told(instruction)
+        observation = readable(served.requirements, whole)
         sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
         if not served.is_compiled(sizes):
             await self._compile(drive, sizes)
@@ -297,11 +298,22 @@ class Consultation:
         self._given_at = time.monotonic()
         return action, min(steps, len(self._plan)) - self._given, thought
 
-    def prompted(self, prompt: str) -> None:
-        """The client said what is to be done: that is what recordings call it from now on."""
-        session = self.session
-        if isinstance(session, Session) and session.new.language_instruction != prompt:
-            session.new = replace(session.new, language_instruction=prompt)
+    async def prompted(self, seen: Observation) -> str | None:
+        """What is to be done about this: what the client says, else what it or somebody else said last.
+
+        It is the session's instruction from now on, and what recordings call it.
+
+        Raises:
+            InvalidRequest: the policy cannot read it, or wants one and there is none.
+        """
+        said, session = seen.prompt, self.session
+        if said is None or not said.strip():
+            said = session.new.language_instruction
+        elif isinstance(session, Session):
+            await session.tell(said)
+        if (why := complaint(self.link()[1].thinking.served.requirements, said)) is not None:
+            raise InvalidRequest(why, ("body", "prompt"))
+        return said
 
     def about(self) -> Mapping[str, object]:
         """What a client has to know of the session: shapes, names, rates.
@@ -327,7 +339,7 @@ class Consultation:
             "action_rate": pace.action_rate,
             "chunk": pace.chunk,
             "action_steps": pace.action_steps,
-            "reads_prompt": False,
+            "reads_prompt": needs.language,
         }
 
 

@@ -22,6 +22,8 @@ _DECODERS = ThreadPoolExecutor(
 )
 _LARGEST = float(np.finfo(np.float32).max)
 _PROMPT = 2048
+# What the instruction may be called: openpi's name, this service's, LeRobot's.
+_PROMPTS = ("prompt", "language_instruction", "task")
 # In records, logs and on pages, control characters do what nobody asked for, and a lone surrogate breaks all of them.
 _UNUSUAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -115,15 +117,24 @@ def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Obser
     if is_whole and missing:
         wrong.append(f"cameras {', '.join(missing)} are missing")
     joints = _joints(message.get("state"), wanted.joints, is_whole, wrong)
-    prompt = message.get("prompt")
-    if prompt is not None and (not isinstance(prompt, str) or len(prompt) > _PROMPT or _UNUSUAL.search(prompt)):
-        wrong.append(f"prompt: wanted text of at most {_PROMPT} characters, without control characters")
+    prompt = _prompt(message, wrong)
     if wrong:
         raise InvalidRequest(
             f"{'; '.join(wrong[:16])}; wanted cameras {list(wanted.cameras)} and joints {list(wanted.joints.names)}",
             ("body",),
         )
     return Observation(frames, files, joints, prompt)
+
+
+def _prompt(message: Mapping[str, Any], wrong: list[str]) -> str | None:
+    said = {name: message[name] for name in _PROMPTS if message.get(name) is not None}
+    for name, prompt in said.items():
+        if not isinstance(prompt, str) or len(prompt) > _PROMPT or _UNUSUAL.search(prompt):
+            wrong.append(f"{name}: wanted text of at most {_PROMPT} characters, without control characters")
+            return None
+    if len(set(said.values())) > 1:
+        wrong.append(f"{' and '.join(said)} say different things; wanted one of them")
+    return next(iter(said.values()), None)
 
 
 def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:

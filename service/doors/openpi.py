@@ -61,8 +61,6 @@ class OpenpiDoor:
         wanted = self._consultation.wanted()
         seen = observation.read(self._naming.renamed(message, wanted), wanted, is_whole=True)
         thought = await self._consultation.think(seen)
-        if seen.prompt is not None:
-            self._consultation.prompted(seen.prompt)
         timing = {"infer_ms": (time.monotonic() - began) * 1e3}
         if self._before is not None:
             timing["prev_total_ms"] = self._before * 1e3

@@ -15,6 +15,7 @@ import numpy as np
 
 from service.arrays.limits import DTYPES, MAX_RANK
 from service.arrays.reader import Reader
+from service.edge.unique import Repeated, once
 from service.errors import InvalidRequest, TooLarge
 
 # Pictures in base64 are only taken apart, not parsed; but a megabyte of small values would keep the loop for 40 ms.
@@ -111,7 +112,7 @@ def unpack_json(text: str | bytes) -> Any:
     """What JSON holds.
 
     Raises:
-        InvalidRequest: it is malformed, or holds NaN or Infinity.
+        InvalidRequest: it is malformed, holds NaN or Infinity, or a name twice in one object.
         TooLarge: it is too long.
     """
     if len(text) > LARGEST_JSON:
@@ -121,7 +122,9 @@ def unpack_json(text: str | bytes) -> Any:
     if values > _JSON_VALUES:
         raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=once)
+    except Repeated as error:
+        raise InvalidRequest(f"{error} of the JSON", ("body",)) from None
     except (ValueError, RecursionError):
         raise InvalidRequest("the body is no JSON, or holds NaN or Infinity", ("body",)) from None
 

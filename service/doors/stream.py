@@ -126,13 +126,13 @@ class Stream:
         elif self._caller.role < Role.OPERATOR:
             raise Forbidden("this wants the role operator; a viewer's stream may look on, and stop the robot")
         elif kind == "observation":
-            self._observe(message, number)
+            await self._observe(message, number)
         elif kind == "act":
             self._act(message)
         else:
             raise InvalidRequest("kind: wanted observation, act, stop or ping", ("body", "kind"))
 
-    def _observe(self, message: Mapping[str, Any], number: int | None) -> None:
+    async def _observe(self, message: Mapping[str, Any], number: int | None) -> None:
         now = time.monotonic()
         age = message.get("age_ms", 0)
         if isinstance(age, bool) or not isinstance(age, int | float) or not 0 <= age <= _OLDEST:
@@ -146,7 +146,7 @@ class Stream:
         if number is not None:
             self._seen = (number, now)
         if seen.prompt is not None:
-            self._consultation.prompted(seen.prompt)
+            await self._consultation.prompted(seen)
         seen_at = now - age / 1e3
         if seen.files:
             # Decoded in a thread, one observation at a time; of those that come meanwhile the newest is next.

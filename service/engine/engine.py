@@ -13,7 +13,7 @@ import numpy as np
 from jaxmodels.errors import JaxModelsError
 from service.engine.admission import Admission, Claim, judge
 from service.engine.growth import Growth
-from service.engine.lane import Lane
+from service.engine.lane import Lane, LaneClosed
 from service.engine.progress import Durations
 from service.engine.served import (
     Inference,
@@ -195,7 +195,7 @@ class Engine:
             return await self._lanes[replica.lane].ask(replica, observation, due, is_alone=is_alone)
         except JaxModelsError as error:
             raise PolicyFailed(f"the policy refused its input: {error}") from error
-        except InferenceStuck:
+        except (InferenceStuck, LaneClosed):
             raise
         except Exception as error:
             logger.exception("a policy raised")
@@ -283,7 +283,7 @@ class Engine:
         }
 
     async def close(self) -> None:
-        """End the device threads; waits a second for an inference that is running."""
+        """End the device threads; waits a second for an inference that is running. Whoever waits is told."""
         self._store.close()
         self._growth.close()
         ended = await asyncio.gather(*(lane.close(1.0) for lane in self._lanes))

@@ -16,6 +16,7 @@ from service.engine.batching import Batching, Chosen
 from service.engine.served import Inference, InferenceStuck, Replica, frames_of
 from service.engine.stacking import Stacks, shape_of
 from service.engine.worker import yield_to_others
+from service.errors import PolicyFailed
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,15 @@ PATIENCE = 1.0
 LOOKED_BACK = 5.0
 # Threads left behind that may still come back; with so many a batch is waited for until it is stuck.
 MOST_LEFT = 8
+
+CLOSED = "the device is closed: the server is ending"
+
+
+class LaneClosed(PolicyFailed):
+    """There will be no answer any more."""
+
+    status = 503
+    code = "server_ending"
 
 
 @dataclass(eq=False)
@@ -87,14 +97,15 @@ class Lane:
 
     Attributes:
         abandoned: threads left behind in a batch that did not return in time.
-        asked: requests that nobody has answered yet.
         batches: how many there were of each size.
     """
 
     def __init__(self, name: str = "device", niceness: int = 0, stuck_after: float = 5.0):
         self.stuck_after = stuck_after
-        self.abandoned = self.asked = 0
+        self.abandoned = 0
         self.batches: dict[int, int] = {}
+        self._asked: set[Request] = set()
+        self._is_closed = False
         self._busy: deque[tuple[float, float]] = deque(maxlen=256)
         self._name = name
         self._niceness = niceness
@@ -104,6 +115,11 @@ class Lane:
         self._left: list[Batch] = []
         self._timer: asyncio.TimerHandle | None = None
         self._thread = self._start()
+
+    @property
+    def asked(self) -> int:
+        """Requests that nobody has answered yet."""
+        return len(self._asked)
 
     @property
     def waiting(self) -> int:
@@ -127,27 +143,35 @@ class Lane:
 
         Raises:
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
+            LaneClosed: the device is closed, or was before there was an answer.
             Exception: whatever the policy raises for this observation.
         """
+        if self._is_closed:
+            raise LaneClosed(CLOSED)
         loop, now = asyncio.get_running_loop(), time.monotonic()
         soon = now + 2 * replica.costs.slow(1)
         due = min(soon if due is None else due, now + PATIENCE)
         request = Request(replica, observation, loop.create_future(), now, due, is_alone)
-        self.asked += 1
+        self._asked.add(request)
         self._inbox.requests.put(request)
         if self._timer is None:
             self._watch(loop)
         try:
             return await request.outcome
         finally:
-            self.asked -= 1
+            self._asked.discard(request)
 
     async def close(self, within: float) -> bool:
-        """End the thread after its present batch; whether it ended in time (seconds)."""
+        """End the thread after its present batch; whether it ended in time (seconds). Nobody is left waiting."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()  # here and not in another thread: timers belong to the loop
         self._inbox.requests.put(None)
         await asyncio.to_thread(self._thread.join, within)
+        await asyncio.sleep(0)  # the present batch's answer is on its way to the loop
+        for request in tuple(self._asked):
+            if request.is_wanted:
+                request.outcome.set_exception(LaneClosed(CLOSED))
         return not self._thread.is_alive()
 
     # Looking after the thread, on the event loop.

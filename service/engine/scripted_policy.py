@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError, ObservationError
-from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, TASK
 
 SO100_REQUIREMENTS = Requirements(
     policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=20, action_steps=20
@@ -30,6 +30,8 @@ class ScriptedPolicy:
         compiled: the sets of sizes it was compiled for, for a batch of one.
         batches: larger batches it was compiled for, each with the sizes.
         threads: names of the threads that ``act`` ran on.
+        told: what it was told at each call of ``act``, one text per member.
+        unreadable: a text that it cannot read.
     """
 
     requirements: Requirements = SO100_REQUIREMENTS
@@ -42,6 +44,8 @@ class ScriptedPolicy:
     compiled: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     batches: list[tuple[int, dict[str, tuple[int, int]]]] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
+    told: list[tuple[str, ...]] = field(default_factory=list)
+    unreadable: str | None = None
     device: str = "scripted:0"
     commit: str | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -62,10 +66,15 @@ class ScriptedPolicy:
             failure.wait()
         wanted = {f"observation.images.{camera}" for camera in self.requirements.cameras}
         wanted |= {"observation.state"} if self.requirements.state is not None else set()
+        wanted |= {TASK} if self.requirements.language else set()
         if self.requirements.takes_prefix and PREFIX_ACTIONS in observation:
             wanted |= {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
         if wanted != set(observation):
             raise ObservationError(f"observation has {sorted(observation)}, wanted {sorted(wanted)}")
+        if TASK in observation:
+            self.told.append(tuple(map(str, observation[TASK])))
+            for text in self.told[-1]:
+                self.prepare_task(text)
         need = self.requirements
         batch = len(next(iter(observation.values())))
         state = observation.get("observation.state", np.zeros((batch, need.action), np.float32))
@@ -80,6 +89,11 @@ class ScriptedPolicy:
             chunk = np.where(over[..., None], observation[PREFIX_ACTIONS], chunk)
         self.timings = {"to_device": 0.0, "compute": time.perf_counter() - started, "to_host": 0.0}
         return chunk
+
+    def prepare_task(self, text: str) -> None:
+        """Refuse the text that it cannot read."""
+        if text == self.unreadable:
+            raise ObservationError(f"the instruction {text!r} is no instruction")
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Take as long as told, then know these sizes."""
@@ -99,7 +113,7 @@ class ScriptedPolicy:
 
     def on(self, device: str) -> "ScriptedPolicy":
         """One that does the same, and fails when it is told to itself."""
-        return replace(self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set())
+        return replace(self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[])
 
     def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """What it is said to take; nothing is done."""

@@ -33,6 +33,13 @@ class Policy(Protocol):
         """Feature names to arrays with a batch axis -> (b, t, a) float32."""
         ...
 
+    def prepare_task(self, text: str) -> None:
+        """Read an instruction ahead of ``act``; asked only of policies that read language.
+
+        Raises JaxModelsError with a text that may be shown: it cannot be read.
+        """
+        ...
+
     def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
         """Make ``act`` quick for batches of frames of these sizes."""
         ...

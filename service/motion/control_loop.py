@@ -3,12 +3,15 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from service.motion.control import Control
 from service.motion.step import Step
 
 # Rounds of the event loop from a readable socket to the session that hears what came: reading, waking, parsing.
 _ROUNDS = 8
+# Seconds from a tick's moment to its decision after which that is worth nothing: it takes less than a millisecond.
+_OVERTAKEN = 0.1
 
 
 async def sleep_until(deadline: float) -> None:
@@ -67,4 +70,7 @@ class ControlLoop:
                 now = self._clock()
             before = now
             self._watch(now)
-            self._act(self._control.tick(now))
+            step = self._control.tick(now)
+            if self._clock() - now > _OVERTAKEN:
+                step = replace(step, is_overtaken=True)
+            self._act(step)

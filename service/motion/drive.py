@@ -50,6 +50,7 @@ class Drive:
         shadow: Shadow | None = None,
         taps: Taps | None = None,
         is_dry: bool = False,
+        instruction: str | None = None,
     ):
         pace = control.pace
         self.watchdog = Watchdog(
@@ -66,7 +67,15 @@ class Drive:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.taps = Taps() if taps is None else taps
         self.table = table
-        self.thinking = Thinking(served, control=control, engine=engine, shadow=shadow, taps=self.taps, notify=notify)
+        self.thinking = Thinking(
+            served,
+            control=control,
+            engine=engine,
+            shadow=shadow,
+            taps=self.taps,
+            notify=notify,
+            instruction=instruction,
+        )
         self._notify = notify
         self._loop = ControlLoop(control, self._do, watch=self._look)
         self._link: Link | None = None
@@ -228,7 +237,7 @@ class Drive:
     # What goes out.
 
     def _do(self, step: Step) -> None:
-        is_sent = step.command is not None and self._send(step.command)
+        is_sent = step.command is not None and self._send(step.command, is_overtaken=step.is_overtaken)
         if step.command is not None and not (self.is_dry or self.lost or self._link is None):
             self.control.told(is_sent, time.monotonic())
         if self.taps:
@@ -239,13 +248,13 @@ class Drive:
             self.thinking.ask(step.ask, step.due)
         self.thinking.stop_when_wanted()
 
-    def _send(self, values: np.ndarray) -> bool:
+    def _send(self, values: np.ndarray, *, is_overtaken: bool) -> bool:
         """The one way out: every command to the robot, a hold too, passes here."""
         commands = self.table.to_commands(values)
         if self.is_dry:
             self.commands_withheld += 1
             return False
-        if self._link is None or not self._link.send(commands):
+        if self._link is None or is_overtaken or not self._link.send(commands):
             self.commands_refused += 1
             return False
         self.commands_sent += 1

@@ -15,8 +15,10 @@ class Step:
         command: (a,) to be sent now.
         ask: to infer from.
         due: when the plan runs dry unless the answer is there; None when there is no plan.
+        is_overtaken: the process stood still while this was decided; the command is not for now any more.
     """
 
     command: np.ndarray | None = None
     ask: Snapshot | None = None
     due: float | None = None
+    is_overtaken: bool = False

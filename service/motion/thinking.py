@@ -13,6 +13,7 @@ from service.errors import PolicyFailed
 from service.motion.buffer import Snapshot
 from service.motion.control import Control
 from service.motion.tap import Taps
+from service.motion.telling import readable, told
 from service.safety.shadow import Shadow
 from service.stage import Move
 from service.stats import Recent
@@ -41,6 +42,8 @@ class Thinking:
         frame_age: how old the oldest picture was that the policy was asked with, in seconds.
         asked_at: when the inference that runs was asked for, or None.
         seen_at: when what the newest chunk belongs to was seen.
+        instruction: what a policy that reads language is told from the next question on.
+        followed: the instruction that the newest chunk follows; what the next one will before there is one.
         recent: newest observations, each with the chunk that the policy answered.
         guard: told the code and text of every inference of ``served`` that fails, before anything else is done.
     """
@@ -54,7 +57,9 @@ class Thinking:
         shadow: Shadow | None,
         taps: Taps,
         notify: Callable[[Move, str | None], None],
+        instruction: str | None = None,
     ):
+        self.instruction = self.followed = instruction
         self.served = served
         self.shadow = shadow
         self.seconds = {stage: Recent(control.pace.samples) for stage in STAGES}
@@ -76,6 +81,12 @@ class Thinking:
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """From now on inferences run, as tasks of this group."""
         self._tasks = tasks
+
+    def instruct(self, instruction: str | None) -> None:
+        """Tell the policy something else from the next question on; what was asked before is answered as it was."""
+        self.instruction = instruction
+        if not self._control.is_running:
+            self.followed = instruction
 
     def take_over(
         self, served: Served, fade: int = 0, then: Callable[[], None] = lambda: None, *, at_once: bool = False
@@ -128,10 +139,9 @@ class Thinking:
         self._tasks.create_task(self._think(self.served, snapshot, due))
 
     async def _think(self, served: Served, snapshot: Snapshot, due: float | None) -> None:
-        seen = snapshot.observation()
-        observation = {**seen, **snapshot.prefix}
-        if served.requirements.state is None:
-            del observation["observation.state"]
+        instruction = self.instruction
+        seen = snapshot.observation() | told(instruction)
+        observation = readable(served.requirements, seen) | dict(snapshot.prefix)
         self.frame_age.add(time.monotonic() - snapshot.seen_at)
         try:
             try:
@@ -160,7 +170,7 @@ class Thinking:
             if self._control.chunks > chunks and served is self.served:
                 # Only what was taken: nothing can be compared with what is not finite.
                 self.recent.append((observation, inference.chunk))
-                self.seen_at = snapshot.seen_at
+                self.seen_at, self.followed = snapshot.seen_at, instruction
                 if self.shadow is not None:
                     self.shadow.offer(seen, inference.chunk)
                 self._taps.planned(inference.chunk[0], snapshot.seen_at, time.monotonic())

@@ -1,4 +1,4 @@
-"""How a session joins its policy's chunks, and when it asks for them, is changed while its robot moves."""
+"""What a session's policy is told, how its chunks are joined and when it asks for them, while its robot moves."""
 
 from sanic import HTTPResponse
 
@@ -13,7 +13,8 @@ from service.schemas import AdjustRequest
 
 
 async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
-    """Join chunks in another way, or ask for them at other moments, from the next chunk on; no tick is missed.
+    """Tell the policy something else, join chunks in another way or ask for them at other moments: from the next chunk
+    on, and no tick is missed.
 
     What is left out stays as it is, null goes back to the default. It is kept as what the session was made with is.
     """
@@ -29,6 +30,7 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
             "message": f"Session {session.id} adjusted",
             "session_id": session.id,
             **adjusted.joining(),
+            "language_instruction": adjusted.new.language_instruction,
             **sessions.caveat(),
         }
     )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from sanic.headers import parse_content_header
 
+from service.edge.unique import Repeated, once
 from service.errors import ServiceError
 from service.routes.context import Request
 
@@ -92,7 +93,9 @@ def _decode(raw: bytes) -> Any:
         raise ValueError(literal)
 
     try:
-        return json.loads(raw, parse_constant=refuse)
+        return json.loads(raw, parse_constant=refuse, object_pairs_hook=once)
+    except Repeated as error:
+        raise _invalid("json_invalid", f"JSON decode error: {error}") from None
     except json.JSONDecodeError as error:
         raise _invalid("json_invalid", "JSON decode error", error.pos) from None
     except (ValueError, RecursionError):

@@ -41,6 +41,8 @@ def _checked(requirements: Requirements, body: PolicyCheckRequest, settings: Ses
         policy_type=body.policy_type or requirements.policy_type,
         joint_names=None if body.joint_names is None else tuple(body.joint_names),
         rate=body.rate,
+        # Whether there will be one is not asked here; a blank one is compared.
+        language_instruction="do it" if body.language_instruction is None else body.language_instruction,
     )
     wrong, joints, rate = misfits(requirements, new), None, None
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxmodels import Requirements
 from service.engine.engine import Engine, LoadPolicy, Served, Sizes
 from service.errors import PolicyError, PolicyFailed
+from service.motion.telling import readable
 from service.sessions.request import NewSession
 from service.stats import Recent
 
@@ -105,8 +106,7 @@ class Shadow:
             raise
 
     def _wanted(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        has_state = self._served.requirements.state is not None
-        return {name: value for name, value in observation.items() if has_state or name != "observation.state"}
+        return readable(self._served.requirements, observation)
 
     def _note(self, answer: object, chunk: np.ndarray, seconds: float) -> None:
         if not isinstance(answer, np.ndarray) or answer.ndim != 3 or answer.shape[::2] != chunk.shape[::2]:

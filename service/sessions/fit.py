@@ -7,6 +7,7 @@ from service.errors import InvalidRequest, PolicyError
 from service.motion.joints import JointTable, table_for
 from service.motion.overlap import ENSEMBLE, Overlap, overlap_of
 from service.motion.pace import Pace
+from service.motion.telling import complaint
 from service.safety.limits import MotionLimits, motion_limits
 from service.sessions.request import NewSession, SessionSettings
 
@@ -19,11 +20,14 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
 
     Raises:
         PolicyError: the policy does not fit; lists every reason.
-        InvalidRequest: the request's joint names do not fit, or its chunks cannot be joined or asked for like that.
+        InvalidRequest: the request's joint names do not fit, its chunks cannot be joined or asked for like that, or the
+            policy wants an instruction.
     """
     wrong = misfits(requirements, new)
     if wrong:
         raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(wrong))
+    if (text := complaint(requirements, new.language_instruction)) is not None:
+        raise InvalidRequest(text, ("body", "language_instruction"))
     table = table_for(
         requirements.action,
         checkpoint=requirements.joint_names,

@@ -22,6 +22,7 @@ from service.safety.lease import Leases, robot_of
 from service.safety.shadow import Shadow, shadow_of
 from service.sessions.admitted import admitted, promised
 from service.sessions.fit import fit, limits_of
+from service.sessions.instruction import read_ahead
 from service.sessions.request import NewSession, SessionSettings
 from service.sessions.status import About, SessionStatus, joining_of, queue_of, status_of
 from service.stage import Lifecycle, Move, Stage
@@ -190,17 +191,22 @@ class Session:
         self._halt()
         self._move(Move.STOP)
 
-    def adjust(self, changes: Mapping[str, object]) -> None:
-        """Join chunks, or ask for them, in another way from the next chunk on.
+    async def adjust(self, changes: Mapping[str, object]) -> None:
+        """Join chunks, or ask for them, in another way, or do something else, from the next chunk on.
 
         Args:
-            changes: fields of what was asked for: overlap, temporal_ensemble_coeff, ask_ahead, action_steps.
+            changes: fields of what was asked for: overlap, temporal_ensemble_coeff, ask_ahead, action_steps,
+                language_instruction.
 
         Raises:
             InvalidRequest: this policy cannot do that; nothing has changed.
             MoveRefused: it runs no policy.
         """
         drive = self._driven()
+        if "language_instruction" in changes:
+            new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
+            await read_ahead(drive.thinking.served, new.language_instruction)
+            drive = self._driven()  # it may have ended meanwhile
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
@@ -208,7 +214,21 @@ class Session:
         _, asked = fit(drive.thinking.served.requirements, new, self._settings)
         drive.adjust(pace := self._admitted(drive.thinking.served, asked))
         self.new = new
+        drive.thinking.instruct(new.language_instruction)
         logger.info("session %s: overlap %s, %d actions of a chunk", self.id, pace.overlap.name, pace.action_steps)
+
+    async def tell(self, instruction: str) -> None:
+        """Do something else from the next chunk on, as whoever drives the robot says.
+
+        Raises:
+            InvalidRequest: the policy cannot read it; nothing has changed.
+            MoveRefused: it runs no policy.
+        """
+        if instruction == self.new.language_instruction:
+            return
+        await read_ahead(self._driven().thinking.served, instruction)
+        self._driven().thinking.instruct(instruction)
+        self.new = replace(self.new, language_instruction=instruction)
 
     def joining(self) -> dict[str, object]:
         """How it joins chunks and when it asks for them; JSON-ready."""
@@ -307,6 +327,7 @@ class Session:
             self._leases.take(robot, self)
             served = await self.policies.begin(self.progress.tell)
             table, asked = fit(served.requirements, new, self._settings)
+            await read_ahead(served, new.language_instruction)
             pace = self._admitted(served, asked)
             limits = limits_of(table, served.requirements, new, self._settings)
             async with self._shadow(served, table) as shadow:
@@ -327,6 +348,7 @@ class Session:
                     shadow=shadow,
                     taps=self._taps,
                     is_dry=new.dry_run,
+                    instruction=new.language_instruction,
                 )
                 del served  # another one may take over, and then this one's weights are let go
                 self.progress.tell("joining rooms")

@@ -275,7 +275,7 @@ class Sessions:
     async def adjust(self, session_id: str, changes: Mapping[str, object]) -> Session:
         """Join a session's chunks, or ask for them, in another way from the next chunk on; see ``Session.adjust``."""
         session = self.live(session_id)
-        session.adjust(changes)
+        await session.adjust(changes)
         await self._noted(session)
         return session
 

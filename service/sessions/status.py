@@ -77,7 +77,7 @@ def status_of(session: About, drive: Drive | None, now: float) -> SessionStatus:
             "joint_output_room_id": rooms.joint_output if rooms else None,
         },
         stats=_progress(session.progress)
-        | {"age_s": round(session.age, 1)}
+        | {"age_s": round(session.age, 1), "language_instruction": new.language_instruction}
         | _policies(session)
         | (_stats(session, drive, now) if drive else _nothing_yet(session))
         | _stops(session, drive, now)
@@ -166,6 +166,7 @@ def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
         # What went out.
         "rate": control.pace.rate,
         "action_rate": control.pace.action_rate,
+        "reads_language": drive.thinking.served.requirements.language,
         "last_command": dict(drive.last_command),
         "commands_refused": drive.commands_refused,
         "chunks": control.chunks,

@@ -16,6 +16,7 @@ import numpy as np
 from service.engine.engine import Engine, Served
 from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.motion.drive import Drive
+from service.motion.telling import STATE, readable, told
 from service.sessions.session import Session
 from service.sessions.sessions import Sessions
 from service.updates.changeover import Misfit
@@ -265,8 +266,8 @@ def _grey(drive: Drive, served: Served) -> Mapping[str, np.ndarray]:
     }
     if needs.state is not None:
         middle = np.array([[(joint.low + joint.high) / 2 for joint in drive.table.joints]], np.float32)
-        observation["observation.state"] = np.where(np.isfinite(middle), middle, np.float32(0))
-    return observation
+        observation[STATE] = np.where(np.isfinite(middle), middle, np.float32(0))
+    return readable(needs, observation | told(drive.thinking.instruction))
 
 
 def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:

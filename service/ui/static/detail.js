@@ -74,12 +74,17 @@ export class Detail {
     this.facts = make("div", { class: "facts" });
     this.warned = make("p", { class: "reason", id: "warned", "data-tone": "warn", hidden: true });
     this.reason = make("p", { class: "reason", id: "reason", hidden: true });
+    this.instruction = make("input", { id: "instruction", autocomplete: "off", maxlength: 4096 });
+    this.tell = button("Tell it", { id: "tell" });
+    this.tell.onclick = act("Instruction", () => call("PATCH", inSession(id), { language_instruction: this.instruction.value.trim() }));
+    this.instruction.onkeydown = (event) => { if (event.key === "Enter") this.tell.click(); };
+    this.told_to = make("div", { class: "row actions", hidden: true }, make("label", { for: "instruction" }, "Instruction"), make("div", { class: "grow" }, this.instruction), this.tell);
     this.progress = make("progress", { "aria-label": "Loading", hidden: true });
     this.told = make("p", { class: "told", id: "told", role: "status" });
     this.dry = make("span", { class: "pill", "data-tone": "warn", hidden: true }, "dry run: nothing is sent");
     const head = make("div", { class: "card" },
       make("div", { class: "title" }, make("h2", {}, id), this.pill, this.dry, this.recorded), this.facts, this.reason, this.warned, this.progress,
-      make("div", { class: "row actions" }, this.start, this.halt, this.restart, this.record, this.reset, this.remove), this.told);
+      make("div", { class: "row actions" }, this.start, this.halt, this.restart, this.record, this.reset, this.remove), this.told_to, this.told);
     this.score = make("div", { class: "card", id: "score", hidden: true });
     this.cameraBox = make("div", { class: "cameras" });
     this.cameraCard = make("div", { class: "card" }, make("h3", {}, "Cameras"), this.cameraBox);
@@ -130,6 +135,7 @@ export class Detail {
     enable(this.halt, isMoving(line) || ["ready", "timeout"].includes(line.stage));
     enable(this.restart, !line.latched && line.stage !== "initializing");
     if (!this.restart.classList.contains("sure")) say(this.restart, line.stage === "interrupted" ? "Load again" : "Restart");
+    for (const node of [this.instruction, this.tell]) enable(node, !["initializing", "interrupted", "error"].includes(line.stage));
     enable(this.record, !["initializing", "interrupted", "error"].includes(line.stage));
     enable(this.reset, line.latched);
     enable(this.remove, true);
@@ -165,6 +171,7 @@ export class Detail {
     if (!status.camera_names.length) this.cameraCard.hidden = true;
     for (const [camera, shown] of Object.entries(this.cameras)) shown.fps = (stats.camera_fps || {})[camera];
     this.takeTimes(stats, inference, spread, edges);
+    this.takeInstruction(stats);
     this.takeScore(stats.score);
     this.takeRecording(stats.recording || {});
     this.takeWarnings(stats);
@@ -192,6 +199,13 @@ export class Detail {
       say(this.cells[name], value ?? "–");
       set(this.cells[name], "data-tone", tone);
     }
+  }
+
+  takeInstruction(stats) {
+    this.told_to.hidden = !stats.reads_language && !stats.language_instruction;
+    const text = stats.language_instruction || "";
+    // Nobody's typing is overwritten; what somebody else told it meanwhile is shown when this one has left the field.
+    if (document.activeElement !== this.instruction && this.instruction.dataset.told !== text) this.instruction.value = this.instruction.dataset.told = text;
   }
 
   takeRecording(recording) {

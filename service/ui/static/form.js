@@ -66,6 +66,8 @@ export class Create {
     if (this.touched.has("policy_type")) body.policy_type = this.policy_type.value.trim();
     const rate = this.rateOf(this.rate);
     if (rate !== undefined) body.rate = rate;
+    const instruction = this.language_instruction.value.trim();
+    if (instruction) body.language_instruction = instruction;
     let found;
     try {
       found = await call("POST", "policies/check", body, { signal: AbortSignal.timeout(30000) });
@@ -78,7 +80,9 @@ export class Create {
     if (!this.touched.has("policy_type")) this.policy_type.value = found.policy_type;
     const need = found.requirements;
     const cameras = found.camera_names.map((name) => `${name} ${found.camera_sizes[name].join("×")}`).join(", ") || "none";
-    const facts = `${found.policy_type}: cameras ${cameras}; ${need.action} joints${found.joint_names ? ` (${found.joint_names.join(", ")})` : ""}; chunks of ${need.chunk}, ${need.action_steps} done of each; ${found.rate || need.rate ? number(found.rate || need.rate, 0) + " Hz" : "its own rate is not known"}.`;
+    set(this.language_instruction, "placeholder", need.language ? "what it shall do, in words" : "for policies that read one");
+    this.language_instruction.required = need.language;
+    const facts = `${found.policy_type}: cameras ${cameras}; ${need.action} joints${found.joint_names ? ` (${found.joint_names.join(", ")})` : ""}; chunks of ${need.chunk}, ${need.action_steps} done of each; ${found.rate || need.rate ? number(found.rate || need.rate, 0) + " Hz" : "its own rate is not known"}${need.language ? "; it does what the instruction says" : ""}.`;
     // The server does not repeat what it was sent; this page knows what that was.
     const named = (text) => text.replace(/<([a-z_]+)(?:\.(\d+))?>/g, (whole, name, place) => JSON.stringify(place === undefined ? body[name] : (body[name] || [])[place]) ?? whole);
     if (found.fits) this.say("good", make("b", {}, "It fits. "), facts);

@@ -17,8 +17,7 @@ import websockets
 from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
-from service.demo.arm import HORIZON, Arm
-from service.demo.collect import CAMERA, FRAME
+from service.demo.arm import CAMERA, FRAME, HORIZON, Arm
 from service.doors import packing
 from service.doors.sockets import openpi_app
 from service.engine.scripted_policy import ScriptedLoader

@@ -133,7 +133,9 @@ def test_json_of_many_small_values_is_refused_before_it_is_parsed():
     assert packing.unpack_json(json.dumps({"images": {"front": "A" * (1 << 20)}, "state": [0.5] * 1000}))
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"state": NaN}', "[" * 5000, '{"a": Infinity}', "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"state": NaN}', "[" * 5000, '{"a": Infinity}', "\ud800", '{"a": {"Elbow": 5, "Elbow": 50}}']
+)
 def test_what_is_no_json_is_refused(text):
     with pytest.raises(ServiceError):
         packing.unpack_json(text)

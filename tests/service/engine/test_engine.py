@@ -10,6 +10,7 @@ import pytest
 
 from jaxmodels.errors import ConfigError, ObservationError
 from service.engine.engine import Engine, InferenceStuck, in_words
+from service.engine.lane import LaneClosed
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.worker import Worker, call_in_thread
 from service.errors import PolicyError, PolicyFailed
@@ -272,6 +273,21 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
     await engine.close()
 
 
+async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
+    engine, never = Engine(stuck_after=60, switch_interval=None), threading.Event()
+    policy = ScriptedPolicy(failures=[never])
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        waiting = [asyncio.create_task(engine.submit(served, OBSERVATION)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        await engine.close()
+        async with asyncio.timeout(1):
+            answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [LaneClosed] * 3
+        with pytest.raises(LaneClosed, match="the server is ending"):
+            await engine.submit(served, OBSERVATION)
+    never.set()
+
+
 async def test_waiting_behind_a_slow_inference_is_not_being_stuck(engine: Engine) -> None:
     slow, quick = ScriptedPolicy(latency=0.15), ScriptedPolicy()
     async with (
@@ -394,8 +410,9 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
         started = time.monotonic()
         await engine.close()
         assert time.monotonic() - started < 1.5
+        with pytest.raises(LaneClosed):
+            await asking
         never.set()
-        await asking
 
 
 def test_sizes_are_said_in_words() -> None:

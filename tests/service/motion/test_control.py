@@ -434,3 +434,28 @@ async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothi
 
     await run()
     assert len(slept) >= 10
+
+
+async def test_what_was_decided_before_a_pause_of_the_process_is_marked_and_the_next_tick_is_not() -> None:
+    world = World()
+    steps: list[Step] = []
+    pause = [0.0, 0.0, 2.0, 0.0]  # seconds in which nothing runs, right after a tick's moment
+
+    async def sleep(deadline: float) -> None:
+        world.now = max(world.now, deadline)
+        world.buffer.put_frame("front", FRAME, world.now)
+        await asyncio.sleep(0)
+
+    def watch(now: float) -> None:
+        world.now += pause[len(steps)]
+
+    def act(step: Step) -> None:
+        steps.append(step)
+        if len(steps) == len(pause):
+            task.cancel()
+
+    world.begin()
+    task = asyncio.create_task(ControlLoop(world.control, act, watch=watch, clock=lambda: world.now, sleep=sleep).run())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [step.is_overtaken for step in steps] == [False, False, True, False]

@@ -15,6 +15,7 @@ async def test_a_session_is_adjusted_and_says_what_holds(server: Server) -> None
             "temporal_ensemble_coeff": 0.01,
             "ask_ahead": None,
             "action_steps": 1,
+            "language_instruction": None,
         },
     )
     _, found = await server.call("GET", "/sessions/arm")

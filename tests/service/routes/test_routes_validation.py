@@ -51,6 +51,12 @@ async def test_bytes_that_are_no_text_are_not_json(server):
     assert entry["type"] == "json_invalid"
 
 
+async def test_a_name_that_stands_twice_is_refused_since_nobody_knows_which_was_meant(server):
+    body = '{"session_id": "arm", "policy_path": "p", "transport_server_url": "direct", "rate": 30, "rate": 200}'
+    [entry] = await refused(server, data=body, headers={"content-type": "application/json"})
+    assert (entry["type"], entry["msg"]) == ("json_invalid", "JSON decode error: a name stands twice in one object")
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 async def test_another_content_type_is_refused(server, kind):
     [entry] = await refused(server, data=json.dumps({"session_id": "arm"}), headers={"content-type": kind})

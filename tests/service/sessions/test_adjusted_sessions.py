@@ -73,7 +73,7 @@ async def test_a_coefficient_goes_with_its_ensemble() -> None:
         session = rig.sessions.live("s")
         told = {"overlap": "ensemble", "temporal_ensemble_coeff": 0.2, "ask_ahead": None, "action_steps": 1}
         assert session.joining() == told
-        session.adjust({"overlap": "average"})
+        await session.adjust({"overlap": "average"})
         assert session.joining() == told | {"overlap": "average", "temporal_ensemble_coeff": None, "action_steps": 20}
 
 
@@ -89,10 +89,12 @@ async def test_what_was_adjusted_is_there_after_a_kill_and_a_restart(tmp_path: P
     async with serving(tmp_path) as server:
         await server.sessions.create(replace(KEPT, overlap="average", ask_ahead=0.5))
         await server.sessions.adjust("arm", {"overlap": "conservative", "ask_ahead": None, "action_steps": 7})
+        await server.sessions.adjust("arm", {"language_instruction": "wave"})
         async with after_a_kill(server) as second:
             with pytest.raises(MoveRefused, match="restart it first"):
                 await second.sessions.adjust("arm", {"overlap": "replace"})
             await second.sessions.restart("arm")
+            assert second.sessions.live("arm").new.language_instruction == "wave"
             assert second.sessions.live("arm").joining() == {
                 "overlap": "conservative",
                 "temporal_ensemble_coeff": None,

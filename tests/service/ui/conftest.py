@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 def read_requirements(path: str, revision: str | None) -> Requirements:
     if "missing" in path:
         raise CheckpointError("config.json: cannot be read; wanted it in the folder")
-    return SO100_REQUIREMENTS
+    return replace(SO100_REQUIREMENTS, language="told" in path)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ import pytest_asyncio
 
 from jaxmodels.errors import CheckpointError
 from service.auth.roles import Role
+from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.ui.live import LiveSettings
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -146,6 +148,32 @@ async def test_a_policy_that_does_not_fit_is_not_sent(browser, server):
         await page.press("#new-policy_path", "Tab")
         await until_text(page, "#new-found[data-tone=bad]", "config.json: cannot be read")
     assert server.load.loads == []
+
+
+async def test_a_policy_that_reads_language_is_told_at_its_making_and_while_it_moves(browser, server):
+    server.load.make = lambda: ScriptedPolicy(replace(SO100_REQUIREMENTS, language=True), unreadable="gibberish")
+    async with opened(browser, server, troubles=("422",)) as page:
+        await page.click("#new")
+        await page.fill("#new-session_id", "arm-1")
+        await page.fill("#new-policy_path", "policies/told")
+        await page.press("#new-policy_path", "Tab")
+        await until_text(page, "#new-found[data-tone=good]", "it does what the instruction says")
+        assert await page.evaluate("document.querySelector('#new-language_instruction').required")
+        await page.fill("#new-language_instruction", "lift")
+        await page.click("text=Create session")
+        await until_text(page, "#stage", "ready")
+        server.connect()
+        await page.click("#start:enabled")
+        await until_so(page, "document.querySelector('#instruction').value === 'lift'")
+        await page.fill("#instruction", "drop it")
+        await page.press("#instruction", "Enter")
+        await until_text(page, "#told", "adjusted")
+        session = server.app.ctx.sessions.get("arm-1")
+        assert session.new.language_instruction == "drop it"
+        await page.fill("#instruction", "gibberish")
+        await page.click("#tell")
+        await until_text(page, "#told", "Instruction was refused")
+        assert session.new.language_instruction == "drop it"
 
 
 async def test_a_held_robot_says_why_and_its_old_picture_is_not_shown_as_live(browser, server):

@@ -165,6 +165,26 @@ async def test_a_policy_that_needs_something_else_is_refused_with_what_differs(r
     assert session.status().stats["policy_commit"] == SHA
 
 
+async def test_a_policy_that_reads_language_does_not_take_over_from_one_that_reads_none(rig: Rig) -> None:
+    session = await rig.running(replace(NEW, language_instruction="lift"))
+    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, language=True))
+    verdict = await rig.prepare(other)
+    assert (verdict.reason, session.policies.staged, other.acted) == ("requirements", None, 0)
+    assert "language: the session has False, the new policy needs True" in verdict.text
+
+
+async def test_a_policy_is_tried_out_with_the_instruction_and_refused_when_it_cannot_read_it(rig: Rig) -> None:
+    reads = replace(SO100_REQUIREMENTS, language=True)
+    rig.policies["owner/name"] = ScriptedPolicy(reads, commit=SHA)
+    session = await rig.sessions.create(replace(NEW, language_instruction="lift"))  # it has seen nothing yet
+    verdict = await rig.prepare(ScriptedPolicy(reads, unreadable="lift"))
+    assert (verdict.reason, session.policies.staged) == ("policy_failed", None)
+    assert "no instruction" in verdict.text
+    better = ScriptedPolicy(reads)
+    assert (await rig.prepare(better)).reason is None
+    assert set(better.told) == {("lift",)}
+
+
 class Poisoned(ScriptedPolicy):
     def act(self, observation):
         return np.full_like(super().act(observation), np.nan)

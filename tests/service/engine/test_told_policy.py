@@ -1,0 +1,122 @@
+"""A session with a compiled policy that reads language, from a folder."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmodels
+from jaxmodels.checkpoints import lerobot
+from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
+from jaxmodels.features import ACTION, STATE, Feature
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.text import TextConfig
+from jaxmodels.weights import blueprint
+from service.engine.engine import Engine
+from service.engine.stacking import Stacks, shape_of
+from service.errors import InvalidRequest
+from service.measurement import observation_of
+from service.motion.telling import told
+from service.sessions.sessions import NewSession, Sessions
+from service.transport.memory import MemoryTransport
+
+# Programs are compiled here, which takes a slow machine a minute each.
+pytestmark = pytest.mark.timeout(600)
+
+POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
+NEW = NewSession("s", "policy", "memory://", camera_names=(), policy_type="diffusion2d")
+RED, BLUE = "pick up the red cube", "pick up the blue cube"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile_cache() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained small policy whose actions are around `POSE`, and which ones depends on the instruction."""
+    config = Diffusion2dConfig(
+        input_features=(Feature(STATE, "STATE", (6,)),),
+        output_features=(Feature(ACTION, "ACTION", (6,)),),
+        chunk_size=10,
+        n_action_steps=5,
+        dim_model=16,
+        n_heads=2,
+        n_encoder_layers=0,
+        n_layers=1,
+        num_inference_steps=1,
+        text_encoder=TextConfig(length=32, width=16, n_layers=1, n_heads=2, hidden=16),
+    )
+    draw = np.random.default_rng(0)
+    shapes = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0))).shapes
+    weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
+    pose = np.fromiter(POSE.values(), np.float32)
+    ends = {"min": pose - 5, "max": pose + 5}
+    normalization = from_stats(
+        config.input_features, config.output_features, config.normalization_mapping, {STATE: ends, ACTION: ends}
+    )
+    path = tmp_path_factory.mktemp("policies") / "told"
+    lerobot.write(path, Checkpoint(config, weights, normalization, Sidecar(rate=20.0)))
+    return path
+
+
+@asynccontextmanager
+async def sessions_of(folder: Path):
+    transport = MemoryTransport()
+
+    def load(path: str, revision: str | None = None, /, **more: object) -> jaxmodels.Policy:
+        return jaxmodels.load_policy(folder)
+
+    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
+    try:
+        yield sessions, transport
+    finally:
+        await sessions.close()
+
+
+async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told_that(folder: Path) -> None:
+    async with sessions_of(folder) as (sessions, transport):
+        session = await sessions.create(
+            NewSession(**{**vars(NEW), "language_instruction": RED, "max_relative_target": 1.0})
+        )
+        drive = session.drive
+        assert drive is not None
+        transport.link.deliver_joints(POSE)
+        await sessions.start("s")
+
+        async def newest(after: int) -> np.ndarray:
+            async with asyncio.timeout(20):
+                while drive.control.chunks <= after:  # noqa: ASYNC110 - control has no events
+                    await asyncio.sleep(0.01)
+            return drive.thinking.recent[-1][1]
+
+        red = await newest(0)
+        with pytest.raises(InvalidRequest, match="45 bytes; this policy reads 31"):
+            await sessions.adjust("s", {"language_instruction": "and now put it back to where you found it, ok"})
+        await sessions.adjust("s", {"language_instruction": BLUE})
+        blue = await newest(drive.control.chunks + 1)
+        assert np.abs(red - blue).max() > 0.01
+        assert drive.thinking.errors == drive.control.rejected == 0
+        assert str(session.stage) == "running"
+
+
+def test_robots_with_different_instructions_share_a_batch_and_get_their_own(folder: Path) -> None:
+    policy = jaxmodels.load_policy(folder)
+    tasks = [RED, BLUE, "put it down", "wave", RED]
+    seen = [observation_of(policy.requirements) | told(task) for task in tasks]
+    shapes = {shape_of(one) for one in seen}
+    assert len(shapes) == 1, "the engine would put them into lines of their own"
+    [shape] = shapes
+    assert shape is not None
+    together = policy.act(Stacks().stack(shape, seen, 8))
+    alone = [policy.act(one)[0] for one in seen]
+    np.testing.assert_allclose(together[: len(tasks)], alone, atol=1e-4)
+    assert np.abs(alone[0] - alone[1]).max() > 0.01
