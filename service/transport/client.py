@@ -21,6 +21,9 @@ from service.transport.rest import Presence, RoomsApi, http_session
 
 log = logging.getLogger(__name__)
 
+# Seconds. A command that was not written by then is not sent any more: this process stood still, the robot did not.
+COMMAND_LIFE = 0.1
+
 
 class RoomsTransport:
     """The ``Transport`` that speaks the RobotHub wire.
@@ -180,7 +183,7 @@ class RoomsLink:
             else {"name": joint.name, "value": joint.value, "index": joint.index}
             for joint in joints
         )
-        return self._output.send(JointUpdate(data))
+        return self._output.send(JointUpdate(data), COMMAND_LIFE)
 
     def health(self) -> Mapping[str, object]:
         """Plain figures by room id: the connection, and for a camera its video."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
@@ -78,7 +79,7 @@ class RoomConnection:
         self._present = present
         self._refused = refused
         self._membership: Membership | None = None
-        self._totals: dict[str, int] = dict.fromkeys(("sent", "refused", "received", "malformed"), 0)
+        self._totals: dict[str, int] = dict.fromkeys(("sent", "refused", "expired", "received", "malformed"), 0)
         self._reconnects = 0
         self._last_error: str | None = None
 
@@ -87,12 +88,12 @@ class RoomConnection:
         """Our id in the room now; None while we are out of it."""
         return None if self._membership is None else self._membership.participant_id
 
-    def send(self, message: Message) -> bool:
-        """Hand one message to the socket without waiting; False when it was not taken."""
+    def send(self, message: Message, within: float = math.inf) -> bool:
+        """Hand one message to the socket without waiting; False when it was not taken. See `Membership.send`."""
         if self._membership is None:
             self._totals["refused"] += 1
             return False
-        return self._membership.send(message)
+        return self._membership.send(message, within)
 
     def rejoin(self, reason: str) -> None:
         """Leave and join again under a new id; in a video room this makes the producer offer again."""

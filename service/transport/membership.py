@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -19,6 +20,8 @@ from service.transport.wire import MAX_FRAME_BYTES, WireError, build, parse
 # reach the robot late and in a burst. A command of six joints is about 350 bytes.
 SEND_LIMIT = 4096
 KERNEL_LIMIT = 16384
+# Seconds after a message in which leaving waits until it was heard.
+RECENTLY = 1.0
 
 
 class JoinRefused(TransportError):
@@ -32,20 +35,22 @@ class Membership:
         participant_id: ours, fresh for this socket.
         rtt: seconds from the last heartbeat to its answer, None before the first.
         sent, refused, received, malformed: counts of messages.
+        expired: of those sent, how many were thrown away because they were not written in time.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, participant_id: str, pace: Pace):
         self.participant_id = participant_id
         self.rtt: float | None = None
-        self.sent = self.refused = self.received = self.malformed = 0
+        self.sent = self.refused = self.received = self.malformed = self.expired = 0
         self._socket = socket
         self._pace = pace
         self._transport = _write_transport(socket)
-        self._outbox: asyncio.Queue[str] = asyncio.Queue(maxsize=16)
+        self._outbox: asyncio.Queue[tuple[str, float]] = asyncio.Queue(maxsize=16)
         self._early: list[tuple[Message, float]] = []
         self._doubt = asyncio.Event()
         self._dropped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._beat_at = self._acked_at = time.monotonic()
+        self._spoke_at = -math.inf
 
     @classmethod
     async def join(
@@ -92,8 +97,13 @@ class Membership:
             if message is not None:
                 self._early.append((message, time.monotonic()))
 
-    def send(self, message: Message) -> bool:
-        """Hand one message to the socket without waiting; False when it was not taken."""
+    def send(self, message: Message, within: float = math.inf) -> bool:
+        """Hand one message to the socket without waiting; False when it was not taken.
+
+        Args:
+            within: seconds after which it is worth nothing any more: when this process stood still until then, it is
+                thrown away.
+        """
         if (
             self._dropped.done()
             or self._outbox.full()
@@ -102,7 +112,10 @@ class Membership:
         ):
             self.refused += 1
             return False
-        self._outbox.put_nowait(build(message))
+        now = time.monotonic()
+        if not isinstance(message, Heartbeat):
+            self._spoke_at = now
+        self._outbox.put_nowait((build(message), now + within))
         self.sent += 1
         return True
 
@@ -133,12 +146,30 @@ class Membership:
         )
 
     async def leave(self, at_once: bool = False) -> None:
-        """Close the socket; ``at_once`` also throws away what waits to be sent, as it would come late."""
+        """Close the socket when what was handed over, a last hold above all, has been heard at the other end.
+
+        Args:
+            at_once: throw away what waits to be sent, as it would come late.
+        """
         self.drop("left")
         if at_once:
             _abort(self._socket)
+        elif time.monotonic() < self._spoke_at + RECENTLY:
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+                async with asyncio.timeout(self._pace.leave):
+                    await self._be_heard()
         with contextlib.suppress(aiohttp.ClientError, OSError):
             await self._socket.close()
+
+    async def _be_heard(self) -> None:
+        """Write the rest and wait for the answer to a heartbeat: a socket that is closed right after a message may take
+        it along, as Sanic hands on no more messages once it has read the close frame."""
+        while not self._outbox.empty():
+            await self._put_on_wire(*self._outbox.get_nowait())
+        await self._put_on_wire(build(Heartbeat()), math.inf)
+        while (frame := await self._socket.receive()).type is aiohttp.WSMsgType.TEXT:
+            if isinstance(self._parse(frame.data), HeartbeatAck):
+                return
 
     async def _read(self, received: Callable[[Message, float], None], refused: Callable[[], None]) -> str:
         while True:
@@ -162,12 +193,17 @@ class Membership:
                 received(message, now)
 
     async def _write(self) -> str:
-        while True:
-            text = await self._outbox.get()
-            try:
-                await self._socket.send_str(text)
-            except (aiohttp.ClientError, OSError) as error:
-                return f"sending failed ({error})"
+        try:
+            while True:
+                await self._put_on_wire(*await self._outbox.get())
+        except (aiohttp.ClientError, OSError) as error:
+            return f"sending failed ({error})"
+
+    async def _put_on_wire(self, text: str, worthless_at: float) -> None:
+        if time.monotonic() > worthless_at:
+            self.expired += 1
+        else:
+            await self._socket.send_str(text)
 
     async def _beat(self) -> str:
         patience = (self._pace.missed + 0.1) * self._pace.heartbeat

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
 from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms, Transport
-from service.transport.client import RoomsTransport
+from service.transport.client import COMMAND_LIFE, RoomsTransport
 from service.transport.connection import retry_delay
 from service.transport.membership import KERNEL_LIMIT, Membership
 from service.transport.messages import EmergencyStop as StopMessage
@@ -326,6 +327,41 @@ async def test_a_joint_message_with_a_number_that_is_not_finite_is_dropped_and_c
         assert link.health()["rooms"]["s-joint-input"]["malformed"] == 2
         with pytest.raises(WireError):
             link.send([JointValue("Jaw", float("nan"))])
+
+
+async def test_a_command_that_a_pause_overtook_is_not_sent_and_an_emergency_stop_still_is(server, seen, quick, until):
+    heard, stops = [], []
+    async with (
+        connect(server.url, seen, quick) as link,
+        connect_robot(
+            server.url,
+            link.rooms,
+            on_command=lambda values, at: heard.append(values),
+            on_emergency_stop=stops.append,
+            pace=quick,
+        ),
+    ):
+        assert link.send([JointValue("Jaw", 1.0)])
+        await until(lambda: heard == [{"Jaw": 1.0}])
+        assert link.send([JointValue("Jaw", 2.0)])
+        connection = link._connections["s-joint-output"]
+        assert connection.send(StopMessage("test"))
+        time.sleep(1.5 * COMMAND_LIFE)  # noqa: ASYNC251 - nothing of this process runs, as when it is suspended
+        assert link.send([JointValue("Jaw", 3.0)])
+        await until(lambda: heard[1:] == [{"Jaw": 3.0}] and len(stops) == 1)
+        assert connection.health()["expired"] == 1
+
+
+async def test_what_was_handed_over_reaches_the_robot_though_the_link_leaves_at_once(server, seen, quick, until):
+    for room in ("s-joint-input", "s-joint-output"):
+        await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": room})
+    heard = []
+    rooms = Rooms("w", {}, "s-joint-input", "s-joint-output")
+    async with connect_robot(server.url, rooms, on_command=lambda values, at: heard.append(values), pace=quick):
+        async with connect(server.url, seen, quick) as link:
+            for number in range(8):
+                assert link.send([JointValue("Jaw", float(number))])
+        await until(lambda: heard == [{"Jaw": float(number)} for number in range(8)])
 
 
 async def test_a_robot_never_sends_a_number_that_is_not_finite(server, seen, quick):
