@@ -147,6 +147,7 @@ def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", devi
         "cameras": f"{cameras} (height x width; other sizes are resized)",
         "state": "none" if requirements.state is None else f"{requirements.state} joints",
         "environment": None if requirements.environment_state is None else f"{requirements.environment_state} values",
+        "instruction": "wanted: it does what it is told, in words" if requirements.language else None,
         "action": f"{requirements.action} joints",
         "joints": ", ".join(names) if names else "not named by the checkpoint; give joint_names if it is no SO-100",
         "chunk": f"{requirements.chunk} actions, {requirements.action_steps} of them between two looks"

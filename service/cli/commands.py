@@ -12,13 +12,19 @@ from typer.core import TyperCommand, TyperGroup
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("service.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
     "demo": ("service.cli.demo", "app", "Watch a simulated arm pick up cubes, driven by the real server."),
+    "record-demo": (
+        "service.cli.record_demo",
+        "record_demo",
+        "Record demonstrations of a scripted expert as a LeRobotDataset.",
+    ),
+    "eval": ("service.cli.evaluate", "evaluate", "How often a policy lifts the cube it was asked for, in closed loop."),
     "doctor": ("service.cli.doctor", "doctor", "Is this machine fit? Each finding comes with its fix."),
     "check": ("service.cli.check", "check", "What a policy needs, how fast it is here, and whether it fits a rate."),
     "sessions": ("service.cli.sessions", "sessions", "List the sessions of a running server."),
     "stop": ("service.cli.sessions", "stop", "Stop a session, or with --all every robot (emergency stop, latched)."),
     "start": ("service.cli.moves", "start", "Let a session move its robot."),
     "restart": ("service.cli.moves", "restart", "Stop and start a session, or load an interrupted one again."),
-    "adjust": ("service.cli.moves", "adjust", "How chunks are joined and when they are asked for, while it moves."),
+    "adjust": ("service.cli.moves", "adjust", "What the policy is told and how its chunks are joined, while it moves."),
     "reset": ("service.cli.moves", "reset", "Take the latch of an emergency stop off; nothing moves by it."),
     "delete": ("service.cli.moves", "delete", "Remove a session and its rooms."),
     "robot": ("service.cli.robot", "robot", "An SO-100 or SO-101 arm, or a simulated one, tied to a session."),
@@ -30,7 +36,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "replay": ("service.cli.replay", "replay", "A recording against a policy: how far off it would have been."),
     "webhooks": ("service.cli.webhooks", "app", "Manage webhooks of the Hub, receive them, replay what came."),
     "bench": ("service.cli.bench", "bench", "Measure this machine with the benchmarks of a checkout; writes a page."),
-    "train": ("service.cli.train", "train", "Train a small ACT policy on demonstrations."),
+    "train": ("service.cli.train", "app", "Train a policy on a LeRobotDataset; flags as of lerobot-train."),
     "transport": ("service.cli.transport", "transport", "Run a rooms server alone."),
 }
 

@@ -30,11 +30,14 @@ def facts(view: "View") -> list[tuple[str, str]]:
 
 def table(view: "View", episodes: int) -> Table:
     """The live table."""
-    shown = Table(title="robojax demo: an ACT policy picks up cubes", title_justify="left", show_header=False)
+    title = f"robojax demo: a policy of type {view.status['policy_type']} picks up cubes"
+    shown = Table(title=title, title_justify="left", show_header=False)
     shown.add_column(style="bold")
     shown.add_column(min_width=64)
     ahead = f"{episodes - view.score.done} to go" if episodes else "Ctrl-C ends it"
     shown.add_row("cubes", f"{view.score}, {ahead}")
+    if view.asked:
+        shown.add_row("asked", view.asked)
     for name, value in facts(view):
         shown.add_row(name, value)
     joints: dict[str, Any] = view.status["stats"].get("measured_joints") or {}

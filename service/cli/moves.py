@@ -43,11 +43,14 @@ def adjust(
         str | None, typer.Option(help="Actions of a chunk to do before the next takes over; or default (the policy's).")
     ] = None,
     temporal_ensemble_coeff: Annotated[str | None, typer.Option(help="Of ensemble; or default.")] = None,
+    language_instruction: Annotated[
+        str | None, typer.Option(help="What the robot is to do, in words, for policies that read language.")
+    ] = None,
     url: Url = None,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change how a session joins its policy's chunks, from the next chunk on, while its robot moves."""
+    """Change what a session's policy is told and how its chunks are joined, from the next chunk on, while it moves."""
     asked = {
         "overlap": (overlap, str),
         "ask_ahead": (ask_ahead, float),
@@ -55,6 +58,8 @@ def adjust(
         "temporal_ensemble_coeff": (temporal_ensemble_coeff, float),
     }
     body: dict[str, object] = {}
+    if language_instruction is not None:
+        body["language_instruction"] = language_instruction
     for name, (text, kind) in asked.items():
         if text is None:
             continue

@@ -1,4 +1,4 @@
-"""A scripted expert that knows where the cube is: reach above it, go down, close the jaw, lift.
+"""A scripted expert that knows where the asked cube is: reach above it, go down, close the jaw, lift.
 
 Its poses come from damped least squares inverse kinematics with the fingers pointing down.
 """
@@ -65,7 +65,7 @@ class Kinematics:
 
 
 def plan(arm: Arm, kinematics: Kinematics) -> list[Leg]:
-    """The way to lift the cube from where it lies now: 90 ticks in all."""
+    """The way to lift the asked cube from where it lies now: 90 ticks in all."""
     cube = arm.cube
     above = kinematics.solve(HOME, cube + HOVER * UP)
     at = kinematics.solve(above, cube + GRASP * UP)

@@ -1,8 +1,9 @@
 """The simulated arm as a client of the server, in a process of its own: ``python -m service.demo.robot``.
 
 It joins the session's rooms, sends its camera and its joints at 25 Hz, obeys the newest command, and plays episodes:
-fold the arm, lay a cube, let the server see it, start the session, move for `HORIZON` ticks, stop the session, look
-whether the cube is up. One line of JSON on standard output for everything that its parent may want to know.
+fold the arm, lay the cubes, let the server see them, say which to lift if the policy reads that, start the session,
+move for `HORIZON` ticks, stop the session, look whether that cube is up. One line of JSON on standard output for
+everything that its parent may want to know.
 """
 
 import argparse
@@ -12,17 +13,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from service.demo.arm import HOME, HORIZON, RATE, Arm
-from service.demo.collect import CAMERA, FRAME
+from service.demo.arm import CAMERA, HOME, HORIZON, RATE
+from service.demo.body import Body
 from service.demo.episodes import Outcome, Score
+from service.demo.tasks import PICK, TASKS
 from service.demo.units import JOINTS, to_wire
 from service.errors import ServiceError
 from service.transport.base import EmergencyStop, Rooms
@@ -30,7 +32,7 @@ from service.transport.credentials import headers_of
 from service.transport.robot import Robot, connect_robot
 
 PERIOD = 1 / RATE
-SETTLE = 12  # ticks after laying a cube, so that no frame of the episode before is on its way any more
+SETTLE = 12  # ticks after laying the cubes, so that no frame of the episode before is on its way any more
 PATIENCE = 15.0  # seconds for the session to be startable, and for the first command to come
 
 
@@ -63,6 +65,12 @@ class Sessions:
             if answer.status != 200:
                 raise EpisodeFailed(f"{move} was refused with {answer.status}: {(await answer.json()).get('detail')}")
 
+    async def instruct(self, instruction: str) -> None:
+        """What the policy is to do from its next chunk on."""
+        async with self._http.patch(self._url, json={"language_instruction": instruction}) as answer:
+            if answer.status != 200:
+                raise EpisodeFailed(f"the instruction was refused with {answer.status}: {await answer.text()}")
+
     async def tell_score(self, score: Score) -> None:
         """So that whoever looks at the session sees how it goes."""
         told = {"tried": score.done, "succeeded": score.lifted, "note": "cubes lifted"}
@@ -70,45 +78,15 @@ class Sessions:
             answer.raise_for_status()
 
 
-class Body:
-    """The simulation on a thread of its own: an OpenGL context belongs to the thread that made it."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "arm")
-        self._arm: Arm | None = None
-
-    async def reset(self, seed: int) -> None:
-        await self._run(self._reset, seed)
-
-    async def tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One step towards `target`; the pose after it and what the camera sees."""
-        return await self._run(self._tick, target)
-
-    async def is_lifted(self) -> bool:
-        return await self._run(lambda: self._arm is not None and self._arm.is_lifted)
-
-    async def close(self) -> None:
-        await self._run(lambda: self._arm.close() if self._arm else None)
-        self._thread.shutdown()
-
-    def _run(self, call, *arguments):
-        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
-
-    def _reset(self, seed: int) -> None:
-        self._arm = self._arm or Arm()
-        self._arm.reset(seed)
-
-    def _tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        assert self._arm is not None, "reset comes first"
-        self._arm.step(target)
-        return self._arm.joints, self._arm.picture(CAMERA, *FRAME)
-
-
 class Player:
-    """Plays episodes with a robot that is in its rooms."""
+    """Plays episodes with a robot that is in its rooms.
 
-    def __init__(self, body: Body, sessions: Sessions):
-        self._body, self._sessions = body, sessions
+    Args:
+        instructs: whether the session's policy reads what it is to do.
+    """
+
+    def __init__(self, body: Body, sessions: Sessions, *, instructs: bool = False):
+        self._body, self._sessions, self._instructs = body, sessions, instructs
         self._heard: dict[str, float] = {}  # the server forwards only joints whose target changed
         self._commands = 0
         self.stopped: str | None = None
@@ -126,15 +104,19 @@ class Player:
         """One episode.
 
         Raises:
-            EpisodeFailed: the session could not be started or sent nothing.
+            EpisodeFailed: the session could not be instructed or started, or sent nothing.
         """
-        await self._body.reset(seed)
+        instruction = await self._body.reset(seed)
+        tell("asked", number=number, instruction=instruction)
         home = to_wire(HOME)
         clock = Clock()
         for _ in range(SETTLE):
             await self._show(robot, home)
             await clock.next()
-        await self._start(robot, clock, home)
+        if self._instructs:
+            await self._while_showing(self._sessions.instruct(instruction), robot, clock, home)
+        # The session holds until it has seen fresh pictures.
+        await self._while_showing(self._sessions.post("start"), robot, clock, home)
         before, ticks, patience = self._commands, 0, PATIENCE
         while ticks < HORIZON:
             # Until the first command the arm waits, folded; then it goes where it was told last.
@@ -145,25 +127,29 @@ class Player:
             ticks += moves
             patience -= 0 if moves else PERIOD
             if patience < 0:
-                status = await self._sessions.status()
-                raise EpisodeFailed(f"no command in {PATIENCE:.0f} s; the session is {status['status']}")
+                status, patience = await self._sessions.status(), PATIENCE
+                if status["stats"].get("hold_code") == "compiling":
+                    continue  # for pictures of this size: a large policy on a slow machine
+                why = status["stats"].get("hold") or status["error_message"] or "nothing said why"
+                raise EpisodeFailed(f"no command in {PATIENCE:.0f} s; the session is {status['status']}: {why}")
             if self.stopped is not None:
                 raise EpisodeFailed(f"emergency stop: {self.stopped}")
-        lifted = await self._body.is_lifted()
         await self._sessions.post("stop")
-        return Outcome(number, seed, lifted, ticks)
+        return await self._body.outcome(number, seed, ticks)
 
-    async def _start(self, robot: Robot, clock: "Clock", home: np.ndarray) -> None:
-        """Asks for the start while the pictures go on: the session holds until it has seen fresh ones."""
-        starting = asyncio.create_task(self._sessions.post("start"))
+    async def _while_showing(
+        self, call: Coroutine[Any, Any, None], robot: Robot, clock: "Clock", home: np.ndarray
+    ) -> None:
+        """A call of the operator's while the pictures go on."""
+        calling = asyncio.create_task(call)
         try:
-            while not starting.done():
+            while not calling.done():
                 await self._show(robot, home)
                 await clock.next()
         finally:
-            if not starting.done():
-                starting.cancel()
-        starting.result()
+            if not calling.done():
+                calling.cancel()
+        calling.result()
 
     async def _show(self, robot: Robot, target: np.ndarray) -> None:
         pose, picture = await self._body.tick(target)
@@ -191,25 +177,25 @@ def tell(event: str, **values: object) -> None:
     sys.stdout.flush()
 
 
-async def run(server: str, transport: str, session_id: str, first_seed: int, episodes: int) -> int:
-    """Joins and plays until `episodes` are over (0: until the process is ended)."""
-    body = Body()
-    await body.reset(first_seed)
+async def run(args: argparse.Namespace) -> int:
+    """Joins and plays until the episodes are over (0: until the process is ended)."""
+    body = Body(TASKS[args.task], args.films)
+    await body.reset(args.seed)
     try:
         key = os.environ.get("ROBOJAX_KEY")
         patience = aiohttp.ClientTimeout(total=30)
         async with aiohttp.ClientSession(timeout=patience, trust_env=False, headers=headers_of(key)) as http:
-            sessions = Sessions(http, server, session_id)
-            player = Player(body, sessions)
+            sessions = Sessions(http, args.server, args.session)
+            player = Player(body, sessions, instructs=args.instruct)
             rooms = await sessions.rooms()
             async with connect_robot(
-                transport, rooms, on_command=player.obey, on_emergency_stop=player.stop, rate=RATE, key=key
+                args.transport, rooms, on_command=player.obey, on_emergency_stop=player.stop, rate=RATE, key=key
             ) as robot:
                 tell("joined")
                 number, score = 0, Score()
-                while episodes == 0 or number < episodes:
+                while args.episodes == 0 or number < args.episodes:
                     number += 1
-                    outcome = await player.play(robot, number, first_seed + number - 1)
+                    outcome = await player.play(robot, number, args.seed + number - 1)
                     tell("episode", **asdict(outcome))
                     score.outcomes.append(outcome)
                     await sessions.tell_score(score)
@@ -224,16 +210,19 @@ def main() -> int:
     parser.add_argument("--server", required=True, help="URL of the session API")
     parser.add_argument("--transport", required=True, help="URL of the transport server")
     parser.add_argument("--session", required=True, help="session id")
-    parser.add_argument("--seed", type=int, default=5000, help="of the first cube")
+    parser.add_argument("--task", choices=list(TASKS), default=PICK.name, help="what is to be done")
+    parser.add_argument("--instruct", action="store_true", help="say before each episode which cube is to be lifted")
+    parser.add_argument("--seed", type=int, default=5000, help="of the first episode")
     parser.add_argument("--episodes", type=int, default=0, help="0 plays on until it is ended")
+    parser.add_argument("--films", type=Path, help="folder for a video of each episode")
     args = parser.parse_args()
     # Asked to end, it leaves its rooms, as it does at Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return asyncio.run(run(args.server, args.transport, args.session, args.seed, args.episodes))
+        return asyncio.run(run(args))
     except KeyboardInterrupt:
         return 0
-    except (EpisodeFailed, ServiceError, aiohttp.ClientError, RuntimeError) as error:
+    except (EpisodeFailed, ServiceError, aiohttp.ClientError, RuntimeError, OSError) as error:
         tell("failed", reason=str(error))
         return 1
 

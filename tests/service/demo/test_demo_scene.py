@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from service.demo import scene
-from service.demo.arm import BEARING, HOME, LIFTED, RADIUS, RATE, Arm
+from service.demo.arm import HOME, LIFTED, RATE, Arm
+from service.demo.tasks import BEARING, RADIUS, RED
 from service.demo.units import JOINTS, to_wire
 
 HEIGHT, WIDTH = 120, 120
@@ -73,7 +74,7 @@ def test_targets_outside_the_range_are_clipped_to_it(arm: Arm):
 def test_a_cube_counts_only_above_six_centimetres(arm: Arm):
     arm.reset(0)
     for height, counts in ((LIFTED - 0.001, False), (LIFTED + 0.001, True)):
-        arm.data.joint(scene.CUBE).qpos[2] = height
+        arm.data.joint(scene.body_of(RED)).qpos[2] = height
         assert arm.is_lifted is counts
 
 

@@ -1,0 +1,127 @@
+"""Demonstrations of the scripted expert, recorded as a robot sends them, into a LeRobotDataset."""
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import count, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from service.demo.arm import CAMERA, FRAME, RATE, Arm
+from service.demo.expert import Kinematics, plan, targets
+from service.demo.leash import end_with_parent
+from service.demo.tasks import TASKS, Task, TaskName
+from service.demo.units import JOINTS, to_radians, to_wire
+
+ROBOT = "so100_simulated"
+# The expert's hand is pushed while it reaches, and what is recorded is where it wanted to go: so the policy sees how
+# to come back to the path (DART, https://arxiv.org/abs/1703.09327). Pushes last for a few ticks.
+# Any later and the hand cannot come back before it must be over the cube: one demonstration in six would fail.
+PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
+
+_arms: dict[TaskName, tuple[Arm, Kinematics]] = {}
+
+
+class Demonstration(NamedTuple):
+    """One episode.
+
+    Attributes:
+        arrays: feature to array; frames (t, h, w, 3) uint8, states and actions (t, 6) float32 in units of the wire.
+        instruction: what was done.
+    """
+
+    arrays: dict[str, np.ndarray]
+    instruction: str
+
+
+def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
+    """The expert at one episode, or None when it failed."""
+    # An arm per process: compiling the scene and making a renderer take longer than an episode's physics.
+    if name not in _arms:
+        arm = Arm(TASKS[name])
+        _arms[name] = (arm, Kinematics(arm))
+    arm, kinematics = _arms[name]
+    arm.reset(seed)
+    random = np.random.default_rng([seed, 1])
+    push = np.zeros(len(JOINTS))
+    frames, states, actions = [], [], []
+    for tick, target in enumerate(targets(plan(arm, kinematics))):
+        frames.append(arm.picture(CAMERA, *FRAME))
+        states.append(arm.joints)
+        actions.append(target)
+        fresh = random.normal(size=len(JOINTS)) * PUSH * np.sqrt(1 - PUSH_MEMORY**2)
+        push = PUSH_MEMORY * push + fresh
+        push[-1] = 0.0
+        pushed = to_wire(to_radians(target) + push) if tick < PUSHED_TICKS else target
+        arm.step(pushed)
+    if not arm.is_lifted:
+        return None
+    arrays = {
+        "observation.state": np.asarray(states, np.float32),
+        "action": np.asarray(actions, np.float32),
+        f"observation.images.{CAMERA}": np.asarray(frames),
+    }
+    return Demonstration(arrays, arm.asked.instruction)
+
+
+@contextmanager
+def demonstrations(
+    folder: Path, task: Task, *, episodes: int, seed: int = 0, workers: int | None = None
+) -> Iterator[Iterator[int]]:
+    """Records `episodes` successful demonstrations into a new folder, which is there when the context has ended.
+
+    Gives an iterator that records one more at each step and gives its seed. What is recorded follows from the task and
+    the seed, not from the number of workers.
+
+    Args:
+        seed: of the first; a failed demonstration is left out and the next seed takes its place.
+        workers: processes; one for each core when None.
+
+    Raises:
+        DatasetError: the folder is there already.
+        OSError: the disk does not take it.
+        RuntimeError: nothing here can draw without a screen, or a worker died.
+    """
+    # Here, because the workers import this module and need neither pyarrow nor PyAV.
+    from jaxmodels.data import DatasetWriter
+
+    with (
+        DatasetWriter(folder, fps=RATE, joint_names=JOINTS, cameras=[CAMERA], robot_type=ROBOT) as writer,
+        closing(_in_order(task.name, seed, workers or os.cpu_count() or 1)) as played,
+    ):
+        good = ((number, found) for number, found in played if found is not None)
+
+        def write() -> Iterator[int]:
+            for number, found in islice(good, episodes):
+                writer.add_episode(found.arrays, found.instruction)
+                yield number
+
+        yield write()
+
+
+def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, Demonstration | None], None, None]:
+    """Demonstrations of `seed` and all after it, played side by side; ends when its reader closes it."""
+    # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    ahead: deque[tuple[int, Future[Demonstration | None]]] = deque()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
+        try:
+            for number in count(seed):
+                ahead.append((number, pool.submit(demonstrate, name, number)))
+                if len(ahead) > workers:
+                    first, playing = ahead.popleft()
+                    yield first, playing.result()
+        finally:
+            for _, playing in ahead:
+                playing.cancel()
+
+
+def _begin(parent: int) -> None:
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets go of its workers in order

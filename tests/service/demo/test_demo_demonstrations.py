@@ -1,0 +1,119 @@
+"""Demonstrations: what is recorded, that a seed decides it, and that nothing half-written is left."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmodels.data import open_dataset
+from jaxmodels.errors import DatasetError
+from service.demo.arm import CAMERA, FRAME, RATE, Arm
+from service.demo.demonstrations import Demonstration, demonstrate, demonstrations
+from service.demo.tasks import PICK, TWO_CUBES, TaskName
+from service.demo.units import JOINTS
+
+pytestmark = pytest.mark.usefixtures("can_draw")
+PICTURES = f"observation.images.{CAMERA}"
+
+
+@pytest.fixture(scope="module")
+def recording() -> Demonstration:
+    found = demonstrate(TaskName.PICK, 0)
+    assert found is not None
+    return found
+
+
+def test_a_demonstration_holds_what_the_robot_sends_and_what_the_expert_wanted(arm: Arm, recording: Demonstration):
+    steps = len(recording.arrays["action"])
+    assert {name: (array.shape, array.dtype.str) for name, array in recording.arrays.items()} == {
+        "observation.state": ((steps, 6), "<f4"),
+        "action": ((steps, 6), "<f4"),
+        PICTURES: ((steps, *FRAME, 3), "|u1"),
+    }
+    arm.reset(0)
+    np.testing.assert_array_equal(recording.arrays[PICTURES][0], arm.picture(CAMERA, *FRAME))
+    assert recording.instruction == "pick up the red cube"
+
+
+def test_a_demonstration_is_in_units_of_the_wire(recording: Demonstration):
+    actions = recording.arrays["action"]
+    assert np.abs(actions[:, :5]).max() <= 100
+    assert actions[:, 5].min() >= 0
+    assert actions[:, 5].max() > 50, "the jaw opens"
+
+
+def test_actions_are_the_experts_and_not_the_pushed_ones(recording: Demonstration):
+    # A push is noise of about one wire unit per tick; what the expert wants is smooth.
+    assert np.abs(np.diff(recording.arrays["action"][:, :5], n=2, axis=0)).max() < 1.0
+    assert np.abs(np.diff(recording.arrays["observation.state"][:38, :5], n=2, axis=0)).max() > 0.2
+
+
+def test_a_dataset_has_a_task_for_each_episode_and_follows_from_its_seed(tmp_path: Path):
+    folder = tmp_path / "two"
+    with demonstrations(folder, TWO_CUBES, episodes=3, seed=11, workers=2) as recorded:
+        seeds = [*recorded]
+        assert not folder.exists(), "half a dataset must not look like one"
+    assert seeds == [11, 12, 13]
+    dataset = open_dataset(folder)
+    assert (dataset.fps, dataset.joint_names, dataset.robot_type) == (RATE, JOINTS, "so100_simulated")
+    starts = [int(start) for start in dataset.starts]
+    told = [dataset.tasks[dataset.task_index[start]] for start in starts]
+    assert told == ["pick up the blue cube", "pick up the red cube", "pick up the blue cube"]
+    again = demonstrate(TaskName.TWO_CUBES, 12)
+    assert again is not None
+    rows = slice(starts[1], starts[2])
+    np.testing.assert_array_equal(dataset.vectors("action")[rows], again.arrays["action"])
+    np.testing.assert_array_equal(dataset.vectors("observation.state")[rows], again.arrays["observation.state"])
+    frames = dataset.frames(PICTURES, [starts[1], starts[1] + 40])
+    assert frames.shape == (2, *FRAME, 3)
+    difference = np.abs(frames.astype(int) - again.arrays[PICTURES][[0, 40]])
+    assert difference.mean() < 3, "a video is not exact"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["two"]
+
+
+def test_an_existing_folder_is_never_written_over(tmp_path: Path):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(DatasetError, match="remove it first"), demonstrations(tmp_path, PICK, episodes=1):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_recording_that_fails_leaves_nothing(tmp_path: Path):
+    def fail() -> None:
+        with demonstrations(tmp_path / "pick", PICK, episodes=2, workers=1) as recorded:
+            next(recorded)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_recording_that_is_asked_to_end_leaves_nothing(tmp_path: Path):
+    command = [sys.executable, "-m", "service.cli", "record-demo", str(tmp_path / "pick"), "--episodes", "400"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pick.partial").exists():
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running.send_signal(signal.SIGTERM)
+        _, told = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "ended after" in told
+    assert "Traceback" not in told
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_command_says_what_it_recorded(tmp_path: Path):
+    folder = tmp_path / "pick"
+    command = [sys.executable, "-m", "service.cli", "record-demo", str(folder), "--episodes", "1", "--workers", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "1 demonstrations, seeds 0 to 0" in ended.stdout
+    assert json.loads((folder / "meta" / "info.json").read_text())["codebase_version"] == "v3.0"

@@ -1,0 +1,87 @@
+"""``robojax eval`` as a person runs it, and the report that it leaves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.cli.demo_options import policy_of
+from service.demo.episodes import Outcome
+from service.demo.report import Evaluation, digests
+from service.demo.tasks import PICK, TWO_CUBES
+
+
+def evaluate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service.cli", "eval", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def evaluation(task: Any = TWO_CUBES, episodes: int = 4, **options: Any) -> Evaluation:
+    return Evaluation(policy_of(PICK, None), None, task, range(10, 10 + episodes), False, **options)
+
+
+def test_a_report_counts_by_instruction_and_says_what_was_wrong():
+    run = evaluation()
+    for number, (lifted, wrong) in enumerate([(True, None), (False, "red"), (False, None), (True, None)], 1):
+        instruction = TWO_CUBES.asked(9 + number).instruction
+        run.score.outcomes.append(Outcome(number, 9 + number, instruction, lifted, wrong, 110))
+    found = json.loads(json.dumps(run.as_json()))
+    assert found["is_complete"] is True
+    assert found["all"]["lifted"] == 2
+    assert {name: (row["lifted"], row["wrong"], row["episodes"]) for name, row in found["by_instruction"].items()} == {
+        "pick up the red cube": (1, 0, 2),
+        "pick up the blue cube": (1, 1, 2),
+    }
+    assert found["by_instruction"]["pick up the red cube"]["wilson_95"] == pytest.approx([0.0945, 0.9055], abs=1e-4)
+    assert [episode["wrong"] for episode in found["episodes"]] == [None, "red", None, None]
+
+
+def test_a_report_of_an_evaluation_that_was_ended_says_so(tmp_path: Path):
+    run = evaluation(PICK)
+    run.score.outcomes.append(Outcome(1, 10, PICK.instructions[0], True, None, 110))
+    found = json.loads(run.save(tmp_path).read_text())
+    assert (found["is_complete"], found["all"]["episodes"], found["seeds"]) == (False, 1, {"first": 10, "last": 13})
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+
+
+def test_a_report_knows_the_very_files_of_the_policy(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = digests(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"Weights")
+    assert before is not None
+    assert before != digests(str(tmp_path))
+    assert digests("owner/name") is None
+
+
+@pytest.mark.usefixtures("can_draw")
+def test_cubes_are_counted_filmed_and_reported_and_too_few_are_a_failure(tmp_path: Path):
+    ended = evaluate("--episodes", "2", "--seed", "5000", "--require", "3", "--output", str(tmp_path / "run"))
+    assert ended.returncode == 1, ended.stderr
+    assert "at least 3 were wanted" in ended.stderr
+    told = " ".join(ended.stdout.split())
+    assert "pick up the red cube 2 2 0 0 100.0 % 34.2-100.0 %" in told, ended.stdout
+    found = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert found["task"]["name"] == "pick"
+    assert found["run"]["through"] == "the policy alone"
+    assert found["run"]["reads_language"] is False
+    assert {"jax", "mujoco", "robojax"} <= set(found["machine"]["packages"])
+    for episode in found["episodes"]:
+        assert (tmp_path / "run" / episode["film"]).stat().st_size > 1000
+    again = evaluate("--output", str(tmp_path / "run"))
+    assert again.returncode == 2
+    assert "it is not written over" in again.stderr
+
+
+def test_what_cannot_be_evaluated_is_said_with_what_to_do(tmp_path: Path):
+    missing = evaluate("--policy.path", str(tmp_path))
+    assert missing.returncode == 3
+    assert "config.json" in missing.stderr
+    assert "Traceback" not in missing.stderr
+    untrained = evaluate("--task", "two-cubes")
+    assert untrained.returncode == 3
+    assert "none is shipped for the task two-cubes" in untrained.stderr
+    assert "robojax record-demo data/two-cubes --task two-cubes" in untrained.stderr
+    assert evaluate("--whole-stack", "--delay", "1").returncode == 2

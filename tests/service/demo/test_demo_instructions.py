@@ -1,0 +1,88 @@
+"""A policy that reads language is told before each episode of one session which cube to lift, over the real API."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmodels
+from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
+from jaxmodels.features import Feature
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.text import TextConfig
+from jaxmodels.weights import blueprint
+from service.demo.arm import CAMERA, HORIZON, RATE
+from service.demo.request import Request
+from service.demo.units import JOINTS
+
+CONFIG = Diffusion2dConfig(
+    input_features=(
+        Feature("observation.state", "STATE", (6,)),
+        Feature(f"observation.images.{CAMERA}", "VISUAL", (3, 32, 32)),
+    ),
+    output_features=(Feature("action", "ACTION", (6,)),),
+    normalization_mapping=(("VISUAL", "IDENTITY"), ("STATE", "IDENTITY"), ("ACTION", "IDENTITY")),
+    chunk_size=8,
+    n_action_steps=4,
+    dim_model=16,
+    n_heads=2,
+    n_encoder_layers=0,
+    n_layers=1,
+    num_inference_steps=1,
+    text_encoder=TextConfig(length=24, width=16, n_layers=1, n_heads=2, hidden=32),
+)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that reads instructions and understands none."""
+    random = np.random.default_rng(0)
+    shapes = blueprint(lambda: Diffusion2d(CONFIG, rngs=nnx.Rngs(0))).shapes
+    weights = {name: (random.normal(size=wanted.shape) * 0.1).astype(np.float32) for name, wanted in shapes.items()}
+    normalization = from_stats(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
+    folder = tmp_path_factory.mktemp("untrained")
+    jaxmodels.Policy(Checkpoint(CONFIG, weights, normalization, Sidecar(RATE, JOINTS))).save(folder)
+    return folder
+
+
+def robojax(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+@pytest.mark.usefixtures("can_draw")
+def test_the_instruction_changes_between_the_episodes_of_one_session(untrained: Path, tmp_path: Path):
+    ended = robojax(
+        *("eval", "--whole-stack", "--task", "two-cubes", "--episodes", "2", "--seed", "4"),
+        *("--policy.path", str(untrained), "--output", str(tmp_path)),
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "eval.json").read_text())
+    assert found["run"]["reads_language"] is True
+    assert found["run"]["policy_type"] == "diffusion2d"
+    assert [episode["instruction"] for episode in found["episodes"]] == [
+        "pick up the red cube",
+        "pick up the blue cube",
+    ]
+    session = found["run"]["session"]
+    # It was made for the red cube.
+    assert session["language_instruction"] == "pick up the blue cube"
+    assert session["commands_sent"] >= 2 * HORIZON
+    assert len([*(tmp_path / "films").iterdir()]) == 2
+
+
+def test_a_person_is_shown_how_to_say_another_instruction():
+    told = Request("http://127.0.0.1:8001", "runs/two", None, "tokens2d", "pick up the blue cube").curl()
+    assert '"policy_type": "tokens2d", "language_instruction": "pick up the blue cube"' in told[0]
+    assert told[1].startswith("curl -X PATCH http://127.0.0.1:8001/sessions/demo-arm ")
+    assert told[1].endswith("""-d '{"language_instruction": "pick up the blue cube"}'""")
+
+
+def test_a_policy_that_reads_no_language_is_asked_for_with_the_defaults():
+    told = Request("http://127.0.0.1:8001", "runs/pick", None, "act").curl()
+    assert not any("PATCH" in line or "language_instruction" in line or "policy_type" in line for line in told)
