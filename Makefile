@@ -33,7 +33,7 @@ CALLED += $(addprefix tests/service/,motion updates/test_gates.py \
   $(patsubst %,safety/test_%.py,guard lease limits_of_motion watchdog) \
   $(patsubst %,engine/test_%.py,batching progress) $(patsubst %,transport/test_transport_%.py,rooms wire) \
   $(patsubst %,transport/link/test_link_%.py,camera candidates jitter peer) test_stage.py test_stats.py \
-  $(patsubst %,demo/test_demo_%.py,collect expert policy scene units))
+  $(patsubst %,demo/test_demo_%.py,demonstrations episodes expert policy scene tasks units))
 BESIDE := --numprocesses 2 --dist worksteal
 test: setup-dev rendering ## the whole test suite
 	@$(BIN)/python -m pytest $(BESIDE) tests/jaxmodels $(ARGS) || [ $$? = 5 ]

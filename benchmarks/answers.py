@@ -94,6 +94,13 @@ def hostile(found: Mapping[str, Any]) -> str:
     return f"{found['requests']} requests, {len(found['wrong'])} wrong answers, {missed} ticks missed beside"
 
 
+def data(found: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{case}: " + ", ".join(f"{side} {speed:.0f} images/s" for side, speed in one["images_per_s"].items())
+        for case, one in found["cases"].items()
+    )
+
+
 def faults(found: Mapping[str, Any]) -> str:
     return f"{found['lifted']} of {found['of']} cubes lifted"
 

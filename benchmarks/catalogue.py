@@ -191,6 +191,16 @@ ALL: Sequence[Benchmark] = (
         ("--rounds", "1"),
     ),
     Benchmark(
+        "data_loader",
+        "How many images a second does a dataset give to training?",
+        "Shuffled batches of two cameras of 480x640, beside LeRobot's loader in the same run on the same files. A "
+        "ratio of 2 means twice as many as LeRobot's. The target is 1.5.",
+        (3, 1),
+        answers.data,
+        ("--rounds", "2", "--batches", "12", "--episodes", "3"),
+        takes=LEROBOT,
+    ),
+    Benchmark(
         "demo_with_faults",
         "Does the arm hold and go on when something breaks?",
         "Twenty cubes of the demo; while it lifts each, a camera stalls, or the rooms' server or its gateway dies.",

@@ -33,9 +33,9 @@ import aiohttp
 import numpy as np
 
 from benchmarks.measured import RESULTS, ROOT, SHIPPED, write
-from service.demo.arm import HOME, HORIZON, RATE
-from service.demo.collect import CAMERA, FRAME
-from service.demo.robot import PERIOD, SETTLE, Body, Clock, Sessions
+from service.demo.arm import CAMERA, FRAME, HOME, HORIZON, RATE
+from service.demo.body import Body
+from service.demo.robot import PERIOD, SETTLE, Clock, Sessions
 from service.demo.units import JOINTS, to_wire
 from service.transport.base import Rooms
 from service.transport.pace import Pace
@@ -209,9 +209,9 @@ class Show:
         assert fault is not None, "the arm was never driven to the middle of its episode"
         assert breaking is not None
         await breaking
-        lifted = await self._body.is_lifted()
+        outcome = await self._body.outcome(1, seed, ticks)
         await self._sessions.post("stop")
-        return {"seed": seed, "lifted": lifted, "ticks": ticks, **asdict(fault)}
+        return {"seed": seed, "lifted": outcome.lifted, "ticks": ticks, **asdict(fault)}
 
     async def _tick(self, target: np.ndarray) -> None:
         pose, picture = await self._body.tick(target)

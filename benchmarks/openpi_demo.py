@@ -18,8 +18,7 @@ import numpy as np
 from benchmarks.cold_start import free_port
 from benchmarks.measured import RESULTS, SHIPPED, quietness, result, write
 from benchmarks.processes import call, child
-from service.demo.arm import HORIZON, Arm
-from service.demo.collect import CAMERA, FRAME
+from service.demo.arm import CAMERA, FRAME, HORIZON, Arm
 from service.doors.packing import pack_openpi, unpack
 
 PEER = Path(__file__).parent / "openpi_peer.py"

@@ -25,8 +25,7 @@ import numpy as np
 
 import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
-from service.demo.arm import HORIZON, RATE, Arm
-from service.demo.collect import CAMERA, FRAME
+from service.demo.arm import CAMERA, FRAME, HORIZON, RATE, Arm
 from service.demo.units import JOINTS, to_radians
 from service.motion.buffer import Buffer, Snapshot
 from service.motion.control import Control

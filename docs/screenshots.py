@@ -11,7 +11,8 @@ import aiohttp
 import numpy as np
 from playwright.async_api import Browser, Page, async_playwright
 
-from service.demo.collect import CAMERA
+from service.demo.arm import CAMERA
+from service.demo.request import Request
 from service.demo.show import Show, show
 from service.demo.units import JOINTS
 from service.transport.base import Rooms
@@ -24,11 +25,11 @@ BLIND = "arm-2"
 
 
 @asynccontextmanager
-async def playing(running: Show) -> AsyncIterator[None]:
+async def playing(running: Show, request: Request) -> AsyncIterator[None]:
     """The demo's arm picks up cubes meanwhile."""
 
     async def watch() -> None:
-        async for _ in running.views(seed=5000, episodes=0):
+        async for _ in running.views(request, seed=5000, episodes=0):
             pass
 
     task = asyncio.create_task(watch())
@@ -78,14 +79,14 @@ async def take(folder: Path) -> None:
     async with (
         async_playwright() as playwright,
         await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
-        show(POLICY) as running,
+        show() as running,
         aiohttp.ClientSession(trust_env=False) as http,
     ):
-        url = running.request.url
+        url = running.url
         page = await opened(browser, url, viewport=DESK)
         await page.screenshot(path=folder / "idle.png")
-        await running.create_session()
-        async with playing(running):
+        request = await running.create_session(POLICY)
+        async with playing(running, request):
             await page.wait_for_selector("#score:visible", timeout=60_000)
             await page.locator("#stage", has_text="running").wait_for()
             await asyncio.sleep(3.4)

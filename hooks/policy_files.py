@@ -12,6 +12,7 @@ POLICY_FILES = (
     "config.json",
     "model.safetensors",
     "robojax.json",
+    "tokenizer.json",
     "policy_preprocessor.json",
     "policy_postprocessor.json",
     "policy_preprocessor_step_*.safetensors",
