@@ -114,6 +114,7 @@ def _counts(session: Any) -> dict[str, int]:
         "starvations": control.starvations,
         "missed_ticks": control.missed_ticks,
         "late_actions": control.actions.late,
+        **{f"holds_{reason}": count for reason, count in control.holds.by_reason().items()},
         **{f"frames_{camera}": rate.count for camera, rate in session.drive.buffer.frames.items()},
     }
 
