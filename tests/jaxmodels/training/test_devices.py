@@ -16,6 +16,9 @@ from jaxmodels.errors import ConfigError
 from jaxmodels.training import TrainingConfig
 from jaxmodels.training.layout import find_layout
 
+# Programs are compiled here, which takes a slow machine a minute each.
+pytestmark = pytest.mark.timeout(600)
+
 # Wide enough that something is spread, without pictures and chance, which take long to compile.
 POLICY: dict[str, Any] = {
     "chunk_size": 4,
@@ -36,9 +39,6 @@ import jax
 from jaxmodels.data import open_dataset
 from jaxmodels.training import OptimizerConfig, SchedulerConfig, TrainingConfig, join, new_policy, train
 from jaxmodels.training.layout import Layout
-
-# Programs are compiled here, which takes a slow machine a minute each.
-pytestmark = pytest.mark.timeout(600)
 
 if {address!r}:
     join({address!r}, 2, int(sys.argv[1]))
