@@ -92,4 +92,6 @@ def sorted_out(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
                 kept.append(line)
         else:
             kept.append(line)
+    if named:  # they come after it: who has heard the end listens to no more
+        kept = [line for line in kept if line != "a=end-of-candidates"]
     return "\r\n".join(kept) + "\r\n", named

@@ -77,7 +77,7 @@ class Peer:
         self._pc.on("track", receive)
         plain, named = sorted_out(offer)
         await self._take(RTCSessionDescription(plain, "offer"))
-        _allow_loopback(self._pc)
+        _fit_gathering(self._pc)
         await self._gather()
         self.add_all(named)
         return self._description()
@@ -92,7 +92,7 @@ class Peer:
         transceiver.setCodecPreferences(vp8())
         fit_encoder(transceiver.sender, track)
         self.has_video = True
-        _allow_loopback(self._pc)
+        _fit_gathering(self._pc)
         await self._gather()
         return self._description()
 
@@ -183,10 +183,12 @@ class Peer:
         self.changed.set()
 
 
-def _allow_loopback(connection: RTCPeerConnection) -> None:
-    """Offer 127.0.0.1 on a machine that has no other address, as a laptop on a train or a container without network.
+def _fit_gathering(connection: RTCPeerConnection) -> None:
+    """Two things that aioice does otherwise, for each of the connection's transports.
 
-    aioice never offers it, and then two processes on such a machine could not see each other.
+    It never offers 127.0.0.1; a machine that has no other address, as a laptop on a train or a container without
+    network, does here, for otherwise two processes on it could not see each other. And it takes whatever address an
+    mDNS name is resolved to; here that is held to the rule for addresses that are given as such.
     """
     for transceiver in connection.getTransceivers():
         ice = transceiver.receiver.transport.transport.iceGatherer._connection
@@ -194,4 +196,11 @@ def _allow_loopback(connection: RTCPeerConnection) -> None:
         def gather(component: int, addresses: list[str], timeout: int = 5, plain=ice.get_component_candidates):
             return plain(component, addresses or ["127.0.0.1"], timeout)
 
+        def add(candidate: Any, host: str, plain=ice._add_remote_candidate) -> None:
+            if (why := refusal(host, candidate.port)) is not None:
+                log.info("candidate %r at %s not used: %s", candidate.host, host, why)
+            else:
+                plain(candidate, host)
+
         ice.get_component_candidates = gather
+        ice._add_remote_candidate = add

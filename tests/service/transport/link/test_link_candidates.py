@@ -1,9 +1,15 @@
 """Nothing is sent to addresses that are no robot's, whoever names them."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
+from aioice import ice
+from aiortc import RTCPeerConnection
 
 from service.transport.candidates import refusal, sorted_out
 from service.transport.peer import Peer
+from service.transport.video import Screen
 
 
 @pytest.mark.parametrize(
@@ -48,3 +54,34 @@ async def test_a_trickled_candidate_is_held_to_the_same() -> None:
         await peer._add({"candidate": f"candidate:1 1 udp 5 {host} 50000 typ host", "sdpMLineIndex": 0})
     assert added == ["192.168.1.7"]
     await peer.close()
+
+
+@pytest.mark.parametrize(("address", "is_used"), [("169.254.169.254", False), ("10.255.255.7", True)])
+async def test_what_a_name_is_resolved_to_is_held_to_the_same(
+    address: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody on the network may answer for a name of mDNS."""
+
+    async def resolve(name: str) -> str:
+        return address
+
+    async def protocol(subscriber: object) -> SimpleNamespace:
+        return SimpleNamespace(resolve=resolve, unsubscribe=lambda subscriber: None)
+
+    monkeypatch.setattr(ice, "get_or_create_mdns_protocol", protocol)
+    theirs = RTCPeerConnection()
+    theirs.addTransceiver("video")
+    await theirs.setLocalDescription(await theirs.createOffer())
+    peer = Peer(())
+    try:
+        named = "a=candidate:1 1 udp 5 abc.local 50000 typ host\r\na=end-of-candidates\r\n"
+        offer = theirs.localDescription.sdp.replace("a=end-of-candidates\r\n", named)
+        assert named in offer
+        await peer.answer(offer, Screen(lambda image, at: None, lambda error: None))
+        await asyncio.gather(*peer._adding)
+        (connection,) = {one.receiver.transport.transport.iceGatherer._connection for one in peer._pc.getTransceivers()}
+        found = {candidate._network_host for candidate in connection._remote_candidates}
+        assert (address in found) is is_used
+    finally:
+        await peer.close()
+        await theirs.close()
