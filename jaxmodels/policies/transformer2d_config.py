@@ -6,19 +6,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.features import ACTION, ENVIRONMENT_STATE, MODES, STATE, TYPES, Feature
-from jaxmodels.layers.resnet import RESNETS
+from jaxmodels.features import ENVIRONMENT_STATE, STATE, Feature
 from jaxmodels.policies.fields import dump_fields, read_fields
+from jaxmodels.policies.policy_config import BACKBONES, SMALL_CNN, PolicyConfig
 from jaxmodels.text.config import TextConfig
 
-SMALL_CNN = "small_cnn"
-BACKBONES = (*RESNETS, SMALL_CNN)
 SCHEDULERS = ("constant", "cosine")
 Config = TypeVar("Config", bound="Transformer2dPolicyConfig")
 
 
 @dataclass(frozen=True)
-class Transformer2dPolicyConfig:
+class Transformer2dPolicyConfig(PolicyConfig):
     """Fields that diffusion2d and tokens2d share, by LeRobot's names where LeRobot has them.
 
     Attributes:
@@ -88,12 +86,10 @@ class Transformer2dPolicyConfig:
 
     def __post_init__(self) -> None:
         wrong = [
-            f"{name} is {value!r}; wanted an integer of {least} or more"
-            for names, least in ((self.counts, 1), (("n_encoder_layers", "scheduler_warmup_steps"), 0))
-            for name, value in ((name, getattr(self, name)) for name in names)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least
+            *self.wrong_counts(self.counts),
+            *self.wrong_counts(("n_encoder_layers", "scheduler_warmup_steps"), 0),
         ]
-        wrong = wrong or [*self._wrong_numbers(), *self._wrong_training(), *self._wrong_features(), *self.complaints()]
+        wrong = wrong or [*self._wrong_numbers(), *self._wrong_training(), *self.wrong_features(), *self.complaints()]
         if wrong:
             raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
 
@@ -127,14 +123,8 @@ class Transformer2dPolicyConfig:
             wrong.append(f"optimizer_betas is {self.optimizer_betas!r}; wanted two numbers of 0 or more, below 1")
         return wrong
 
-    def _wrong_features(self) -> list[str]:
-        wrong = [
-            f"normalization_mapping has {kind}: {mode}; wanted types {', '.join(TYPES)} and modes {', '.join(MODES)}"
-            for kind, mode in self.normalization_mapping
-            if kind not in TYPES or mode not in MODES
-        ]
-        if not any(feature.name == ACTION and feature.type == "ACTION" for feature in self.output_features):
-            wrong.append(f"output_features has no feature {ACTION!r} of type ACTION")
+    def wrong_features(self) -> list[str]:
+        wrong = super().wrong_features()
         for kind, name in (("STATE", STATE), ("ENV", ENVIRONMENT_STATE)):
             found = [feature.name for feature in self.input_features if feature.type == kind]
             if found not in ([], [name]):
@@ -149,21 +139,8 @@ class Transformer2dPolicyConfig:
         return [] if value in known else [f"{name} is {value!r}; known: {', '.join(known)}"]
 
     @property
-    def cameras(self) -> tuple[Feature, ...]:
-        """Image features in the order of their tokens."""
-        return tuple(feature for feature in self.input_features if feature.type == "VISUAL")
-
-    @property
     def state(self) -> Feature | None:
         return next((f for f in self.input_features if f.type == "STATE"), None)
-
-    @property
-    def environment_state(self) -> Feature | None:
-        return next((f for f in self.input_features if f.type == "ENV"), None)
-
-    @property
-    def action(self) -> Feature:
-        return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
 
     def architecture(self: Config) -> Config:
         """The config with every indifferent field at its default: equal ones share programs."""

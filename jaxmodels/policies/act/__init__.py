@@ -7,8 +7,9 @@ from types import MappingProxyType
 
 from jaxmodels.policies import PolicyType
 from jaxmodels.policies.act import folding, names, serving
-from jaxmodels.policies.act.config import SMALL_CNN, ActConfig
+from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
+from jaxmodels.policies.policy_config import SMALL_CNN
 
 POLICY = PolicyType(
     config=ActConfig.from_json,

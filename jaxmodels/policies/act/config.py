@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.features import ACTION, ENVIRONMENT_STATE, MODES, STATE, TYPES, Feature
+from jaxmodels.features import ENVIRONMENT_STATE, STATE, Feature
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.resnet import RESNETS
 from jaxmodels.policies.fields import dump_fields, read_fields
-
-SMALL_CNN = "small_cnn"
-BACKBONES = (*RESNETS, SMALL_CNN)
+from jaxmodels.policies.policy_config import BACKBONES, PolicyConfig
 
 DEFAULT_NORMALIZATION = (("VISUAL", "MEAN_STD"), ("STATE", "MEAN_STD"), ("ACTION", "MEAN_STD"))
 COUNTS = (
@@ -29,7 +27,7 @@ COUNTS = (
 
 
 @dataclass(frozen=True)
-class ActConfig:
+class ActConfig(PolicyConfig):
     """LeRobot's `ACTConfig`, field by field (lerobot/policies/act/configuration_act.py).
 
     Differences: features are tuples, because their order is the order of the tokens; `vision_backbone` may also be
@@ -77,18 +75,12 @@ class ActConfig:
     optimizer_lr_backbone: float = 1e-5
 
     def __post_init__(self) -> None:
-        wrong = [*self._wrong_numbers(), *self._wrong_features()]
+        wrong = [*self._wrong_numbers(), *self.wrong_features()]
         if wrong:
             raise ConfigError("ACT config: " + "; ".join(wrong))
 
     def _wrong_numbers(self) -> list[str]:
-        wrong = [
-            f"{name} is {getattr(self, name)!r}; wanted an integer of 1 or more"
-            for name in COUNTS
-            if isinstance(getattr(self, name), bool)
-            or not isinstance(getattr(self, name), int)
-            or getattr(self, name) < 1
-        ]
+        wrong = self.wrong_counts(COUNTS)
         if wrong:
             return wrong
         if self.n_obs_steps != 1:
@@ -111,14 +103,8 @@ class ActConfig:
             wrong.append("use_peft is true; merge the adapter into the weights first")
         return wrong
 
-    def _wrong_features(self) -> list[str]:
-        wrong = [
-            f"normalization_mapping has {kind}: {mode}; wanted types {', '.join(TYPES)} and modes {', '.join(MODES)}"
-            for kind, mode in self.normalization_mapping
-            if kind not in TYPES or mode not in MODES
-        ]
-        if not any(feature.name == ACTION and feature.type == "ACTION" for feature in self.output_features):
-            wrong.append(f"output_features has no feature {ACTION!r} of type ACTION")
+    def wrong_features(self) -> list[str]:
+        wrong = super().wrong_features()
         environments = [feature.name for feature in self.input_features if feature.type == "ENV"]
         if environments not in ([], [ENVIRONMENT_STATE]):
             wrong.append(f"features of type ENV are {environments}; wanted at most one, {ENVIRONMENT_STATE!r}")
@@ -145,22 +131,9 @@ class ActConfig:
         """It reads no language."""
 
     @property
-    def cameras(self) -> tuple[Feature, ...]:
-        """Image features in the order of their tokens."""
-        return tuple(feature for feature in self.input_features if feature.type == "VISUAL")
-
-    @property
     def state(self) -> Feature | None:
         """The robot's state; like LeRobot, only under its usual name."""
         return next((f for f in self.input_features if f.type == "STATE" and f.name == STATE), None)
-
-    @property
-    def environment_state(self) -> Feature | None:
-        return next((f for f in self.input_features if f.type == "ENV"), None)
-
-    @property
-    def action(self) -> Feature:
-        return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ActConfig":

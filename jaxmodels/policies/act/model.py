@@ -16,8 +16,9 @@ from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
 from jaxmodels.layers.norm import Buffer
 from jaxmodels.layers.resnet import ResNet
 from jaxmodels.layers.small_cnn import SmallCnn
-from jaxmodels.policies.act.config import SMALL_CNN, ActConfig
+from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.transformer import Decoder, Encoder
+from jaxmodels.policies.policy_config import SMALL_CNN
 from jaxmodels.types import Observation
 
 _embedding_init = nnx.initializers.normal(1.0)

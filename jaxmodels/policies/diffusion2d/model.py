@@ -13,22 +13,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmodels.policies.diffusion2d.config import Diffusion2dConfig
 from jaxmodels.policies.diffusion2d.noising import noisy
-from jaxmodels.policies.observation_tokens import ObservationTokens
-from jaxmodels.text import text_encoder
+from jaxmodels.policies.transformer2d_policy import Transformer2dPolicy
 from jaxmodels.transformer2d import Conditioning, Modulations, Transformer2DModel
 from jaxmodels.transformer2d.block import Seen
-from jaxmodels.types import Language, Observation
+from jaxmodels.types import Observation
 
 
-class Diffusion2d(nnx.Module):
+class Diffusion2d(Transformer2dPolicy):
     """Velocity (flow), or noise, chunk or velocity (diffusion), of a normalised chunk for a normalised observation."""
 
     def __init__(self, config: Diffusion2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         width, action = config.dim_model, config.action.shape[0]
+        super().__init__(config, dtype=dtype, rngs=rngs)
         self.config = config
-        self.observation_tokens = ObservationTokens(config, dtype=dtype, rngs=rngs)
-        if config.text_encoder is not None:
-            self.text = text_encoder(config.text_encoder, rngs=rngs)
         self.transformer = Transformer2DModel(
             num_attention_heads=config.n_heads,
             attention_head_dim=width // config.n_heads,
@@ -50,14 +47,6 @@ class Diffusion2d(nnx.Module):
             rngs=rngs,
         )
         begin_plain(self.transformer)
-
-    def read(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Language:
-        """What an instruction says, for observations of this policy.
-
-        Args:
-            ids, mask: of the tokenizer.
-        """
-        return Language(self.text(ids, mask), mask)
 
     def loss(
         self,

@@ -1,47 +1,26 @@
 """A chunk out of noise, sampled in one program; when there is a plan, one that continues it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax import lax
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from jaxmodels.checkpoints.layouts import SAME, Tensor
 from jaxmodels.policies.diffusion2d.config import Diffusion2dConfig
 from jaxmodels.policies.diffusion2d.model import Diffusion2d, modulations_at, predict
+from jaxmodels.policies.transformer2d_policy import assemble
 from jaxmodels.samplers import FlowSchedule, begin_with, continuing, ddim, flow_euler, flow_heun, given
 from jaxmodels.transformer2d import Modulations, Transformer2DModel
 from jaxmodels.transformer2d.block import Seen
-from jaxmodels.types import Language, Observation, Prefix
-from jaxmodels.weights import blueprint
-
-
-def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
-    """LeRobot has no such policy: its file has our names and layouts, under ``model`` as all of LeRobot's."""
-    return tuple(Tensor(f"model.{name}", (name,), SAME) for name in names)
-
-
-def prepare(config: Diffusion2dConfig, weights: Mapping[str, np.ndarray], platform: str) -> dict[str, np.ndarray]:
-    """The weights as they are."""
-    del config, platform
-    return dict(weights)
-
-
-def read(
-    config: Diffusion2dConfig, weights: Mapping[str, Array], ids: Int[Array, "b n"], mask: Bool[Array, "b n"]
-) -> Language:
-    """What an instruction says: the text encoder, which is no part of `act`."""
-    return _model(config, weights).read(ids, mask)
+from jaxmodels.types import Observation, Prefix
 
 
 def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
     """A normalised chunk for a normalised observation; each member's depends on nothing but its own."""
-    model = _model(config, weights)
+    model = assemble(Diffusion2d, config, weights)
     transformer, schedule, steps = model.transformer, config.schedule, config.num_inference_steps
     tokens, mask = model.observation_tokens(observation)
     context = transformer.prepare_context(tokens)
@@ -67,11 +46,6 @@ def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Ob
         times = jnp.asarray(schedule.euler_rows(steps).timestep)
         chunk = flow_euler(denoise, shape, key, schedule, extras=modulate(times), **options)
     return chunk if prefix is None else begin_with(prefix, chunk)
-
-
-def _model(config: Diffusion2dConfig, weights: Mapping[str, Array]) -> Diffusion2d:
-    dtype = next(iter(weights.values())).dtype
-    return blueprint(lambda: Diffusion2d(config, dtype=dtype, rngs=nnx.Rngs(0))).assemble(weights)
 
 
 def _going_on(config: Diffusion2dConfig, denoise: Partial, knowing: Partial | None, prefix: Prefix) -> Partial:

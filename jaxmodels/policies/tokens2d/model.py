@@ -15,14 +15,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmodels.policies.observation_tokens import ObservationTokens
 from jaxmodels.policies.tokens2d.bins import quantise, spread_over
 from jaxmodels.policies.tokens2d.config import Tokens2dConfig
 from jaxmodels.policies.tokens2d.masking import hide
-from jaxmodels.text import text_encoder
+from jaxmodels.policies.transformer2d_policy import Transformer2dPolicy
 from jaxmodels.transformer2d import Conditioning, Transformer2DModel
 from jaxmodels.transformer2d.block import Seen
-from jaxmodels.types import Language, Observation
+from jaxmodels.types import Observation
 
 
 class Context(NamedTuple):
@@ -49,14 +48,12 @@ def bin_embeddings(bins: int, width: int, seed: Array) -> Float[Array, "{bins} {
     return np.float32(np.sqrt(2)) * jnp.sin(2 * np.pi * (cycles * place + phase))
 
 
-class Tokens2d(nnx.Module):
+class Tokens2d(Transformer2dPolicy):
     """Log-probabilities of the tokens of a normalised chunk, for a normalised observation."""
 
     def __init__(self, config: Tokens2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
         self.config = config
-        self.observation_tokens = ObservationTokens(config, dtype=dtype, rngs=rngs)
-        if config.text_encoder is not None:
-            self.text = text_encoder(config.text_encoder, rngs=rngs)
         self.transformer = Transformer2DModel(
             num_attention_heads=config.n_heads,
             attention_head_dim=config.dim_model // config.n_heads,
@@ -73,10 +70,6 @@ class Tokens2d(nnx.Module):
         table = self.transformer.latent_image_embedding.emb.embedding
         waves = bin_embeddings(config.bins, config.dim_model, rngs.params())
         table[...] = table[...].at[:-1].set(waves.astype(table.dtype))
-
-    def read(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Language:
-        """What the text encoder makes of an instruction."""
-        return Language(self.text(ids, mask), mask)
 
     def look(self, observation: Observation) -> Context:
         """What does not change from pass to pass."""

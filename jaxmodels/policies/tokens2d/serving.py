@@ -1,22 +1,19 @@
 """A chunk out of masked tokens, decoded in a few passes in one program; a plan's first actions are known tokens."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxmodels.checkpoints.layouts import SAME, Tensor
 from jaxmodels.policies.tokens2d.bins import expectation, quantise
 from jaxmodels.policies.tokens2d.config import Tokens2dConfig
 from jaxmodels.policies.tokens2d.model import Tokens2d, from_pixels, predict, to_pixels
+from jaxmodels.policies.transformer2d_policy import assemble
 from jaxmodels.samplers import begin_with, maskgit
-from jaxmodels.types import Language, Observation
-from jaxmodels.weights import blueprint
+from jaxmodels.types import Observation
 
 
 class Decoded(NamedTuple):
@@ -34,24 +31,6 @@ class Decoded(NamedTuple):
     ids: Int[Array, "b t a"]
 
 
-def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
-    """LeRobot has no such policy: its file has our names and layouts, under ``model`` as all of LeRobot's."""
-    return tuple(Tensor(f"model.{name}", (name,), SAME) for name in names)
-
-
-def prepare(config: Tokens2dConfig, weights: Mapping[str, np.ndarray], platform: str) -> dict[str, np.ndarray]:
-    """The weights as they are."""
-    del config, platform
-    return dict(weights)
-
-
-def read(
-    config: Tokens2dConfig, weights: Mapping[str, Array], ids: Int[Array, "b n"], mask: Bool[Array, "b n"]
-) -> Language:
-    """What the policy's text encoder makes of an instruction."""
-    return _model(config, weights).read(ids, mask)
-
-
 def act(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
     """A normalised chunk for a normalised observation; each member's depends on nothing but its own."""
     return decode(config, weights, observation).actions
@@ -59,7 +38,7 @@ def act(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Obser
 
 def decode(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Observation) -> Decoded:
     """The same, and what it was made of."""
-    model = _model(config, weights)
+    model = assemble(Tokens2d, config, weights)
     context = model.look(observation)
     batch = jax.tree.leaves(observation)[0].shape[0]
     shape = (batch, config.chunk_size, config.action.shape[0])
@@ -83,8 +62,3 @@ def decode(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Ob
     confidence = jnp.minimum(confidence, 1)  # of known tokens there is no distribution: all its logarithms are 0
     values, confidence, ids = (from_pixels(array, shape[1]) for array in (values, confidence, found.ids))
     return Decoded(values if prefix is None else begin_with(prefix, values), confidence, ids)
-
-
-def _model(config: Tokens2dConfig, weights: Mapping[str, Array]) -> Tokens2d:
-    dtype = next(iter(weights.values())).dtype
-    return blueprint(lambda: Tokens2d(config, dtype=dtype, rngs=nnx.Rngs(0))).assemble(weights)

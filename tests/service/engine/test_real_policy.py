@@ -15,9 +15,10 @@ from jaxmodels.checkpoints import lerobot
 from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
 from jaxmodels.features import ACTION, STATE, Feature
 from jaxmodels.normalization import from_stats
-from jaxmodels.policies.act.config import SMALL_CNN, ActConfig
+from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.policy_config import SMALL_CNN
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from jaxmodels.weights import blueprint, flatten
 from service.engine.engine import Engine
