@@ -3,8 +3,9 @@
 Names are looked up when first used, so that importing this package does not import JAX.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxmodels.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.description import read_requirements
@@ -40,13 +41,4 @@ _HOMES = {
     "load_policy": "jaxmodels.loading",
     "read_requirements": "jaxmodels.description",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

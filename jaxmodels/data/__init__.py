@@ -3,8 +3,9 @@
 Names are looked up when first used, so that importing this package imports neither pyarrow nor PyAV.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from jaxmodels.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.data.dataset import Dataset, open_dataset
@@ -29,19 +30,14 @@ _HOMES = {
     "open_dataset": "jaxmodels.data.dataset",
     "resize_frames": "jaxmodels.data.frames",
 }
+_find, __dir__ = lazy_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(_HOMES[name]), name)
+        return _find(name)
     except ModuleNotFoundError as error:
         if error.name not in ("av", "pyarrow"):
             raise
         text = f"datasets need the package {error.name}: pip install 'robojax[training]'"
         raise ModuleNotFoundError(text, name=error.name) from error
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -3,10 +3,12 @@
 Names are looked up when first used, so that importing this package does not import JAX.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxmodels.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from jaxmodels.policies import policy_types
     from jaxmodels.training.augmentation import ImageTransforms, Transform, parse_transforms
     from jaxmodels.training.config import TrainingConfig
     from jaxmodels.training.curve import draw_curve
@@ -31,36 +33,29 @@ __all__ = [
     "optimizer_preset",
     "parse_transforms",
     "policy_fields",
+    "policy_types",
     "scheduler_preset",
     "train",
     "trained_policy",
 ]
 
 _HOMES = {
-    "ImageTransforms": "augmentation",
-    "OptimizerConfig": "optimizers",
-    "Progress": "reports",
-    "SchedulerConfig": "schedules",
-    "Start": "start",
-    "TrainingConfig": "config",
-    "Transform": "augmentation",
-    "draw_curve": "curve",
-    "join": "layout",
-    "new_policy": "start",
-    "optimizer_preset": "optimizers",
-    "parse_transforms": "augmentation",
-    "policy_fields": "start",
-    "scheduler_preset": "schedules",
-    "train": "loop",
-    "trained_policy": "start",
+    "ImageTransforms": "jaxmodels.training.augmentation",
+    "OptimizerConfig": "jaxmodels.training.optimizers",
+    "Progress": "jaxmodels.training.reports",
+    "SchedulerConfig": "jaxmodels.training.schedules",
+    "Start": "jaxmodels.training.start",
+    "TrainingConfig": "jaxmodels.training.config",
+    "Transform": "jaxmodels.training.augmentation",
+    "draw_curve": "jaxmodels.training.curve",
+    "join": "jaxmodels.training.layout",
+    "new_policy": "jaxmodels.training.start",
+    "optimizer_preset": "jaxmodels.training.optimizers",
+    "parse_transforms": "jaxmodels.training.augmentation",
+    "policy_fields": "jaxmodels.training.start",
+    "policy_types": "jaxmodels.policies",
+    "scheduler_preset": "jaxmodels.training.schedules",
+    "train": "jaxmodels.training.loop",
+    "trained_policy": "jaxmodels.training.start",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -3,8 +3,9 @@
 Names are looked up when first used: checkpoints need the config of a model that is itself loaded from checkpoints.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxmodels.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.transformer2d.compiled import CompiledTransformer2D
@@ -22,20 +23,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CompiledTransformer2D": "compiled",
-    "Conditioning": "conditioning",
-    "Modulations": "conditioning",
-    "Transformer2DConfig": "config",
-    "Transformer2DModel": "model",
-    "Transformer2DModelOutput": "model",
+    "CompiledTransformer2D": "jaxmodels.transformer2d.compiled",
+    "Conditioning": "jaxmodels.transformer2d.conditioning",
+    "Modulations": "jaxmodels.transformer2d.conditioning",
+    "Transformer2DConfig": "jaxmodels.transformer2d.config",
+    "Transformer2DModel": "jaxmodels.transformer2d.model",
+    "Transformer2DModelOutput": "jaxmodels.transformer2d.model",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
