@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from service.cli.failure import Code, fail
-from service.cli.train_flags import Given, WrongFlags, policy_values, read_flags
+from service.cli.train_flags import Given, WrongFlags, check_fields, policy_values, read_flags
 from service.cli.train_table import FLAGS, POLICY_PREFIX
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def train(context: typer.Context) -> None:
         raise typer.Exit(0 if context.args else Code.USAGE)
     try:
         given = read_flags(context.args)
+        _check_fields(given)
         _check(given.values)
     except WrongFlags as error:
         fail(Code.USAGE, "flags that cannot be read", str(error), "see robojax train --help")
@@ -88,6 +89,19 @@ def _run(given: Given, output: Path) -> None:
             on_decoding=shown.decoding,
         )
         shown.end(folder, output)
+
+
+def _check_fields(given: Given) -> None:
+    """Before anything is missed: what is missing may be there, misspelt. And before a dataset is fetched."""
+    if not given.policy:
+        return
+    from jaxmodels.training import policy_fields, policy_types
+
+    # A policy to go on with says its type itself, later; without one that there is, any may be meant.
+    kind = given.values.get("policy.type")
+    known = [kind] if kind in policy_types() else policy_types()
+    fields = [name for each in known for name in policy_fields(each)]
+    check_fields(given.policy, fields, kind if kind in known else None)
 
 
 def _check(values: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The flags of ``robojax train``, read strictly: a name that is not known is refused with the nearest one."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -65,6 +65,21 @@ def read_flags(arguments: Sequence[str]) -> Given:
     return Given(values, policy)
 
 
+def check_fields(texts: Mapping[str, str], fields: Iterable[str], type_name: str | None) -> None:
+    """Refuses flags of a policy that are neither a field that it may have nor in the table.
+
+    Args:
+        texts: of `Given`.
+        fields: of the policy's type, or of every type that it may be of.
+        type_name: None when that is not known yet.
+
+    Raises:
+        WrongFlags: such flags, and the nearest of both kinds.
+    """
+    flags = (name.removeprefix(POLICY_PREFIX) for name in FLAGS if name.startswith(POLICY_PREFIX))
+    _refuse_unknown(texts, dict.fromkeys((*flags, *fields)), type_name)
+
+
 def policy_values(texts: Mapping[str, str], kinds: Mapping[str, str], type_name: str) -> dict[str, Any]:
     """Fields of a policy's config, as ``config.json`` would have them.
 
@@ -75,13 +90,7 @@ def policy_values(texts: Mapping[str, str], kinds: Mapping[str, str], type_name:
     Raises:
         WrongFlags: fields that this type does not have.
     """
-    unknown = [
-        f"--{POLICY_PREFIX}{name} is not known of {type_name}{nearest(name, kinds, POLICY_PREFIX)}"
-        for name in texts
-        if name not in kinds
-    ]
-    if unknown:
-        raise WrongFlags("\n".join(unknown))
+    _refuse_unknown(texts, kinds, type_name)
     return {name: _json(text, kinds[name]) for name, text in texts.items()}
 
 
@@ -91,6 +100,17 @@ def nearest(name: str, known: Mapping[str, Any], prefix: str = "") -> str:
     found = get_close_matches(name, known, 2, 0.7) or [one for one in known if one.split(".")[-1] == name][:2]
     found = found or get_close_matches(name, known, 2, 0.5)
     return f"; did you mean {' or '.join(f'--{prefix}{one}' for one in found)}?" if found else "; see --help"
+
+
+def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any], type_name: str | None) -> None:
+    where = f" of {type_name}" if type_name else ""
+    unknown = [
+        f"--{POLICY_PREFIX}{name} is not known{where}{nearest(name, known, POLICY_PREFIX)}"
+        for name in names
+        if name not in known
+    ]
+    if unknown:
+        raise WrongFlags("\n".join(unknown))
 
 
 def _read(flag: Flag, text: str | None) -> Any:

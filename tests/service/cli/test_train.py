@@ -87,6 +87,29 @@ def test_flags_that_do_not_go_together_are_a_usage_error(arguments: list[str], c
     assert complaint in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--policy.tpye=act"], "--policy.tpye is not known; did you mean --policy.type?"),
+        (["--policy.pth=me/it", "--datset.root=x"], "--datset.root is not known; did you mean --dataset.root?"),
+        (["--policy.tpye=act", "--dataset.root=/nowhere"], "--policy.tpye is not known; did you mean --policy.type?"),
+        (["--policy.type=act", "--policy.chunk_sze=4"], "of act; did you mean --policy.chunk_size?"),
+        (["--policy.type=act", "--policy.bins=4"], "--policy.bins is not known of act"),
+        (["--policy.path=me/it", "--policy.revison=main"], "did you mean --policy.revision?"),
+    ],
+)
+def test_an_unknown_flag_is_answered_before_what_is_missing(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.split())
+    assert "wanted" not in result.output
+
+
+def test_fields_of_any_policy_pass_until_its_type_is_known() -> None:
+    result = CliRunner().invoke(app, ["--policy.bins=4", "--policy.kl_weight=1"])
+    assert "wanted one of --policy.type" in result.output
+
+
 def test_help_lists_every_flag_and_the_fields_of_a_policy() -> None:
     result = CliRunner().invoke(app, ["--help", "--policy.type=act"])
     assert result.exit_code == 0
