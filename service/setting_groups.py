@@ -1,76 +1,13 @@
 """The groups of settings, as they stand in the help and in the file; each setting is in exactly one of them."""
 
-import json
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import Field, FiniteFloat
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from service.setting_values import Counts, Names, Ranges, Seconds, Sources, Steps
 
 PREFIX = "ROBOJAX_"
-
-
-def _split(value: object) -> object:
-    """``a, b`` as flags and the environment say it; a TOML array passes."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-def _from_json(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"JSON ({error})") from error
-
-
-def _ranges(value: Mapping[str, tuple[float, float]]) -> Mapping[str, tuple[float, float]]:
-    empty = sorted(name for name, (low, high) in value.items() if not low < high)
-    if empty:
-        raise ValueError(f"low below high for {', '.join(empty)}")
-    return value
-
-
-def _sources(value: object) -> object:
-    """``name=path[@revision]`` once per model, as flags say it or with commas between; a TOML table passes."""
-    if isinstance(value, str):
-        value = _split(value)
-    if isinstance(value, list | tuple):
-        pairs = [(name, path) for name, _, path in (str(part).partition("=") for part in value)]
-        names = [name for name, _ in pairs]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"each name once, not {', '.join(twice)} twice")
-        value = dict(pairs)
-    if not isinstance(value, Mapping):
-        raise ValueError("name=path or name=path@revision")
-    return {str(name): _source(str(name), source) for name, source in value.items()}
-
-
-def _source(name: str, source: object) -> object:
-    if not isinstance(source, str):
-        return source  # read already
-    if not MODEL_NAME.fullmatch(name):
-        raise ValueError("name=path with a name of 1 to 64 letters, digits, '_', '.' or '-' (not only dots)")
-    path, _, revision = source.strip().rpartition("@") if "@" in source else (source.strip(), "", "")
-    if not path or Path(source.strip()).expanduser().exists():
-        path, revision = source.strip(), ""
-    if not path:
-        raise ValueError(f"a path or a repo id after {name}=")
-    return (path, revision or None)
-
-
-MODEL_NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,64}")
-Sources = Annotated[Mapping[str, tuple[str, str | None]], NoDecode, BeforeValidator(_sources)]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=512)], ...], NoDecode, BeforeValidator(_split)]
-Ranges = Annotated[
-    Mapping[str, tuple[FiniteFloat, FiniteFloat]], NoDecode, BeforeValidator(_from_json), AfterValidator(_ranges)
-]
-Seconds = Annotated[FiniteFloat, Field(gt=0)]
-Step = Annotated[FiniteFloat, Field(gt=0)]
-Steps = Annotated[Step | Mapping[str, Step] | None, NoDecode, BeforeValidator(_from_json)]
 
 
 class Group(BaseSettings):

@@ -8,33 +8,19 @@ import asyncio
 import logging
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from socket import IPPROTO_TCP, TCP_NODELAY
 from typing import Any, cast
 
-import numpy as np
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
-from service.doors.frames import (
-    BINARY,
-    CLOSE,
-    PING,
-    PONG,
-    TEXT,
-    BadFrame,
-    Head,
-    build_head,
-    read_close,
-    read_head,
-    unmask,
-)
+from service.doors.frames import BINARY, CLOSE, PING, PONG, TEXT, BadFrame, build_head, read_close
+from service.doors.incoming import Incoming
 from service.edge.punctual import PunctualProtocol
 
 log = logging.getLogger(__name__)
 
-_SCRATCH = 2048  # bytes that heads and short messages are read into
 _AT_ONCE = 8  # frames read at a stretch; a flood of pings keeps no robot waiting
 _FRAMES, _FRAMES_PER_SECOND = 2000.0, 1000.0  # all at once, and as many in the long run
 _WAITING = 2  # messages that may wait to be taken before nothing more is read
@@ -82,25 +68,12 @@ class DoorSocket(asyncio.BufferedProtocol):
         self._gone = gone
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._scratch = bytearray(_SCRATCH)
-        self._view = memoryview(self._scratch)
-        self._start = self._end = 0
-        self._head: Head | None = None
-        self._data = np.empty(0, np.uint8)
-        self._target = memoryview(b"")
-        self._filled = 0
-        self._parts: list[np.ndarray] = []
-        self._kind = 0
-        self._begun_at = self.heard_at
+        self._incoming = Incoming(limits.bytes, limits.text, self._control)
         self._early = memoryview(b"")
-        self._messages: deque[memoryview | str] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_closing = self._is_lost = self._is_waiting = self._is_pausing = False
-        # Nothing that it still sends is looked at: it said goodbye, or cannot be understood any more.
-        self._is_over = False
         self._frames, self._frames_at = _FRAMES, self.heard_at
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._pinged_at = 0.0
         self.lost: asyncio.Future[None] = self._loop.create_future()
 
     @classmethod
@@ -133,24 +106,14 @@ class DoorSocket(asyncio.BufferedProtocol):
         self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._beat)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: what is missing of a message, else a place for heads."""
-        if self._head is not None and len(self._target) > self._filled:
-            return self._target[self._filled :]
-        return self._view[self._end :]
+        """Where the next bytes go."""
+        return self._incoming.place()
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many came."""
         self.heard_at = time.monotonic()
-        if self._is_over:
-            return
-        if self._head is not None and len(self._target) > self._filled:
-            self._filled += nbytes
-            if self._filled < len(self._target):
-                return
-            self._understand(self._finish_frame)
-        else:
-            self._end += nbytes
-        self._read()
+        if not self._incoming.is_over and self._understand(lambda: self._incoming.put(nbytes)):
+            self._read()
 
     def eof_received(self) -> bool:
         """The peer sends no more: the connection ends."""
@@ -170,7 +133,7 @@ class DoorSocket(asyncio.BufferedProtocol):
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        self._parts.clear()
+        self._end_reading()
         self._wake()
         if not self.lost.done():
             self.lost.set_result(None)
@@ -180,86 +143,35 @@ class DoorSocket(asyncio.BufferedProtocol):
 
     def _read(self) -> None:
         """Read what lies in the scratch."""
-        count = 0
-        while count < _AT_ONCE and len(self._messages) < _WAITING and self._understand(self._next_frame):
+        incoming, count = self._incoming, 0
+        while count < _AT_ONCE and len(incoming.messages) < _WAITING and self._understand(self._next_frame):
             count += 1
-            if self._head is not None:
+            if incoming.is_in_frame:
                 break  # the rest of its data is read into its own place
-        self._tidy()
+        incoming.tidy()
         self._breathe(count)
 
     def _understand(self, read: Callable[[], bool]) -> bool:
         """What ``read`` returns; False when it makes no sense, which is the end, or when the end was before."""
+        if self._incoming.is_over:
+            return False
         try:
-            return not (self._is_over or self._is_lost) and read()
+            is_read = read()
         except BadFrame as error:
             log.info("a door's socket is closed: %s", error)
             self.close(error.code, str(error))
             self._end_reading()
             return False
+        if self._incoming.messages:
+            self._wake()
+        return is_read
 
     def _next_frame(self) -> bool:
-        """Begin the next one; False when not even its head is there."""
-        head = read_head(self._view[self._start : self._end])
-        if head is not None:
-            self._begin_frame(head)
-        return head is not None
+        return self._incoming.next_frame(self.heard_at)
 
     def _end_reading(self) -> None:
-        self._is_over = True
-        self._start = self._end = self._kind = 0
-        self._head, self._target, self._early = None, memoryview(b""), memoryview(b"")
-        self._parts.clear()
-
-    def _begin_frame(self, head: Head) -> None:
-        if not head.is_control:
-            if not self._kind:
-                self._begun_at = self.heard_at
-            if (head.opcode == 0) != bool(self._kind):
-                raise BadFrame(1002, "a part of a message out of turn")
-            held = sum(len(part) for part in self._parts)
-            most = self._limits.text if TEXT in (self._kind, head.opcode) else self._limits.bytes
-            if head.length + held > most:
-                raise BadFrame(1009, f"a message of more than {most} bytes")
-        self._head = head
-        self._data = np.empty(head.length, np.uint8)
-        self._target = self._data.data
-        self._start += head.size
-        there = min(self._end - self._start, head.length)
-        self._target[:there] = self._view[self._start : self._start + there]
-        self._start += there
-        self._filled = there
-        if there == head.length:
-            self._finish_frame()
-
-    def _finish_frame(self) -> bool:
-        head, data = self._head, self._data
-        assert head is not None
-        self._head, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
-        unmask(data, head.mask)
-        if head.is_control:
-            self._control(head.opcode, data.tobytes())
-            return True
-        self._kind = self._kind or head.opcode
-        self._parts.append(data)
-        if len(self._parts) > 64:
-            raise BadFrame(1009, "a message in more than 64 parts")
-        if not head.is_final:
-            return True
-        kind, parts = self._kind, self._parts
-        self._kind, self._parts = 0, []
-        if self._is_closing:
-            return True
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if kind == TEXT:
-            try:
-                self._messages.append(whole.tobytes().decode())
-            except UnicodeDecodeError:
-                raise BadFrame(1007, "text is not UTF-8") from None
-        else:
-            self._messages.append(whole.data)
-        self._wake()
-        return True
+        self._incoming.end()
+        self._early = memoryview(b"")
 
     def _control(self, opcode: int, data: bytes) -> None:
         if opcode == PING:
@@ -273,23 +185,14 @@ class DoorSocket(asyncio.BufferedProtocol):
             if self._transport is not None:
                 self._transport.close()
 
-    def _tidy(self) -> None:
-        """What is left of the scratch moves to its beginning, so that there is room behind it."""
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start:
-            rest = bytes(self._view[self._start : self._end])
-            self._view[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
-
     def _breathe(self, count: int) -> None:
         """Read on at once, in a while, or when a message was taken."""
         now = time.monotonic()
         self._frames = min(self._frames + (now - self._frames_at) * _FRAMES_PER_SECOND, _FRAMES) - count
         self._frames_at = now
-        if self._transport is None or self._is_over or self._is_lost:
+        if self._transport is None or self._incoming.is_over:
             return
-        if len(self._messages) >= _WAITING:
+        if len(self._incoming.messages) >= _WAITING:
             self._is_waiting = True
             self._transport.pause_reading()
         elif count >= _AT_ONCE or self._frames < 0:
@@ -300,10 +203,10 @@ class DoorSocket(asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         self._is_pausing = self._is_waiting = False
-        self._begun_at = time.monotonic()
+        self._incoming.begun_at = time.monotonic()
         # Before the transport is asked for more: it may have no room for it.
         self._read()
-        while self._early and not (self._is_pausing or self._is_waiting or self._is_over):
+        while self._early and not (self._is_pausing or self._is_waiting or self._incoming.is_over):
             place = self.get_buffer(len(self._early))
             count = min(len(place), len(self._early))
             place[:count] = self._early[:count]
@@ -322,10 +225,11 @@ class DoorSocket(asyncio.BufferedProtocol):
         Raises:
             SocketClosed: there is none any more.
         """
-        if self._messages:
+        messages = self._incoming.messages
+        if messages:
             # Else a client that sends hundreds of small ones at once has the loop to itself until all are read.
             await asyncio.sleep(0)
-        while not self._messages:
+        while not messages:
             if self._is_lost or self._is_closing:
                 raise SocketClosed
             self._waiter = self._loop.create_future()
@@ -333,7 +237,7 @@ class DoorSocket(asyncio.BufferedProtocol):
                 await self._waiter
             finally:
                 self._waiter = None
-        message = self._messages.popleft()
+        message = messages.popleft()
         if self._is_waiting and not self._is_pausing:
             self._go_on()
         return message
@@ -360,7 +264,7 @@ class DoorSocket(asyncio.BufferedProtocol):
             return
         self._write(CLOSE, (struct.pack(">H", code) + reason.encode()[:120].decode(errors="ignore").encode(),))
         self._is_closing = True
-        self._messages.clear()
+        self._incoming.refuse()
         self._wake()
         # What it still sends is read, and thrown away: a connection that ends over unread bytes is reset, and the peer
         # may never see the reason.
@@ -392,8 +296,8 @@ class DoorSocket(asyncio.BufferedProtocol):
         if is_reading and now - self.heard_at > 2 * self._limits.heartbeat:
             self._cut("it is silent")
             return
-        is_begun = bool(self._parts) or self._head is not None
-        if is_reading and is_begun and now - self._begun_at > self._limits.message:
+        is_late = self._incoming.is_in_message and now - self._incoming.begun_at > self._limits.message
+        if is_reading and is_late:
             self._cut("its message takes too long")
             return
         self._write(PING, (b"",))

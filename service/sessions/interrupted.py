@@ -1,7 +1,7 @@
 """A session of a process that ended: what is known of it, until somebody restarts or forgets it."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -10,15 +10,15 @@ from service.engine.progress import Progress
 from service.errors import MoveRefused
 from service.motion.drive import Drive
 from service.motion.tap import Tap
-from service.sessions.request import NewSession
 from service.sessions.session_record import SessionRecord
-from service.sessions.status import About, SessionStatus, queue_of, status_of
-from service.stage import Lifecycle, Move, Stage
+from service.sessions.standing import Standing
+from service.sessions.status import About
+from service.stage import Move, Stage
 from service.transport.base import Rooms
 from service.updates.changeover import Changeover
 
 
-class Interrupted:
+class Interrupted(Standing):
     """Stands where the session stood and answers as one: it has no policy and no rooms, and moves nothing.
 
     All that were acknowledged and not deleted come back as this, after a kill and after an orderly end alike: whoever
@@ -27,69 +27,29 @@ class Interrupted:
 
     Attributes:
         record: as it was last written down.
-        is_over, drive: as of a session that has let go of everything.
-        figures: each gives a part of the stats.
+        is_over: as of a session that has let go of everything.
+
+    Further attributes as of `Standing`.
     """
 
     is_over = True
-    drive: Drive | None = None
 
     def __init__(
         self, record: SessionRecord, engine: Engine, load: LoadPolicy, latch: str | None = None, failure: str = ""
     ):
         """``failure`` says what came of trying to bring it back."""
+        super().__init__(record.new, latch)
         self.record = record
         self.policies = Changeover(record.new, engine, load, self._undriven)
         self.progress = Progress(record.new.policy_path, engine.durations)
         self.progress.tell("interrupted")
-        self.created_at = time.monotonic()
-        self.figures: list[Callable[[], Mapping[str, object]]] = []
-        self._life = Lifecycle(record.new.session_id, latch)
         self._life.stage = Stage.INTERRUPTED
         self._life.reason = f"{why(record)}; {failure}" if failure else why(record)
-
-    @property
-    def id(self) -> str:
-        """Its name."""
-        return self.record.new.session_id
-
-    @property
-    def new(self) -> NewSession:
-        """What was asked for."""
-        return self.record.new
 
     @property
     def rooms(self) -> Rooms:
         """Those it was in."""
         return self.record.rooms()
-
-    @property
-    def stage(self) -> Stage:
-        """Interrupted, or deleted."""
-        return self._life.stage
-
-    @property
-    def reason(self) -> str | None:
-        """What ended it, or the text of its emergency stop."""
-        return self._life.latch or self._life.reason
-
-    @property
-    def latch(self) -> str | None:
-        """The text of an emergency stop that waits for its reset."""
-        return self._life.latch
-
-    @property
-    def is_latched(self) -> bool:
-        """Whether an emergency stop waits for its reset."""
-        return self._life.latch is not None
-
-    def status(self) -> SessionStatus:
-        """What the API says of it; JSON-ready."""
-        return status_of(self._about(), None, time.monotonic())
-
-    def queue(self) -> dict[str, object]:
-        """Nothing."""
-        return queue_of(self._about(), None, time.monotonic())
 
     def _about(self) -> About:
         figures: dict[str, object] = {

@@ -2,10 +2,9 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from uuid import uuid4
 
 from service.errors import NotKept
-from service.sessions.records import Orphan, SessionRecords
+from service.sessions.records import SessionRecords
 from service.sessions.session import Session
 from service.sessions.session_record import SessionRecord
 from service.stage import Stage
@@ -58,17 +57,3 @@ class Kept:
         """Forget it."""
         self._is_dropped = True
         self._records.drop(self.record.new.session_id)
-
-
-def orphan_of(record: SessionRecord) -> Orphan | None:
-    """The rooms that this server made for a session, which are to go; None when it made none."""
-    if not record.made:
-        return None
-    cameras = set(record.rooms().cameras.values())
-    return Orphan(
-        id=uuid4().hex,
-        url=record.new.transport_server_url,
-        workspace_id=record.rooms().workspace_id,
-        rooms=record.made,
-        cameras=tuple(room for room in record.made if room in cameras),
-    )

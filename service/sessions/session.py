@@ -23,9 +23,11 @@ from service.safety.shadow import Shadow, shadow_of
 from service.sessions.admitted import admitted, promised
 from service.sessions.fit import fit, limits_of
 from service.sessions.instruction import read_ahead
+from service.sessions.notices import Tell, notice_of
 from service.sessions.request import NewSession, SessionSettings
-from service.sessions.status import About, SessionStatus, joining_of, queue_of, status_of
-from service.stage import Lifecycle, Move, Stage
+from service.sessions.standing import Standing
+from service.sessions.status import About, joining_of
+from service.stage import Move, Stage
 from service.subject import begin_about
 from service.transport.base import Link, Made, Rooms, Transport
 from service.transport.names import rooms_of
@@ -34,31 +36,16 @@ from service.updates.changeover import Changeover
 logger = logging.getLogger(__name__)
 
 
-# What others are told of a session; ``session.deleted`` comes when it has let go of everything.
-EVENTS = {
-    Move.LOADED: "session.created",
-    Move.START: "session.started",
-    Move.RESTART: "session.started",
-    Move.STOP: "session.stopped",
-    Move.EMERGENCY_STOP: "session.stopped",
-    Move.FAILED: "session.error",
-    Move.EXPIRED: "session.error",
-}
-Tell = Callable[[str, dict[str, object]], None]
-
-
-class Session:
+class Session(Standing):
     """One robot's session.
 
     Attributes:
-        new: what was asked for.
         progress: what it is doing while it initializes.
         rooms: its rooms, or None before they are made and after they are left.
-        drive: its live parts, or None before the rooms are joined.
         policies: those it holds.
-        created_at: monotonic.
-        figures: each gives a part of the stats; whoever attaches a tap may have something to say.
         stops: how often somebody stopped it. Whoever controls its robot from outside has to begin anew after each.
+
+    Further attributes as of `Standing`; `drive` is None before the rooms are joined.
     """
 
     def __init__(
@@ -81,14 +68,11 @@ class Session:
             made: knows which rooms are this server's from before, and is told of those it makes now.
             latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
         """
-        self.new = new
+        super().__init__(new, latch)
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
-        self.drive: Drive | None = None
-        self.created_at = time.monotonic()
         self.stops = 0
         self.policies = Changeover(new, engine, load, self._driven)
-        self.figures: list[Callable[[], Mapping[str, object]]] = []
         self._admission: Mapping[str, object] = {}
         self._taps = Taps()
         self._transport = transport
@@ -98,7 +82,6 @@ class Session:
         self._tell_others = tell
         self._made = made
         self._leases = Leases() if leases is None else leases
-        self._life = Lifecycle(new.session_id, latch)
         self._active_since = self.created_at
         self._settled = asyncio.Event()
         self._ending = asyncio.Event()
@@ -106,42 +89,9 @@ class Session:
         self._task = asyncio.create_task(self._run(), name=f"session {new.session_id}")
 
     @property
-    def id(self) -> str:
-        """Its name."""
-        return self.new.session_id
-
-    @property
-    def stage(self) -> Stage:
-        """Where it stands."""
-        return self._life.stage
-
-    @property
-    def reason(self) -> str | None:
-        """Why it stands there: the text of an error, a timeout or an emergency stop."""
-        return self._life.latch or self._life.reason
-
-    @property
-    def latch(self) -> str | None:
-        """The text of an emergency stop that waits for its reset."""
-        return self._life.latch
-
-    @property
-    def is_latched(self) -> bool:
-        """Whether an emergency stop waits for its reset."""
-        return self._life.latch is not None
-
-    @property
     def is_over(self) -> bool:
         """Whether it has no rooms, no policy and no task any more."""
         return self._task.done()
-
-    def status(self) -> SessionStatus:
-        """What the API says of it; JSON-ready."""
-        return status_of(self._about(), self.drive, time.monotonic())
-
-    def queue(self) -> dict[str, object]:
-        """What it is about to do; JSON-ready."""
-        return queue_of(self._about(), self.drive, time.monotonic())
 
     def attach(self, tap: Tap) -> Callable[[], None]:
         """Let somebody look on, before its drive exists and after; what is returned takes the tap off again."""
@@ -429,19 +379,11 @@ class Session:
     def _move(self, move: Move, reason: str | None = None) -> Stage:
         """Go where the table says, and tell whoever wants to know."""
         stage = self._life.move(move, reason)
-        if move in EVENTS:
-            about: dict[str, object] = {
-                "session_id": self.id,
-                "status": str(stage),
-                "policy_path": self.new.policy_path,
-            }
-            if reason is not None:
-                about["reason"] = reason
-            if move is Move.EMERGENCY_STOP:
-                about["emergency_stop"] = True
+        notice = notice_of(self.new, stage, move, reason)
+        if notice is not None:
             try:
-                self._tell_others(EVENTS[move], about)
+                self._tell_others(*notice)
             except Exception:
                 # Whoever stops several robots must reach the others too.
-                logger.exception("session %s: nobody is told of %s", self.id, EVENTS[move])
+                logger.exception("session %s: nobody is told of %s", self.id, notice[0])
         return stage

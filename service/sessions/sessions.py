@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 from uuid import uuid4
@@ -12,9 +11,11 @@ from service.engine.engine import Engine, LoadPolicy
 from service.errors import MoveRefused, NotKept, ServiceError, SessionExists, TooManySessions, UnknownSession
 from service.safety.lease import Leases
 from service.sessions.interrupted import Interrupted
-from service.sessions.kept import Kept, orphan_of
+from service.sessions.kept import Kept
+from service.sessions.ledger import Ledger
+from service.sessions.made_rooms import made_before, rooms_in
 from service.sessions.orphans import Orphans
-from service.sessions.records import LAST_PATIENCE, PATIENCE, Latch, Orphan, SessionRecords
+from service.sessions.records import Orphan, SessionRecords
 from service.sessions.request import NewSession, SessionSettings
 from service.sessions.session import Session, Tell
 from service.sessions.session_record import SessionRecord
@@ -53,7 +54,7 @@ class Sessions:
         """Those that a process before this one left are listed as interrupted.
 
         Args:
-            tell: hears of every session what ``service.sessions.session.EVENTS`` lists, and when one is gone.
+            tell: hears of every session what ``service.sessions.notices.EVENTS`` lists, and when one is gone.
             admit: refuses what this server does for nobody (``service.edge.allowance``), before anything is done.
             records: nothing outlives the process without.
         """
@@ -65,33 +66,19 @@ class Sessions:
         self._tell = tell
         self._admit = admit
         self._leases = Leases()
-        self._records = records or SessionRecords()
+        records = records or SessionRecords()
+        self._ledger = Ledger(records)
         self._sessions: dict[str, Listed] = {}
-        self._kept: dict[str, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._leaving: list[Session] = []
-        self._orphans = Orphans(transport, self._records)
-        self._orphans.clean(self._records.orphans)
-        self._list_interrupted()
-
-    def _list_interrupted(self) -> None:
-        found = self._records.found
-        listed = found[-INTERRUPTED_KEPT * self.settings.max_sessions :]
-        for record in found[: len(found) - len(listed)]:
-            logger.warning("session %s, which nobody restarted or deleted, is forgotten", record.new.session_id)
-            self._records.drop(record.new.session_id)
-        for record in listed:
+        self._orphans = Orphans(transport, records)
+        self._orphans.clean(records.orphans)
+        for record in self._ledger.left(INTERRUPTED_KEPT * self.settings.max_sessions):
             self._sessions[record.new.session_id] = self._interrupted(record)
 
     def _interrupted(self, record: SessionRecord, failure: str = "") -> Interrupted:
-        return Interrupted(record, self.engine, self._load, self._latch(record.new), failure)
-
-    def _latch(self, new: NewSession) -> str | None:
-        latch = self._records.latches.get(new.session_id)
-        if latch is None or latch.owner == new.owner:
-            return latch.reason if latch else None
-        return "an emergency stop of a session of this id"  # whose it was, and why, is not this one's business
+        return Interrupted(record, self.engine, self._load, self._ledger.latch_of(record.new), failure)
 
     async def create(self, new: NewSession) -> Session:
         """Make a session and wait until it is ready; it takes the place of a failed or interrupted one of its owner.
@@ -120,11 +107,10 @@ class Sessions:
         is_ours = new.workspace_id is None
         # Named here, so that whoever comes after a kill knows where its rooms are.
         record = SessionRecord(replace(new, workspace_id=str(uuid4())) if is_ours else new)
-        rooms = _all_rooms(record)
-        made = rooms if is_ours else tuple(room for room in rooms if before and _has_made(before.record, record, room))
+        of_before = () if before is None else made_before(before.record, record)
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
-        return await self._begin(replace(record, made=made), before)
+        return await self._begin(replace(record, made=rooms_in(record) if is_ours else of_before), before)
 
     async def _revive(self, before: Interrupted) -> Session:
         before.check_restart()
@@ -145,13 +131,8 @@ class Sessions:
             raise TooManySessions(f"{living} sessions, and no more are allowed; delete one first")
 
     async def _begin(self, record: SessionRecord, before: Interrupted | None) -> Session:
-        session_id = record.new.session_id
-        # In one transaction with the record that takes the place of the one that knew of these rooms.
-        orphan = None if before is None else _left_by(before.record, record)
-        if orphan is not None:
-            self._records.leave(orphan)
-        kept = self._kept[session_id] = Kept(self._records, record)
-        session = self._sessions[session_id] = Session(
+        kept, orphan = self._ledger.begin(record, None if before is None else before.record)
+        session = self._sessions[record.new.session_id] = Session(
             record.new,
             transport=self._transport,
             engine=self.engine,
@@ -160,7 +141,7 @@ class Sessions:
             tell=self._heard,
             leases=self._leases,
             made=kept,
-            latch=self._latch(record.new),
+            latch=self._ledger.latch_of(record.new),
         )
         # Asked now: it may be ready before the task begins.
         await self._see_through(self._settle(session, kept, before, orphan, is_promised=record.is_ready))
@@ -171,39 +152,36 @@ class Sessions:
     ) -> None:
         try:
             if not is_promised:
-                await self._records.written()
+                await self._ledger.written()
             await session.ready()
         except ServiceError as error:
             if isinstance(error, NotKept) and session.stage is not Stage.DELETED:
                 session.begin_end()
                 await session.end()
             # Unless somebody deleted it, or made another one, meanwhile.
-            if self._kept.get(session.id) is kept:
-                self._could_not(error, session, kept, before)
+            if self._ledger.has(kept):
+                self._could_not(error, session, before)
                 if orphan is not None:
-                    self._records.swept(orphan)
-            await self._written()
+                    self._ledger.swept(orphan)
+            await self._ledger.try_written()
             raise
-        await self._written()
+        await self._ledger.try_written()
         if orphan is not None:
             self._orphans.clean([orphan])
 
-    def _could_not(self, error: ServiceError, session: Session, kept: Kept, before: Interrupted | None) -> None:
+    def _could_not(self, error: ServiceError, session: Session, before: Interrupted | None) -> None:
         if before is not None:
-            kept.drop()
-            del self._kept[before.id]
+            self._ledger.go_back(before.record)
             self._sessions[before.id] = self._interrupted(before.record, f"it could not be brought back: {error}")
-            self._records.put(before.record)
         elif isinstance(error, NotKept):
-            kept.drop()
-            del self._kept[session.id], self._sessions[session.id]
+            self._ledger.drop(session.id)
+            del self._sessions[session.id]
 
     def _forget_old_failures(self) -> None:
         failed = [session.id for session in self._living() if _has_failed(session)]
         for session_id in failed[: max(len(failed) - self.settings.failed_kept + 1, 0)]:
             del self._sessions[session_id]
-            if (kept := self._kept.pop(session_id, None)) is not None:
-                kept.drop()
+            self._ledger.drop(session_id)
 
     def get(self, session_id: str) -> Listed:
         """The session of this id.
@@ -246,9 +224,7 @@ class Sessions:
 
     def caveat(self) -> Mapping[str, str]:
         """What an answer has to say beside: that something is not written down. Empty when all is."""
-        if self._records.trouble is None:
-            return {}
-        return {"warning": f"not written down, so it is lost if the server is killed: {self._records.trouble}"}
+        return self._ledger.caveat()
 
     # What is asked of one.
 
@@ -283,7 +259,7 @@ class Sessions:
         """Take the latch of an emergency stop off."""
         session = self.get(session_id)
         session.reset()
-        self._records.unlatch(session_id)
+        self._ledger.unlatch(session_id)
         return await self._noted(session)
 
     async def forget_latch(self, session_id: str, sees: Callable[[str | None], bool]) -> bool:
@@ -292,11 +268,11 @@ class Sessions:
         Args:
             sees: whether the caller may see what belongs to this owner.
         """
-        latch = self._records.latches.get(session_id)
+        latch = self._ledger.latch(session_id)
         if latch is None or not sees(latch.owner) or any(session.id == session_id for session in self.list()):
             return False
-        self._records.unlatch(session_id)
-        await self._written()
+        self._ledger.unlatch(session_id)
+        await self._ledger.try_written()
         return True
 
     async def delete(self, session_id: str) -> None:
@@ -306,16 +282,7 @@ class Sessions:
         """
         session = self.get(session_id)
         session.begin_end()
-        if isinstance(session, Interrupted):
-            record = session.record
-            self._records.drop(session_id)
-        else:
-            kept = self._kept.pop(session_id)
-            record = kept.record
-            kept.drop()
-        orphan = orphan_of(record)
-        if orphan is not None:
-            self._records.leave(orphan)
+        orphan = self._ledger.delete(session)
         await self._see_through(self._end(session, orphan))
 
     async def emergency_stop(self, reason: str, session_id: str | None = None) -> "list[str]":
@@ -325,8 +292,8 @@ class Sessions:
         for session in stopped:
             session.emergency_stop(reason)
         for session in stopped:
-            self._note(session)
-        await self._written()
+            self._ledger.note(session)
+        await self._ledger.try_written()
         return [session.id for session in stopped if session.stage is not Stage.DELETED]
 
     # Writing down.
@@ -335,23 +302,13 @@ class Sessions:
         """Something happened to a session: whoever has to hear of it does, and it is written down soon."""
         session = self._sessions.get(str(about["session_id"]))
         if session is not None:
-            self._note(session)
+            self._ledger.note(session)
         self._tell(event, about)
 
-    def _note(self, session: Listed) -> None:
-        if session.latch is not None and session.id not in self._records.latches:
-            self._records.latch(session.id, Latch(session.latch, session.new.owner))
-        if isinstance(session, Session) and (kept := self._kept.get(session.id)) is not None:
-            kept.note(session)
-
     async def _noted(self, session: Listed) -> Listed:
-        self._note(session)
-        await self._written()
+        self._ledger.note(session)
+        await self._ledger.try_written()
         return session
-
-    async def _written(self) -> None:
-        with suppress(NotKept):  # logged there; the answer says it
-            await self._records.written(LAST_PATIENCE if self._is_closing else PATIENCE)
 
     # The end.
 
@@ -368,8 +325,8 @@ class Sessions:
             del self._sessions[session.id]
         self._tell("session.deleted", {"session_id": session.id, "policy_path": session.new.policy_path})
         if orphan is not None and has_left:
-            self._records.swept(orphan)
-        await self._written()
+            self._ledger.swept(orphan)
+        await self._ledger.try_written()
         if orphan is not None and not has_left:
             self._orphans.clean([orphan])
 
@@ -378,6 +335,7 @@ class Sessions:
         if self._is_closing:
             return
         self._is_closing = True
+        self._ledger.begin_close()
         self._leaving = [session for session in self._living() if session.stage is not Stage.DELETED]
         for session in self._leaving:
             session.begin_end()
@@ -388,31 +346,13 @@ class Sessions:
         Sessions that nobody deleted are interrupted ones of the next start.
         """
         self.begin_close()
-        for kept in self._kept.values():
-            kept.shut_down()
+        self._ledger.shut_down()
         await asyncio.gather(*(self._end(session) for session in self._leaving))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._orphans.close()
         await self.engine.close()
-        await self._records.close()
+        await self._ledger.close()
 
 
 def _has_failed(session: Session) -> bool:
     return session.stage is Stage.ERROR and session.is_over
-
-
-def _all_rooms(record: SessionRecord) -> tuple[str, ...]:
-    rooms = record.rooms()
-    return tuple(filter(None, (*rooms.cameras.values(), rooms.joint_input, rooms.joint_output)))
-
-
-def _left_by(before: SessionRecord, now: SessionRecord) -> Orphan | None:
-    """The rooms of a session that is replaced which the new one does not use."""
-    return orphan_of(replace(before, made=tuple(room for room in before.made if not _has_made(before, now, room))))
-
-
-def _has_made(before: SessionRecord, now: SessionRecord, room: str) -> bool:
-    """Whether a room of the session from before is one of the session now, and was made by this server."""
-    old, new = before.new, now.new
-    is_same_place = (old.transport_server_url, old.workspace_id) == (new.transport_server_url, new.workspace_id)
-    return is_same_place and room in before.made and room in _all_rooms(now)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from service.doors.socket import DoorSocket, SocketLimits
+from service.doors.socket import DoorSocket, SocketClosed, SocketLimits
 
 MASK = b"\1\2\3\4"
 PING = b'{"kind":"ping","number":1}'
@@ -23,6 +23,18 @@ def frame(opcode: int, data: bytes = b"", *, is_final: bool = True, length: int 
     """One of a client's."""
     head = struct.pack(">BBQ", 0x80 * is_final | opcode, 0xFF, len(data) if length is None else length)
     return head + MASK + bytes(byte ^ MASK[place % 4] for place, byte in enumerate(data))
+
+
+class Paused(asyncio.Transport):
+    """A connection on which nothing moves."""
+
+    is_paused = False
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def is_closing(self) -> bool:
+        return False
 
 
 @asynccontextmanager
@@ -108,7 +120,19 @@ async def test_a_message_that_takes_long_is_cut_off(server, caplog):
 
 async def test_whoever_sent_much_at_once_lets_others_go_first_between_its_messages():
     door = DoorSocket(SocketLimits())
-    door._messages.append("one")
+    door._incoming.messages.append("one")
     others = []
     asyncio.get_running_loop().call_soon(others.append, 1)
     assert (await door.receive(), others) == ("one", [1])
+
+
+async def test_what_is_read_of_a_connection_that_is_lost_ends():
+    door = DoorSocket(SocketLimits())
+    door._early = memoryview(frame(1, PING) * 400)  # more than is read at once
+    door._transport = Paused()
+    door._go_on()
+    assert door._transport.is_paused  # two messages wait to be taken
+    door.connection_lost(None)
+    assert [await door.receive(), await door.receive()] == [PING.decode()] * 2
+    with pytest.raises(SocketClosed):
+        await door.receive()

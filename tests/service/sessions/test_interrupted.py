@@ -118,7 +118,7 @@ async def test_what_failed_before_it_was_ready_was_promised_to_nobody(server: Se
 async def test_what_stopped_by_itself_is_written_down_too(server: Server) -> None:
     session = await server.sessions.create(NEW)
     server.transport.link.deliver_emergency_stop("the robot said so")
-    await server.sessions._records.written()
+    await server.sessions._ledger._records.written()
     async with after_a_kill(server) as after:
         assert after.sessions.get("arm").latch == session.latch == "the robot said so (from robot)"
 
@@ -230,9 +230,9 @@ async def test_interrupted_ones_take_no_place_of_those_that_run_but_are_not_kept
 
 async def test_what_a_newer_version_asked_for_is_kept_and_not_guessed(server: Server) -> None:
     await server.sessions.create(NEW)
-    text = server.sessions._kept["arm"].record.as_json().replace('"dry_run"', '"max_torque": 3, "dry_run"')
-    server.sessions._records._note("sessions", "arm", (text,))
-    await server.sessions._records.written()
+    text = server.sessions._ledger._kept["arm"].record.as_json().replace('"dry_run"', '"max_torque": 3, "dry_run"')
+    server.sessions._ledger._records._note("sessions", "arm", (text,))
+    await server.sessions._ledger._records.written()
     async with after_a_kill(server) as after:
         assert after.stages() == {"arm": "interrupted"}
         with pytest.raises(MoveRefused, match=r"newer robojax, .*\(max_torque\)"):
@@ -322,7 +322,7 @@ async def test_rooms_of_a_deletion_that_was_cut_off_go_at_the_next_start(server:
     server.transport.leaving = left = asyncio.Event()
     deleting = asyncio.create_task(server.sessions.delete("arm"))
     await asyncio.sleep(0)
-    await server.sessions._records.written()
+    await server.sessions._ledger._records.written()
     async with after_a_kill(server) as after:
         assert after.stages() == {}
         assert len(after.transport.existing) == 3

@@ -128,8 +128,8 @@ async def test_a_disk_that_takes_nothing_stops_no_stop_and_refuses_creation(tmp_
     assert caplog.text.count("is not written down") == 1
     # It is tried again by itself, and nothing of it is lost.
     (tmp_path / "away").rename(file)
-    server.sessions._records._more.set()
-    await server.sessions._records.written()
+    server.sessions._ledger._records._more.set()
+    await server.sessions._ledger._records.written()
     assert server.sessions.caveat() == {}
     async with after_a_kill(server) as after:
         assert after.stages() == {"arm": "interrupted"}
@@ -140,25 +140,25 @@ async def test_a_disk_that_takes_nothing_stops_no_stop_and_refuses_creation(tmp_
 async def test_a_disk_that_does_not_answer_delays_no_stop_and_answers_are_given_without_it(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("service.sessions.sessions.PATIENCE", 0.05)
+    monkeypatch.setattr("service.sessions.ledger.PATIENCE", 0.05)
     server = Store(tmp_path)
     await server.sessions.create(NEW)
     await server.sessions.start("arm")
     answers = asyncio.Event()
-    run = server.sessions._records._database.run  # type: ignore[union-attr]
+    run = server.sessions._ledger._records._database.run  # type: ignore[union-attr]
 
     async def late(*arguments):
         await answers.wait()
         await run(*arguments)
 
-    server.sessions._records._database.run = late  # type: ignore[union-attr, method-assign]
+    server.sessions._ledger._records._database.run = late  # type: ignore[union-attr, method-assign]
     stopping = asyncio.create_task(server.sessions.stop("arm"))
     await asyncio.sleep(0)
     assert server.stages() == {"arm": "stopped"}
     await stopping
     assert "has not answered for 0.05 s" in server.sessions.caveat()["warning"]
     answers.set()
-    await server.sessions._records.written()
+    await server.sessions._ledger._records.written()
     assert server.sessions.caveat() == {}
     await server.sessions.close()
 
@@ -174,7 +174,7 @@ async def test_a_disk_that_does_not_answer_delays_neither_holds_nor_the_end(tmp_
         while not all(len(link.sent) > 2 for link in server.transport.links):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     never = asyncio.Event()
-    server.sessions._records._database.run = lambda *arguments: never.wait()  # type: ignore[union-attr, assignment]
+    server.sessions._ledger._records._database.run = lambda *arguments: never.wait()  # type: ignore[union-attr, assignment]
     began, held = time.monotonic(), dict.fromkeys(JOINTS, 5.0)
     ending = asyncio.create_task(server.sessions.close())
     async with asyncio.timeout(1):
