@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmodels.policies.diffusion2d.config import Diffusion2dConfig
 from jaxmodels.policies.diffusion2d.model import Diffusion2d, modulations_at, predict
+from jaxmodels.policies.diffusion2d.noising import first_noise
 from jaxmodels.policies.transformer2d_policy import assemble
 from jaxmodels.samplers import FlowSchedule, begin_with, continuing, ddim, flow_euler, flow_heun, given
 from jaxmodels.transformer2d import Modulations, Transformer2DModel
@@ -25,8 +26,7 @@ def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Ob
     tokens, mask = model.observation_tokens(observation)
     context = transformer.prepare_context(tokens)
     shape = (tokens.shape[0], config.chunk_size, config.action.shape[0])
-    key = jax.random.key(config.noise_seed)
-    noise = jnp.broadcast_to(jax.random.normal(key, shape[1:], jnp.float32), shape)
+    noise = jnp.broadcast_to(first_noise(config), shape)
     denoise, prefix = Partial(predict, transformer, context, mask), observation.prefix
     if prefix is not None:
         knowing = None
@@ -34,6 +34,7 @@ def act(config: Diffusion2dConfig, weights: Mapping[str, Array], observation: Ob
             clean = modulations_at(transformer, jnp.zeros(1))
             knowing = Partial(_predict_rest, transformer, context, mask, clean)
         denoise = _going_on(config, denoise, knowing, prefix)
+    key = jax.random.key(config.noise_seed)  # of noise along the way; these samplers draw none
     options: dict[str, Any] = {"steps": steps, "start": noise}
     modulate = jax.vmap(transformer.prepare_modulations)
     if not isinstance(schedule, FlowSchedule):
