@@ -26,7 +26,7 @@ class Driver(Protocol):
         ...
 
     def told(self, event: str, about: Mapping[str, object]) -> None:
-        """Something happened to the session (``service.sessions.session.EVENTS``)."""
+        """Something happened to the session (``service.sessions.notices.EVENTS``)."""
         ...
 
 

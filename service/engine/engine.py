@@ -224,6 +224,11 @@ class Engine:
         share = self.admit(served, per_second, who=who).share
         self._claims[who] = Claim(ref(served), per_second, share)
 
+    def move_claim(self, who: object, served: Served) -> None:
+        """What was promised to somebody is of another policy from now on, which may take more or less of the time."""
+        if who in self._claims:
+            self.claim(who, served, self._claims[who].per_second)
+
     def release(self, who: object) -> None:
         """Nothing is promised to them any more."""
         self._claims.pop(who, None)

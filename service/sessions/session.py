@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
+from functools import partial
 
 from service.engine.engine import Engine, LoadPolicy, Served
 from service.engine.progress import Progress
@@ -72,7 +73,7 @@ class Session(Standing):
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
         self.stops = 0
-        self.policies = Changeover(new, engine, load, self._driven)
+        self.policies = Changeover(new, engine, load, self._driven, partial(engine.move_claim, self))
         self._admission: Mapping[str, object] = {}
         self._taps = Taps()
         self._transport = transport

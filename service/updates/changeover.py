@@ -33,11 +33,19 @@ class Changeover:
         changes: how often another one took over.
     """
 
-    def __init__(self, new: NewSession, engine: Engine, load: LoadPolicy, driven: Callable[[], Drive]):
+    def __init__(
+        self,
+        new: NewSession,
+        engine: Engine,
+        load: LoadPolicy,
+        driven: Callable[[], Drive],
+        took_over: Callable[[Served], None] = lambda served: None,
+    ):
         """Nothing is loaded yet.
 
         Args:
             driven: the live parts of the session; raises MoveRefused while it has none.
+            took_over: told of each that takes over from another.
         """
         self.running: Held | None = None
         self.before: Held | None = None
@@ -47,6 +55,7 @@ class Changeover:
         self._engine = engine
         self._load = load
         self._driven = driven
+        self._took_over = took_over
         self._changing = asyncio.Lock()
         self._letting_go: set[asyncio.Task[None]] = set()
 
@@ -151,12 +160,16 @@ class Changeover:
 
     def _staged_took_over(self) -> None:
         oldest, self.before, self.running, self.staged = self.before, self.running, self.staged, None
-        self.changes += 1
-        self._let_go(oldest)
+        self._changed(oldest)
 
     def _before_took_over(self) -> None:
         left, self.running, self.before = self.running, self.before, None
+        self._changed(left)
+
+    def _changed(self, left: Held | None) -> None:
         self.changes += 1
+        if self.running is not None:
+            self._took_over(self.running.served)
         self._let_go(left)
 
     def _let_go(self, held: Held | None) -> None:

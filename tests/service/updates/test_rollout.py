@@ -153,6 +153,22 @@ async def test_a_swap_costs_no_tick(rig: Rig) -> None:
     pytest.fail(f"no swap of five was without a missed tick: {figures}")
 
 
+async def test_what_a_session_was_promised_follows_its_policy(rig: Rig) -> None:
+    """Else there is no more room for others when a policy comes that is twice as fast."""
+    await rig.running()
+    engine, per_second = rig.sessions.engine, rig.sessions.engine.facts()["promised_per_second"]
+    assert (await rig.prepare(ScriptedPolicy(latency=0.01))).reason is None
+    before = engine.facts()["promised_load"]
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    after = engine.facts()["promised_load"]
+    assert isinstance(per_second, float)
+    assert after == pytest.approx(per_second * 0.01, rel=0.5)
+    assert after != before
+    await rig.rollout.rollback("s")
+    assert engine.facts()["promised_load"] == before
+    assert engine.facts()["promised_per_second"] == per_second
+
+
 async def test_a_policy_that_needs_something_else_is_refused_with_what_differs(rig: Rig) -> None:
     session = await rig.running()
     other = ScriptedPolicy(replace(SO100_REQUIREMENTS, cameras={"front": (48, 64), "wrist": (48, 64)}, chunk=7))
