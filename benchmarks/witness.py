@@ -1,42 +1,52 @@
-"""A process's thread that only sleeps: how late it wakes says how long the machine stood still."""
+"""Threads that only sleep, one on each core: how late they wake says how long a core of the machine stood still."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 PERIOD = 0.005
 
 
 class Witness:
-    """The longest that a thread without work was kept from running, between two looks."""
+    """The longest that a thread without work was kept from running, between two looks.
 
-    def __init__(self) -> None:
-        self.longest = 0.0
+    Args:
+        core: on which it sleeps; a virtual machine may lose one of them for a while, and keep the others.
+    """
+
+    def __init__(self, core: int):
+        self._core = core
+        self._longest = 0.0
 
     def taken(self) -> float:
         """The longest since the last look, in seconds; begins anew."""
-        longest, self.longest = self.longest, 0.0
+        longest, self._longest = self._longest, 0.0
         return longest
 
-    def _watch(self, ended: threading.Event) -> None:
+    def watch(self, ended: threading.Event) -> None:
+        """Sleep until the event, in the thread that this is called in."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {self._core})
         due = time.monotonic()
         while not ended.wait(max(due + PERIOD - time.monotonic(), 0)):
             due += PERIOD
             late = time.monotonic() - due
-            self.longest = max(self.longest, late)
+            self._longest = max(self._longest, late)
             if late > PERIOD:
                 due += late
 
 
 @contextmanager
-def witness() -> Iterator[Witness]:
-    """A thread that watches until the block ends; its process must have nothing else to do."""
-    watching, ended = Witness(), threading.Event()
-    thread = threading.Thread(target=watching._watch, args=(ended,), daemon=True)
-    thread.start()
-    try:
+def witnesses() -> Iterator[list[Witness]]:
+    """One for each core, until the block ends; their process must have nothing else to do."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    watching, ended = [Witness(core) for core in cores], threading.Event()
+    with ExitStack() as stack:
+        for one in watching:
+            thread = threading.Thread(target=one.watch, args=(ended,), daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(ended.set)
         yield watching
-    finally:
-        ended.set()
-        thread.join()
