@@ -4,8 +4,11 @@
 
 import json
 import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from safetensors.numpy import save_file
 
 from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
@@ -29,6 +33,86 @@ from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "lerobot_act"
+PROGRAMS = "ROBOJAX_TEST_PROGRAMS"
+WORTH_KEEPING = 0.2  # seconds of compiling; reading a program back takes some hundredths
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What one test compiled is there for the others of the run, in all its processes; not what a user compiled.
+
+    Who sets ROBOJAX_TEST_PROGRAMS to a folder keeps it for the next run.
+    """
+    if PROGRAMS not in os.environ:  # workers and processes that tests start inherit it
+        folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="robojax-programs-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop(PROGRAMS, None))
+    use_programs(os.environ[PROGRAMS])
+    # Another worker may just be writing it; then it is compiled here too.
+    config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Programs are compiled here, which takes a slow machine a minute each."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
+
+
+def use_programs(folder: str | None) -> None:
+    """Compiled programs are kept in this folder from now on."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    reset_cache()
+
+
+@contextmanager
+def compiling_quickly() -> Iterator[None]:
+    """XLA without its slow passes: half the time to compile, the same mathematics."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def quick_compilation() -> Iterator[None]:
+    """Golden, real-width and execution tests do without it, and see programs as users run them."""
+    with compiling_quickly():
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_compilation_throughout() -> Iterator[None]:
+    """Of a whole module: what its fixtures computed is compared bit for bit with what its tests do."""
+    with compiling_quickly():
+        yield
+
+
+@pytest.fixture
+def no_programs() -> Iterator[None]:
+    """As if nobody had said where compiled programs are kept."""
+    use_programs(None)
+    yield
+    use_programs(os.environ[PROGRAMS])
+
+
+def process_environment(*, devices: int = 1, quick: bool = False) -> dict[str, str]:
+    """The environment of a process that a test starts, with what the run has compiled.
+
+    Args:
+        devices: as many are made out of one processor.
+        quick: compile without XLA's slow passes, as the fixture `quick_compilation` does.
+    """
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),
+        "JAX_COMPILATION_CACHE_DIR": os.environ[PROGRAMS],
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(WORTH_KEEPING),
+    }
 
 
 @pytest.fixture(autouse=True)

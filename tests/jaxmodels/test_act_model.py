@@ -1,6 +1,7 @@
 """ACT as a module: its loss, and that the serving program computes what was trained."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,10 @@ from jaxmodels.policies.act.serving import act, architecture
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint, flatten
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+# Chance is not the subject here, and the default generator takes XLA longer to compile than a policy.
+key_of = partial(jax.random.key, impl="unsafe_rbg")
+
 
 def normalised(config: ActConfig, batch: int = 2, seed: int = 0) -> Observation:
     rng = np.random.default_rng(seed)
@@ -32,7 +37,7 @@ def normalised(config: ActConfig, batch: int = 2, seed: int = 0) -> Observation:
 
 
 def demonstration(config: ActConfig, batch: int = 2) -> tuple[jax.Array, jax.Array]:
-    actions = jax.random.normal(jax.random.key(7), (batch, config.chunk_size, config.action.shape[0]))
+    actions = jax.random.normal(key_of(7), (batch, config.chunk_size, config.action.shape[0]))
     return actions, jnp.arange(config.chunk_size)[None] >= jnp.array([[4], [config.chunk_size]])
 
 
@@ -111,7 +116,7 @@ def test_in_training_the_divergence_of_the_latent_is_added(small, checkpoint_of)
     actions, is_pad = demonstration(config)
 
     def both(state):
-        loss = model.loss(observation, actions, is_pad, nnx.Rngs(latent=1, dropout=2))
+        loss = model.loss(observation, actions, is_pad, nnx.Rngs(latent=key_of(1), dropout=key_of(2)))
         return loss, model.latent_encoder(state, actions, is_pad)
 
     (loss, parts), posterior = jax.jit(both)(observation.state)
@@ -139,7 +144,7 @@ def test_dropout_is_on_with_keys_and_differs_by_key(small, checkpoint_of) -> Non
     observation = normalised(config)
     actions, is_pad = demonstration(config)
     loss = jax.jit(lambda key: model.loss(observation, actions, is_pad, nnx.Rngs(dropout=key))[0])
-    first, again, other = (float(loss(jax.random.key(number))) for number in (1, 1, 2))
+    first, again, other = (float(loss(key_of(number))) for number in (1, 1, 2))
     assert first == again
     assert first != other
 
@@ -160,7 +165,7 @@ def test_the_small_policy_is_small_and_learns(small) -> None:
     )
     # In one program: drawn one by one, each shape of weights would compile its own.
     model = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)))
-    nnx.update(model, jax.jit(lambda: nnx.state(Act(config, rngs=nnx.Rngs(0))))())
+    nnx.update(model, jax.jit(lambda: nnx.state(Act(config, rngs=nnx.Rngs(key_of(0)))))())
     assert 0.5e6 < sum(array.size for array in flatten(model).values()) < 0.7e6
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
     observation = normalised(config)
@@ -172,7 +177,7 @@ def test_the_small_policy_is_small_and_learns(small) -> None:
     @jax.jit
     def step(parameters, state):
         def loss(parameters):
-            return nnx.merge(graph, parameters, rest).loss(observation, actions, is_pad, nnx.Rngs(dropout=0))[0]
+            return nnx.merge(graph, parameters, rest).loss(observation, actions, is_pad, nnx.Rngs(dropout=key_of(0)))[0]
 
         value, slopes = jax.value_and_grad(loss)(parameters)
         with jax.numpy_dtype_promotion("standard"):  # Optax promotes

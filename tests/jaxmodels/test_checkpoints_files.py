@@ -20,8 +20,8 @@ from jaxmodels.checkpoints import lerobot, orbax
 from jaxmodels.checkpoints.safetensors_file import HEADER_LIMIT, TENSOR_LIMIT, read_floats, write_safetensors
 from jaxmodels.errors import CheckpointError, WeightsMismatch
 
-# Of two arrays that cannot be read, the second is told to Orbax's event loop, which the first has closed; Python reports
-# that on stderr whenever it comes, perhaps in the test after.
+# Of two arrays that cannot be read, the second is told to Orbax's event loop, which the first has closed; Python
+# reports that on stderr whenever it comes, perhaps in the test after.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
 

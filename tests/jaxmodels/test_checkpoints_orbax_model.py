@@ -1,6 +1,5 @@
 """A 2D transformer in Orbax's format, there and back, over several devices too."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from jaxmodels.checkpoints import diffusers, orbax, transformer2d_orbax
 from jaxmodels.errors import CheckpointError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
 from jaxmodels.weights import flatten
+from tests.jaxmodels.conftest import process_environment
 
 CONFIG = Transformer2DConfig(4, 8, 32, num_layers=2, cross_attention_dim=12)
 PROGRAM = """
@@ -92,18 +92,13 @@ def test_what_does_not_fit_is_refused_with_all_of_it(tmp_path: Path, weights) ->
 
 def test_arrays_spread_over_devices_are_restored_and_saved_where_they_lie(tmp_path: Path, weights) -> None:
     transformer2d_orbax.save(tmp_path / "model", CONFIG, weights)
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "ROBOJAX_COMPILE_CACHE": "off",
-    }
+    environment = process_environment(devices=8, quick=True)
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "model")],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -19,8 +19,7 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import TASK
 from jaxmodels.weights import blueprint
 
-# Programs are compiled here, which takes a slow machine a minute each.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG = Diffusion2dConfig(
     input_features=(Feature("observation.state", "STATE", (2,)),),

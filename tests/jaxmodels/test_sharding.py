@@ -1,6 +1,5 @@
 """Models over several devices; eight of them are made out of one processor, in a process of its own."""
 
-import os
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 from jaxmodels.errors import ConfigError
 from jaxmodels.sharding import FULLY_SHARDED, TENSOR_PARALLEL, logical_axes, shardings
 from jaxmodels.transformer2d import Transformer2DModel
+from tests.jaxmodels.conftest import process_environment
 
 SMALL = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}
 PROGRAM = """
@@ -54,14 +54,9 @@ for kind, (config, call) in cases.items():
 
 
 def test_data_and_tensor_parallel_forwards_equal_the_one_on_a_single_device() -> None:
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "ROBOJAX_COMPILE_CACHE": "off",
-    }
+    environment = process_environment(devices=8, quick=True)
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert result.returncode == 0, result.stderr
     errors = [float(line.split()[1]) for line in result.stdout.splitlines()]

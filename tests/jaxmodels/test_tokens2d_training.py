@@ -21,8 +21,7 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint, flatten
 
-# Programs are compiled here, which takes a slow machine a minute each.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CHUNK, ACTION = 4, 2
 CONFIG = Tokens2dConfig(

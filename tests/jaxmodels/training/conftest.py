@@ -1,14 +1,12 @@
 """Demonstrations to train on, and tiny policies."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxmodels.data import Dataset, DatasetWriter, open_dataset
 from jaxmodels.training import OptimizerConfig, SchedulerConfig, Start, TrainingConfig, new_policy
@@ -106,15 +104,3 @@ def config() -> Callable[..., TrainingConfig]:
         return replace(CONFIG, **changes)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Programs compiled by one test, or by a process of its own, are there for the next; not those of the user."""
-    folder = tmp_path_factory.mktemp("programs")
-    before = jax.config.values.get("jax_compilation_cache_dir")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    reset_cache()
-    yield folder
-    jax.config.update("jax_compilation_cache_dir", before)
-    reset_cache()

@@ -1,6 +1,5 @@
 """A training over several devices and several processes comes to what one device comes to."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -15,9 +14,7 @@ from jaxmodels.data import DatasetWriter
 from jaxmodels.errors import ConfigError
 from jaxmodels.training import TrainingConfig
 from jaxmodels.training.layout import find_layout
-
-# Programs are compiled here, which takes a slow machine a minute each.
-pytestmark = pytest.mark.timeout(600)
+from tests.jaxmodels.conftest import process_environment
 
 # Wide enough that something is spread, without pictures and chance, which take long to compile.
 POLICY: dict[str, Any] = {
@@ -38,7 +35,6 @@ from pathlib import Path
 import jax
 from jaxmodels.data import open_dataset
 from jaxmodels.training import OptimizerConfig, SchedulerConfig, TrainingConfig, join, new_policy, train
-from jaxmodels.training.layout import Layout
 
 if {address!r}:
     join({address!r}, 2, int(sys.argv[1]))
@@ -77,22 +73,18 @@ def script(states: Path, output: Path, meshes: dict[str, Any], address: str = ""
     return TRAIN.format(data=str(states), output=str(output), policy=POLICY, meshes=meshes, address=address)
 
 
-def environment(devices: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-        "ROBOJAX_COMPILE_CACHE": "off",
-    }
-
-
 @pytest.fixture(scope="module")
 def trained(states: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs over eight devices, made out of one processor, and on one of them."""
     output = tmp_path_factory.mktemp("runs")
     code = script(states, output, MESHES)
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environment(8), capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", code],
+        env=process_environment(devices=8, quick=True),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return output
@@ -115,8 +107,9 @@ def test_two_processes_train_the_policy_that_one_trains(states: Path, trained: P
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     code = script(states, tmp_path, {"processes": {}}, address)
+    environment = process_environment(quick=True)
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(number)], env=environment(1), stderr=subprocess.PIPE)
+        subprocess.Popen([sys.executable, "-c", code, str(number)], env=environment, stderr=subprocess.PIPE)
         for number in range(2)
     ]
     told = [process.communicate(timeout=500)[1].decode()[-4000:] for process in processes]

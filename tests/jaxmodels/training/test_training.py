@@ -1,7 +1,6 @@
 """Training: it learns, it resumes to the same weights, and what it writes can be used."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,10 +17,10 @@ from jaxmodels.checkpoints import lerobot
 from jaxmodels.data import Dataset
 from jaxmodels.errors import ConfigError, DatasetError, TrainingError
 from jaxmodels.training import OptimizerConfig, Progress, Start, TrainingConfig, new_policy, train, trained_policy
+from tests.jaxmodels.conftest import process_environment
 from tests.jaxmodels.training.conftest import CONFIG, TINY
 
-# Whole training programs are compiled here, which takes a slow machine a minute each.
-pytestmark = [pytest.mark.usefixtures("compiled_once"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.usefixtures("quick_compilation_throughout")
 KILLED = """
 import os, signal
 from pathlib import Path
@@ -48,7 +47,6 @@ def finished(
     dataset: Dataset,
     tiny: Callable[..., Start],
     told: list[Progress],
-    compiled_once: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     output = tmp_path_factory.mktemp("runs") / "whole"
@@ -113,15 +111,18 @@ def test_a_killed_run_goes_on_to_the_weights_it_would_have_had_bit_for_bit(
     dataset: Dataset,
     tiny: Callable[..., Start],
     finished: Path,
-    compiled_once: Path,
     tmp_path: Path,
 ) -> None:
     output = tmp_path / "killed"
     # Its first checkpoint may be whole or not: it is written while the steps go on.
     script = KILLED.format(step=step, demos=str(demos), output=str(output))
-    environment = {**os.environ, "ROBOJAX_COMPILE_CACHE": str(compiled_once)}
     killed = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", script],
+        env=process_environment(quick=True),  # as the whole run was compiled: bits are compared
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (output / "policy").exists()
@@ -204,9 +205,15 @@ def test_a_loss_that_is_no_number_ends_the_training_and_says_where(
 def test_the_policy_is_the_moving_average_when_there_is_one(
     dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
-    few = config(steps=3, log_freq=1, ema_decay=0.5)
-    train(dataset, tiny(), replace(few, save_freq=1), tmp_path / "average")
-    train(dataset, tiny(), replace(few, save_freq=1, ema_decay=0.0), tmp_path / "plain")
+    class Enough(Exception):
+        pass
+
+    def stop(progress: Progress) -> None:
+        raise Enough
+
+    for run, decay in (("average", 0.5), ("plain", 0.0)):  # the latter is the program that all tests here share
+        with pytest.raises(Enough):
+            train(dataset, tiny(), config(save_freq=1, ema_decay=decay), tmp_path / run, on_progress=stop)
     name = "action_out.kernel"
 
     def weights(run: str, step: int) -> np.ndarray:
@@ -249,7 +256,7 @@ def test_events_are_written_as_tensorboard_reads_them(
     dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
-    train(dataset, tiny(), config(steps=8, tensorboard=True), tmp_path / "run")
+    train(dataset, tiny(), config(tensorboard=True), tmp_path / "run")
     (file,) = (tmp_path / "run" / "tensorboard").iterdir()
     data, found, at = file.read_bytes(), {}, 0
     while at < len(data):  # length (8 bytes), its checksum (4), an event, its checksum (4)
@@ -257,7 +264,7 @@ def test_events_are_written_as_tensorboard_reads_them(
         event = events.Event.FromString(data[at + 12 : at + 12 + size])
         found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
         at += size + 16
-    assert found["train/loss", 8] == pytest.approx(losses(tmp_path / "run")[-1])
+    assert found["train/loss", 24] == pytest.approx(losses(tmp_path / "run")[-1])
     assert ("train/learning_rate", 4) in found
 
 

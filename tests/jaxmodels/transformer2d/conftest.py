@@ -3,7 +3,7 @@
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -135,20 +135,6 @@ def build_theirs(config: Mapping[str, Any], seed: int = 0, randomised: bool = Tr
     if randomised:
         randomise(module, seed)
     return module
-
-
-@pytest.fixture
-def quick_compilation() -> Iterator[None]:
-    """XLA without its slow passes: half the time to compile, the same mathematics.
-
-    Golden, real-width and execution tests do without it, and see programs as users run them.
-    """
-    import jax
-
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
