@@ -196,11 +196,11 @@ def _fit_gathering(connection: RTCPeerConnection) -> None:
         def gather(component: int, addresses: list[str], timeout: int = 5, plain=ice.get_component_candidates):
             return plain(component, addresses or ["127.0.0.1"], timeout)
 
-        def add(candidate: Any, host: str, plain=ice._add_remote_candidate) -> None:
-            if (why := refusal(host, candidate.port)) is not None:
-                log.info("candidate %r at %s not used: %s", candidate.host, host, why)
+        def add(remote_candidate: Any, network_host: str, plain=ice._add_remote_candidate) -> None:
+            if (why := refusal(network_host, remote_candidate.port)) is not None:
+                log.info("candidate %r at %s not used: %s", remote_candidate.host, network_host, why)
             else:
-                plain(candidate, host)
+                plain(remote_candidate, network_host)
 
         ice.get_component_candidates = gather
         ice._add_remote_candidate = add
