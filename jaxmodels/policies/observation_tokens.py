@@ -18,7 +18,7 @@ from jaxmodels.transformer2d.block import Biases, Seen
 from jaxmodels.transformer2d.masks import to_bias
 from jaxmodels.transformer2d.modulation import Modulation
 from jaxmodels.transformer2d.stack import Execution, run_blocks, stack_blocks
-from jaxmodels.types import Observation
+from jaxmodels.types import Language, Observation
 
 # About as large as the features they are added to, so that two cameras are told apart from the first step.
 _embedding_init = nnx.initializers.normal(0.5)
@@ -28,8 +28,10 @@ class ObservationTokens(nnx.Module):
     """State, environment state, each camera's feature map row by row, and what the instruction says.
 
     Each kind has a projection and a learned embedding of its own (all cameras share backbone and projection); pixels of
-    a feature map have fixed positions. With `n_encoder_layers` the tokens then look at each other, in plain blocks of
-    the 2D transformer: that costs once per chunk what each step of a sampler would cost again.
+    a feature map have fixed positions. An instruction also scales and shifts the channels of feature maps (FiLM, arXiv
+    1709.07871, as in RT-1): what it asks for stands out in them, which attention alone learns slowly. With
+    `n_encoder_layers` the tokens then look at each other, in plain blocks of the 2D transformer: that costs once per
+    chunk what each step of a sampler would cost again.
     """
 
     def __init__(self, config: Transformer2dPolicyConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -45,6 +47,8 @@ class ObservationTokens(nnx.Module):
             self.image_in = nnx.Linear(self.backbone.width, width, rngs=rngs)
         if config.text_encoder is not None:
             self.language_in = nnx.Linear(config.text_encoder.width, width, rngs=rngs)
+            if config.cameras:
+                self.film = nnx.Linear(config.text_encoder.width, 2 * width, rngs=rngs)
         kinds = sum(part is not None for part in (config.state, config.environment_state, config.text_encoder))
         self.embeddings = nnx.Param(_embedding_init(rngs.params(), (kinds + len(config.cameras), width)))
         if config.n_encoder_layers:
@@ -63,6 +67,9 @@ class ObservationTokens(nnx.Module):
             InputError: the policy reads language, and the observation has none.
         """
         config = self.config
+        said = observation.language if config.text_encoder is not None else None
+        if config.text_encoder is not None and said is None:
+            raise InputError("the observation has no language; this policy wants an instruction (model.read)")
         parts = []
         if config.state is not None:
             parts.append(self.state_in(observation.state)[:, None])
@@ -70,13 +77,13 @@ class ObservationTokens(nnx.Module):
             parts.append(self.environment_in(observation.environment_state)[:, None])
         for image in observation.images:
             features = self.image_in(self.backbone(image))
+            if said is not None:
+                scale, shift = jnp.split(self.film(_mean(said))[:, None, None], 2, axis=-1)
+                features = features * (1 + scale) + shift
             positions = sinusoidal_2d(features.shape[1], features.shape[2], config.dim_model)
             parts.append(rearrange(features + jnp.asarray(positions, features.dtype), "b h w d -> b (h w) d"))
         mask = None
-        if config.text_encoder is not None:
-            said = observation.language
-            if said is None:
-                raise InputError("the observation has no language; this policy wants an instruction (model.read)")
+        if said is not None:
             silent = jnp.ones((said.mask.shape[0], sum(part.shape[1] for part in parts)), bool)
             mask = jnp.concatenate((silent, said.mask), axis=1)
             parts.append(self.language_in(said.tokens))
@@ -94,6 +101,12 @@ class ObservationTokens(nnx.Module):
         return run_blocks(
             self.blocks, tokens, Modulation(), Seen(), Biases(bias), Execution(scan=True, remat=False), key=key
         )
+
+
+def _mean(said: Language) -> Float[Array, "b d"]:
+    """Of the tokens that count."""
+    counts = said.mask[..., None].astype(said.tokens.dtype)
+    return (said.tokens * counts).sum(1) / counts.sum(1)
 
 
 def _block(config: Transformer2dPolicyConfig) -> Transformer2DConfig:

@@ -10,7 +10,8 @@ from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.text.config import CLIP, TextConfig
 
 ACTIVATIONS = {"gelu": Activation(exact_gelu, 1), "quick_gelu": Activation(sigmoid_gelu, 1)}
-_embedding_init = nnx.initializers.normal(0.02)
+# As large as what layers add to it: with 0.02, two instructions that differ in a word are nearly the same to a policy.
+_embedding_init = nnx.initializers.normal(1.0)
 
 
 class Layer(nnx.Module):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxmodels.errors import InputError
 from jaxmodels.features import Feature
@@ -52,7 +51,7 @@ def seen(seed: int = 0, **others: Any) -> Observation:
 def looking(config: Diffusion2dConfig) -> Callable[[Observation], Any]:
     """Weights are drawn by NumPy: JAX would compile a program for each shape."""
     draw = np.random.default_rng(0)
-    plan = blueprint(lambda: ObservationTokens(config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: ObservationTokens(config, rngs=rngs))
     tokens = plan.assemble(
         {name: jnp.asarray(draw.normal(size=shape.shape) * 0.3, jnp.float32) for name, shape in plan.shapes.items()}
     )

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot
@@ -41,7 +40,7 @@ RED, BLUE = TEXT, "pick up the blue cube"
 
 def checkpoint(seed: int = 0, config: Diffusion2dConfig = CONFIG) -> Checkpoint:
     draw = np.random.default_rng(seed)
-    shapes = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
     weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
     normalization = from_stats(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
     return Checkpoint(config, weights, normalization)
@@ -168,7 +167,7 @@ def test_bfloat16_reads_nearly_the_same(policy) -> None:
 
 def test_a_policy_that_reads_no_language_is_not_disturbed_by_a_text(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, text_encoder=None)
-    shapes = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
     weights = {name: np.zeros(wanted.shape, np.float32) for name, wanted in shapes.items()}
     silent = jaxmodels.Policy(dataclasses.replace(checkpoint(), config=config, weights=weights))
     assert not silent.requirements.language
