@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.loading import load_policy
+    from jaxmodels.placement import name_devices
     from jaxmodels.policy import Policy
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
     from jaxmodels.types import Requirements
@@ -26,6 +27,7 @@ __all__ = [
     "is_model",
     "load_model",
     "load_policy",
+    "name_devices",
     "read_requirements",
 ]
 
@@ -39,6 +41,7 @@ _HOMES = {
     "is_model": "jaxmodels.loaded_model",
     "load_model": "jaxmodels.loaded_model",
     "load_policy": "jaxmodels.loading",
+    "name_devices": "jaxmodels.placement",
     "read_requirements": "jaxmodels.description",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,5 +1,6 @@
 """Where a policy's weights lie: on one device, or spread over several that compute together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -71,3 +72,22 @@ def find_placement(name: str | None) -> Placement:
     if len(set(devices)) < len(devices) or len({device.platform for device in devices}) > 1:
         raise ConfigError(f"device is {name!r}; wanted different devices of one kind, as cuda:0+cuda:1")
     return Placement(devices)
+
+
+def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, ...]:
+    """Places as `find_placement` reads them, each of which is there.
+
+    Args:
+        asked: names, ``all`` for all devices of this process that JAX prefers, or numbers of those.
+        together: one place, over which a policy's weights are spread, instead of one for each.
+
+    Raises:
+        ConfigError: one of them is not there, or nothing can be spread over them.
+    """
+    devices = jax.devices()
+    platform = devices[0].platform
+    mine = [f"{platform}:{place}" for place, one in enumerate(devices) if one.process_index == jax.process_index()]
+    named: list[str] = []
+    for name in asked:
+        named += mine if name == "all" else [f"{platform}:{name}" if name.isdecimal() else name]
+    return tuple(find_placement(place).name for place in (["+".join(named)] if together else named))

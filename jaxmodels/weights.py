@@ -44,9 +44,30 @@ class Blueprint(Generic[Module]):
         return nnx.merge(self.graph, jax.tree_util.tree_unflatten(self.tree, [weights[name] for name in self.shapes]))
 
 
-def blueprint(build: Callable[[], Module]) -> Blueprint[Module]:
-    """Builds the module abstractly: no memory for weights, no random numbers."""
-    graph, state = nnx.split(nnx.eval_shape(build))
+class _SameKey(nnx.RngStream):
+    """Gives the same key each time. To count keys costs more than all the rest of a module that is built abstractly:
+    NNX asks each count, a tracer, for its sharding, and JAX looks for the origins of the tracer to say there is none.
+    """
+
+    def __call__(self) -> jax.Array:
+        return self.key[...]
+
+
+class _SameKeys(nnx.Rngs):
+    default: nnx.RngStream
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.default = _SameKey(0, tag="default")
+
+
+def blueprint(build: Callable[[nnx.Rngs], Module]) -> Blueprint[Module]:
+    """Builds the module abstractly: no memory for weights, no random numbers.
+
+    Args:
+        build: makes the module with the random keys that it is given.
+    """
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(_SameKeys())))
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
     learned, _ = jax.tree_util.tree_flatten_with_path(nnx.filter_state(state, nnx.Param))

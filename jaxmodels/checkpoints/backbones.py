@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import jax
 import numpy as np
-from flax import nnx
 
 from jaxmodels.checkpoints.backbone_names import backbone_tensor
 from jaxmodels.checkpoints.json_file import read_json
@@ -129,7 +127,7 @@ def _read(path: Path, architecture: str) -> dict[str, np.ndarray]:
 
 
 def _resnet(architecture: str) -> Blueprint[ResNet]:
-    return blueprint(lambda: ResNet(architecture, rngs=nnx.Rngs(params=jax.random.key(0))))
+    return blueprint(lambda rngs: ResNet(architecture, rngs=rngs))
 
 
 def _only_file(folder: Path) -> Path:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from jaxmodels.checkpoints.json_file import read_json
 from jaxmodels.checkpoints.layouts import LINEAR, SAME, Tensor, read_tensors, their_shapes
@@ -65,7 +64,7 @@ def read_clip_text(folder: Path) -> ClipText:
         WeightsMismatch: the weights do not fit the config.
     """
     config = text_config(read_json(folder / CONFIG))
-    plan = blueprint(lambda: text_encoder(config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: text_encoder(config, rngs=rngs))
     shapes = {name: shape.shape for name, shape in plan.shapes.items()}
     table = tensors(shapes)
     found = find_floats(folder / WEIGHTS, lambda name: not name.startswith(OTHERS) and name != _TABLE)

@@ -10,12 +10,12 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxmodels.checkpoints import legacy, orbax
 from jaxmodels.checkpoints.contents import Checkpoint, PolicyConfig, Sidecar
@@ -107,7 +107,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
         WeightsMismatch: the weights are not those of the config.
     """
     kind = policy_type(checkpoint.config.to_json()["type"])
-    plan = model_blueprint(kind, checkpoint.config)
+    plan = model_blueprint(checkpoint.config)
     shapes = {name: tuple(np.shape(array)) for name, array in checkpoint.weights.items()}
     check_fit(shapes, {name: shape.shape for name, shape in plan.shapes.items()}, where="weights to be written")
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,16 +125,18 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
             os.replace(path, folder / path.name)
 
 
-def model_blueprint(kind: PolicyType, config: PolicyConfig) -> Blueprint[Any]:
+@lru_cache(maxsize=8)  # a training writes the same policy again and again
+def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
     """The module of a config without weights."""
-    return blueprint(lambda: kind.model(config, rngs=nnx.Rngs(0)))
+    kind = policy_type(config.to_json()["type"])
+    return blueprint(lambda rngs: kind.model(config, rngs=rngs))
 
 
 def _read_weights(
     folder: Path, kind: PolicyType, config: PolicyConfig
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Our weights, and the statistics that older policies keep among theirs."""
-    plan = model_blueprint(kind, config)
+    plan = model_blueprint(config)
     if not (folder / WEIGHTS).exists():
         if (folder / orbax.FOLDER).is_dir():
             restored = orbax.restore(folder / orbax.FOLDER, dict(plan.shapes))

@@ -54,7 +54,7 @@ def time_sinusoid(time: Float[Array, "..."], width: int, shift: int) -> Float[Ar
 
     Source: diffusers/models/embeddings.py, get_timestep_embedding with flip_sin_to_cos.
     """
-    frequency = _time_frequencies(width, shift)
+    frequency = time_frequencies(width, shift)
     angle = time[..., None] * frequency
     return jnp.concatenate((jnp.cos(angle), jnp.sin(angle)), axis=-1)
 
@@ -66,7 +66,8 @@ _OTHER_WAY: Mapping[tuple[int, int], Mapping[int, float]] = MappingProxyType(
 )
 
 
-def _time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:
+def time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:
+    """Of `time_sinusoid`, as PyTorch had them where the goldens were recorded."""
     half = width // 2
     exponent = np.float32(-np.log(TEMPERATURE)) * np.arange(half, dtype=np.float32) / np.float32(half - shift)
     frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)

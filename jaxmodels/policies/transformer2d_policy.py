@@ -88,7 +88,7 @@ def transformer2d_policy_type(
 def assemble(model: Callable[..., Model], config: Transformer2dPolicyConfig, weights: Mapping[str, Array]) -> Model:
     """The model over weights that are served, in their precision."""
     dtype = next(iter(weights.values())).dtype
-    return blueprint(lambda: model(config, dtype=dtype, rngs=nnx.Rngs(0))).assemble(weights)
+    return blueprint(lambda rngs: model(config, dtype=dtype, rngs=rngs)).assemble(weights)
 
 
 def _tensors(names: Iterable[str]) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ def place(
     """
     policy = start.policy
     plan, computing = _blueprint(policy, config, None), _blueprint(policy, config, config.dtype)
-    weights = _weights(plan, start, layout, _build(policy, config, None))
+    weights = _weights(plan, start, layout, _build(policy, config, None), config.seed)
     learned = [name for name in plan.learned if not _is_frozen(policy, name)]
     parameters = {name: weights.pop(name) for name in learned}
     inputs = normalization.inputs
@@ -116,7 +116,7 @@ def _state(
     )
 
 
-def _weights(plan: Blueprint[Any], start: Start, layout: Layout, build: Any) -> dict[str, jax.Array]:
+def _weights(plan: Blueprint[Any], start: Start, layout: Layout, build: Any, seed: int) -> dict[str, jax.Array]:
     """All weights of the policy: those to start from, and the others drawn where they will be."""
     wanted = {name: shape.shape for name, shape in plan.shapes.items()}
     places: Any = layout.spread_tree(dict(plan.shapes))
@@ -129,7 +129,7 @@ def _weights(plan: Blueprint[Any], start: Start, layout: Layout, build: Any) -> 
     put = {name: layout.put(start.weights[name], places[name]) for name in found}
     if len(put) == len(wanted):
         return put
-    weights = jax.jit(lambda: flatten(build()), out_shardings=places)() | put
+    weights = jax.jit(lambda: flatten(build(nnx.Rngs(seed))), out_shardings=places)() | put
     if start.backbone is None:
         return weights
     made = put_backbone(start.backbone, weights)
@@ -141,7 +141,7 @@ def _build(policy: Any, config: TrainingConfig, dtype: str | None) -> Any:
     model = policy_type(policy.type).model
     # Modules that compute in a dtype of their own take it; others compute in that of their weights.
     options = {"dtype": jnp.dtype(dtype)} if dtype is not None and "dtype" in signature(model).parameters else {}
-    return lambda: model(policy, rngs=nnx.Rngs(config.seed), **options)
+    return lambda rngs: model(policy, rngs=rngs, **options)
 
 
 def _blueprint(policy: Any, config: TrainingConfig, dtype: str | None) -> Blueprint[Any]:

@@ -208,7 +208,7 @@ class Transformer2DModel(Attributes, Network):
             on_progress=on_progress,
         )
         options = {"dtype": dtype, "param_dtype": kept, "scan_layers": scan_layers, "remat": remat}
-        plan = blueprint(lambda: cls.from_config(config, **options))
+        plan = blueprint(lambda rngs: cls.from_config(config, **options, rngs=rngs))
         return plan.assemble(weights)
 
     def save_pretrained(

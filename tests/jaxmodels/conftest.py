@@ -21,7 +21,6 @@ os.environ["ROBOJAX_COMPILE_CACHE"] = "off"
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from safetensors.numpy import save_file
 
@@ -202,7 +201,7 @@ def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """
     rng = np.random.default_rng(seed)
     weights = {}
-    for name, array in blueprint(lambda: Act(config, rngs=nnx.Rngs(0))).shapes.items():
+    for name, array in blueprint(lambda rngs: Act(config, rngs=rngs)).shapes.items():
         x = rng.standard_normal(array.shape).astype(np.float32)
         if name.endswith("latent_encoder.positions"):
             weights[name] = sinusoidal(*array.shape[1:])[None]

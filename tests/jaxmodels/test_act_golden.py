@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot
@@ -56,7 +55,7 @@ def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_f
         environment_state=config.environment_state and inputs.forward(config.environment_state),
         action=inputs.forward(config.action),
     )
-    plan = blueprint(lambda: Act(config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: Act(config, rngs=rngs))
     sizes = tuple(camera.shape[1:] for camera in config.cameras)
 
     @jax.jit

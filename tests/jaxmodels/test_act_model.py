@@ -42,7 +42,7 @@ def demonstration(config: ActConfig, batch: int = 2) -> tuple[jax.Array, jax.Arr
 
 
 def assembled(checkpoint: Checkpoint) -> Act:
-    plan = blueprint(lambda: Act(checkpoint.config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: Act(checkpoint.config, rngs=rngs))
     return plan.assemble({name: jnp.asarray(array) for name, array in checkpoint.weights.items()})
 
 
@@ -76,7 +76,7 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of) -> 
         config = resized(config, (72, 41), (33, 64))
     checkpoint = checkpoint_of(config)
     observation = normalised(config)
-    plan = blueprint(lambda: Act(config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: Act(config, rngs=rngs))
     weights = {name: jnp.asarray(array) for name, array in checkpoint.weights.items()}
     wanted = jax.jit(lambda weights, seen: plan.assemble(weights)(seen))(weights, observation)
     for platform in ("cpu", "gpu"):  # the folding for either; both run here

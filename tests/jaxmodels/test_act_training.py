@@ -37,6 +37,8 @@ MOVED = 1e-2  # of the way that a weight went; what Adam makes of rounding where
 # LeRobot does not go where LeRobot goes: started from weights that differ in their last bit, its loss with the ResNet
 # departs after some steps (see the README). Run -> steps that are compared closely there, and tolerance of the others.
 REPEATABLE = {"preset": (30, 2e-3), "fast": (8, 5e-2)}
+# With the ResNet those others cost three minutes and find little; whoever works on ACT's training sets this.
+ALL_STEPS = bool(os.environ.get("ROBOJAX_ALL_STEPS"))
 ROUNDING = 1e-5  # of a weight, in a hundred additions in float32
 ENTRIES = 64  # of a large tensor that are recorded, see the README
 # These programs run a hundred times and have hundreds of tensors: what optimising them costs, it does not save.
@@ -60,7 +62,7 @@ class Training:
         self.config = ActConfig.from_json(json.loads((folder / "config.json").read_text()))
         keys = json.loads((folder / "keys.json").read_text())
         self.optimizer = keys["optimizer"]
-        self.plan = blueprint(lambda: Act(self.config, rngs=nnx.Rngs(0)))
+        self.plan = blueprint(lambda rngs: Act(self.config, rngs=rngs))
         self.start = read_tensors(names.tensors(self.plan.shapes), seeded_weights(keys))
         with np.load(folder / "batches.npz") as batches, np.load(folder / "training.npz") as found:
             self.batches, self.found = dict(batches), dict(found)
@@ -94,8 +96,8 @@ class Training:
     def batch(self, number: int) -> dict[str, np.ndarray]:
         return {name: array[number % len(array)] for name, array in self.batches.items()}
 
-    def train(self, run: str) -> Steps:
-        """The steps of `robojax train`, with LeRobot's preset but these rates."""
+    def train(self, run: str, steps: int) -> Steps:
+        """The first steps of `robojax train`, with LeRobot's preset but these rates."""
         rate, backbone_rate = self.optimizer["rates"][run]
         policy = replace(self.config, optimizer_lr=rate, optimizer_lr_backbone=backbone_rate)
         count = len(self.noise)
@@ -108,7 +110,7 @@ class Training:
         update = jax.jit(update, donate_argnums=(1, 2), compiler_options=QUICKLY)
         parameters, seen = self.parameters(), []
         memory = rule.init(parameters)
-        for number in range(count):
+        for number in range(steps):
             value, gradient = self.slope(parameters, self.batch(number), self.noise[number])
             with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer's power
                 parameters, memory, norm = update(gradient, memory, parameters)
@@ -175,9 +177,11 @@ def check_first_step(training: Training) -> None:
 
 
 def check_steps(training: Training, run: str) -> None:
-    found, wanted = training.train(run), training.recorded(run)
+    wanted, count = training.recorded(run), len(training.noise)
     assert wanted["loss"][-5:].mean() < wanted["loss"][:5].mean(), "it learned something"
-    repeatable, departed = REPEATABLE[run] if training.config.cameras else (len(found.loss), 0.0)
+    repeatable, departed = REPEATABLE[run] if training.config.cameras else (count, 0.0)
+    found = training.train(run, count if ALL_STEPS else repeatable)
+    assert len(found.loss) >= repeatable
     steps = slice(repeatable)
     np.testing.assert_allclose(found.loss[steps], wanted["loss"][steps], rtol=TOLERANCE)
     np.testing.assert_allclose(found.gradient_norm[steps], wanted["gradient_norm"][steps], rtol=TOLERANCE)
@@ -185,7 +189,7 @@ def check_steps(training: Training, run: str) -> None:
         ours = found.parts.get(name, np.zeros(len(column)))
         np.testing.assert_allclose(ours[steps], column[steps], rtol=TOLERANCE)
     if training.config.cameras:
-        np.testing.assert_allclose(found.loss, wanted["loss"], rtol=departed)
+        np.testing.assert_allclose(found.loss, wanted["loss"][: len(found.loss)], rtol=departed)
         return
     before = training.by_their_names(training.parameters())
     for name, end in training.recorded(f"{run}.final").items():
@@ -201,7 +205,7 @@ def test_loss_and_gradients_are_those_of_lerobot(golden: Training) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_hundred_steps_go_where_lerobots_go(golden: Training, run: str) -> None:
+def test_steps_go_where_lerobots_go(golden: Training, run: str) -> None:
     check_steps(golden, run)
 
 

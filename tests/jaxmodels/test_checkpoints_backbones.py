@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxmodels.checkpoints.backbones import put_backbone, read_backbone
@@ -65,7 +64,7 @@ def timm_folder(resnet18: Tensors, tmp_path: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_features_are_those_of_torchvision(name: str, tmp_path: Path) -> None:
     save_file(tensors_of(name), tmp_path / "weights.safetensors")
-    plan = blueprint(lambda: ResNet(name, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: ResNet(name, rngs=rngs))
     weights = {key: jnp.asarray(array) for key, array in read_backbone(tmp_path, name).weights.items()}
     with np.load(GOLDEN / "features.npz") as golden:
         image, wanted = golden["image"], golden[name]
@@ -178,7 +177,7 @@ def test_a_repo_of_the_hub_is_fetched(timm_folder, tmp_path: Path, monkeypatch: 
 
 def test_it_takes_the_place_of_a_policys_backbone(resnet18: Tensors, file_of, small) -> None:
     found = read_backbone(file_of(resnet18), "resnet18")
-    shapes = blueprint(lambda: Act(small(cameras=("front",), vision_backbone="resnet18"), rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Act(small(cameras=("front",), vision_backbone="resnet18"), rngs=rngs)).shapes
     drawn = {name: np.zeros(shape.shape, np.float32) for name, shape in shapes.items()}
     filled = put_backbone(found, drawn)
     assert list(filled) == list(drawn)

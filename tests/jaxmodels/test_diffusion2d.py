@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot
@@ -37,7 +36,7 @@ CONFIG = Diffusion2dConfig(
 
 def checkpoint(config: Diffusion2dConfig = CONFIG, seed: int = 0) -> Checkpoint:
     draw = np.random.default_rng(seed)
-    shapes = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
     weights = {name: (draw.normal(size=wanted.shape) * 0.15).astype(np.float32) for name, wanted in shapes.items()}
     # the second joint never moved in the data
     stats = {

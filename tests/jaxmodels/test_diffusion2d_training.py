@@ -49,7 +49,7 @@ RIGHT = 0.7  # share of demonstrations that go right
 def lively(config: Diffusion2dConfig, seed: int = 0) -> Diffusion2d:
     """A model with no weight at zero."""
     draw = np.random.default_rng(seed)
-    plan = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs))
     return plan.assemble(
         {name: jnp.asarray(draw.normal(size=shape.shape) * 0.2, jnp.float32) for name, shape in plan.shapes.items()}
     )
@@ -83,7 +83,7 @@ def demonstrations(key: jax.Array, size: int) -> tuple[Observation, jax.Array]:
 @partial(jax.jit, static_argnames="config")
 def trained(config: Diffusion2dConfig) -> tuple[dict[str, jax.Array], jax.Array]:
     """Weights after some seconds of training, and the losses."""
-    plan = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs))
     graph, first = nnx.split(Diffusion2d(config, rngs=nnx.Rngs(0)))
     rule = optax.adam(optax.cosine_decay_schedule(4e-3, 600))
 
@@ -118,7 +118,7 @@ def test_the_loss_falls(toy) -> None:
 
 def test_samples_are_distributed_as_the_demonstrations(toy) -> None:
     weights, _ = toy
-    plan, schedule = blueprint(lambda: Diffusion2d(CONFIG, rngs=nnx.Rngs(0))), CONFIG.schedule
+    plan, schedule = blueprint(lambda rngs: Diffusion2d(CONFIG, rngs=rngs)), CONFIG.schedule
     assert isinstance(schedule, FlowSchedule)
 
     @jax.jit

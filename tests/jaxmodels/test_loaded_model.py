@@ -42,7 +42,7 @@ CONFIGS = {
 def small_transformer(name: str) -> Transformer2DModel:
     """With numbers at random, and without the seconds that drawing them one layer after the other takes."""
     shape = {"num_attention_heads": 2, "attention_head_dim": 16, **CONFIGS[name]}
-    plan = blueprint(lambda: Transformer2DModel(**shape))
+    plan = blueprint(lambda rngs: Transformer2DModel(**shape, rngs=rngs))
     random = np.random.default_rng(3)
     return plan.assemble(
         {

@@ -118,11 +118,11 @@ def test_dropout_keeps_the_mean_and_zeroes_its_share() -> None:
 
 
 def test_weights_go_out_of_a_module_and_back_by_name() -> None:
-    def build() -> FeedForward:
-        return FeedForward(4, 6, LEROBOT_ACTIVATIONS["relu"], rngs=nnx.Rngs(0))
+    def build(rngs: nnx.Rngs) -> FeedForward:
+        return FeedForward(4, 6, LEROBOT_ACTIVATIONS["relu"], rngs=rngs)
 
     plan = blueprint(build)
-    module = build()
+    module = build(nnx.Rngs(0))
     weights = flatten(module)
     assert {name: shape.shape for name, shape in plan.shapes.items()} == {
         "down.bias": (4,),

@@ -287,6 +287,7 @@ def test_public_names_are_exactly_these() -> None:
         "is_model",
         "load_model",
         "load_policy",
+        "name_devices",
         "read_requirements",
     ]
     assert {name for name in dir(jaxmodels) if name in jaxmodels.__all__} == set(jaxmodels.__all__)

@@ -41,7 +41,7 @@ LOW, HIGH = np.array([-50, 7, 0], np.float32), np.array([50, 7, 100], np.float32
 
 def weights_of(config: Tokens2dConfig, seed: int = 0) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(seed)
-    shapes = blueprint(lambda: Tokens2d(config, rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Tokens2d(config, rngs=rngs)).shapes
     return {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
 
 
@@ -188,7 +188,7 @@ def test_a_program_does_not_depend_on_how_a_policy_was_trained() -> None:
 def test_the_config_for_a_cpu_is_one() -> None:
     small = dataclasses.replace(CONFIG, **POLICY.small)
     assert Tokens2dConfig.from_json(small.to_json()) == small
-    shapes = blueprint(lambda: Tokens2d(small, rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Tokens2d(small, rngs=rngs)).shapes
     assert sum(np.prod(shape.shape) for shape in shapes.values()) < 2.5e6
 
 

@@ -50,7 +50,7 @@ RIGHT = 0.7  # share of demonstrations that go right
 def lively(config: Tokens2dConfig, seed: int = 0) -> Tokens2d:
     """A model with no weight at zero."""
     draw = np.random.default_rng(seed)
-    plan = blueprint(lambda: Tokens2d(config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: Tokens2d(config, rngs=rngs))
     return plan.assemble(
         {name: jnp.asarray(draw.normal(size=shape.shape) * 0.2, jnp.float32) for name, shape in plan.shapes.items()}
     )
@@ -84,7 +84,7 @@ def demonstrations(key: jax.Array, size: int) -> tuple[Observation, jax.Array]:
 @partial(jax.jit, static_argnames="config")
 def trained(config: Tokens2dConfig) -> tuple[dict[str, jax.Array], jax.Array]:
     """Weights after some seconds of training, and the losses."""
-    plan = blueprint(lambda: Tokens2d(config, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: Tokens2d(config, rngs=rngs))
     graph, first = nnx.split(Tokens2d(config, rngs=nnx.Rngs(0)))
     rule = optax.adam(optax.cosine_decay_schedule(8e-3, 400))
 
@@ -147,7 +147,7 @@ def test_a_plan_is_continued_on_its_side(toy) -> None:
 @pytest.mark.parametrize("remasking", [False, True])
 def test_drawn_chunks_go_as_often_to_each_side_as_demonstrations_and_never_change_sides(toy, remasking: bool) -> None:
     weights, _ = toy
-    plan = blueprint(lambda: Tokens2d(CONFIG, rngs=nnx.Rngs(0)))
+    plan = blueprint(lambda rngs: Tokens2d(CONFIG, rngs=rngs))
     schedule = MaskSchedule(CONFIG.bins + 1, "linear", (8.0, 0.0), remasking=remasking)
 
     @jax.jit

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -155,7 +154,7 @@ class Serving:
     def _backbone(self, image: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 c"]:
         name, dilate = self._config.vision_backbone, self._config.replace_final_stride_with_dilation
         if name not in RESNETS:
-            plan = blueprint(lambda: SmallCnn(rngs=nnx.Rngs(0)))
+            plan = blueprint(lambda rngs: SmallCnn(rngs=rngs))
             return plan.assemble({key: self._weights[f"backbone.{key}"] for key in plan.shapes})(image)
         x = max_pool(jax.nn.relu(self._convolve("backbone.stem", image, stride=2)))
         for block in blocks(name, dilate):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 from jaxmodels.transformer2d import Transformer2DModel
@@ -61,9 +62,9 @@ class Trained(NamedTuple):
 Loss = Callable[[Transformer2DModel, jax.Array], jax.Array]
 
 
-def train(build: Callable[[], Transformer2DModel], loss: Loss, *, steps: int, rate: float = 3e-3) -> Trained:
+def train(build: Callable[[nnx.Rngs], Transformer2DModel], loss: Loss, *, steps: int, rate: float = 3e-3) -> Trained:
     """Adam with a cosine decay, all steps in one program; `loss` makes its own batch from a key."""
-    plan, weights = blueprint(build), jax.jit(lambda: flatten(build()))()  # one program instead of dozens
+    plan, weights = blueprint(build), jax.jit(lambda: flatten(build(nnx.Rngs(0))))()  # one program instead of dozens
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(rate, steps)))
 
     def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:

@@ -32,7 +32,7 @@ NOBODY = 2  # the condition that says nothing
 STEPS = 400
 
 
-def build() -> Transformer2DModel:
+def build(rngs: nnx.Rngs) -> Transformer2DModel:
     return Transformer2DModel(
         num_attention_heads=2,
         attention_head_dim=WIDTH // 2,
@@ -48,7 +48,7 @@ def build() -> Transformer2DModel:
         cross_attention_dim=WIDTH,
         caption_channels=3,
         use_additional_conditions=False,
-        rngs=nnx.Rngs(0),
+        rngs=rngs,
     )
 
 

@@ -35,7 +35,7 @@ def draw(key: jax.Array, count: int) -> jax.Array:
     return jnp.asarray(PATTERNS)[kinds].at[:, FREE].set(free)
 
 
-def build() -> Transformer2DModel:
+def build(rngs: nnx.Rngs) -> Transformer2DModel:
     return Transformer2DModel(
         num_attention_heads=2,
         attention_head_dim=WIDTH // 2,
@@ -46,7 +46,7 @@ def build() -> Transformer2DModel:
         num_embeds_ada_norm=VQ.num_train_timesteps,
         attention_bias=True,
         activation_fn="geglu-approximate",
-        rngs=nnx.Rngs(0),
+        rngs=rngs,
     )
 
 
