@@ -1,0 +1,126 @@
+"""Simulated fleets against what can be said of them by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fleet_sim
+from benchmarks.fleet_forming import Ask, ByArrival, ByDeadline, Times, formings
+from benchmarks.fleet_model import Found, Link, Plan, simulate
+from benchmarks.fleet_sim import failing, machines_for, measured_times, most_robots
+
+# Always the same: 10 ms alone, 16 for two, 28 for four.
+STEADY = Times({1: (0.010, 0.010), 2: (0.016, 0.016), 4: (0.028, 0.028)})
+PLAN = Plan(robots=1, machines=1, period=0.1, times=STEADY, forming=ByDeadline, seconds=5.0, is_even=True)
+
+
+def one_at_a_time(times: Times) -> ByDeadline:
+    return ByDeadline(times, (1,))
+
+
+def answered(found: Found) -> tuple[float, float]:
+    return round(found.percentile(0) * 1e3, 6), round(found.percentile(100) * 1e3, 6)
+
+
+def test_one_robot_waits_for_its_batch_the_way_and_the_front() -> None:
+    assert answered(simulate(PLAN)) == (10, 10)
+    far = replace(PLAN, link=Link(0.002, 0.002), front=0.004)
+    assert answered(simulate(far)) == (10 + 2 * 2 + 4, 10 + 2 * 2 + 4)
+
+
+def test_robots_that_ask_evenly_and_fit_never_meet() -> None:
+    found = simulate(replace(PLAN, robots=10, forming=one_at_a_time))
+    assert answered(found) == (10, 10)
+    assert found.busy == pytest.approx(1.0, abs=0.01)
+    assert (found.late, len(found.answers)) == (0, pytest.approx(400, abs=10))
+
+
+def test_a_machine_serves_as_many_as_there_is_time_for_and_batches_make_more_of_it() -> None:
+    assert most_robots(replace(PLAN, forming=one_at_a_time), 0.0) == 10  # 10 ms each of 100
+    batched = most_robots(PLAN, 0.0)
+    assert 12 <= batched <= 14  # four of them in 28 ms: 14
+
+
+def test_with_too_many_robots_answers_come_late_and_are_counted() -> None:
+    found = simulate(replace(PLAN, robots=15, forming=one_at_a_time))
+    assert found.late_share > 0.2
+    assert found.busy == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_another() -> None:
+    plan = replace(PLAN, robots=7, is_even=False, link=Link(0.001, 0.02))
+    first, again, other = (simulate(plan, seed).answers for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_robots_of_a_machine_that_fails_are_held_until_they_are_moved_and_the_others_never() -> None:
+    plan = replace(PLAN, robots=20, machines=4, failing=1, notice=0.5, seconds=6.0)
+    found = simulate(plan)
+    assert len(found.held) == 5
+    # Noticed 0.5 s after the failure; plans last up to two periods longer, and an answer takes 28 ms at most.
+    assert 0.25 < min(found.held) <= max(found.held) < 0.5 + 5 * 0.028
+    assert found.late == 0
+    assert len(found.answers) > 20 * 10 * 5 * 0.95
+
+
+def test_a_fleet_that_loses_its_only_machine_gets_no_more_answers() -> None:
+    found = simulate(replace(PLAN, robots=3, failing=1))
+    assert 0 < len(found.answers) < 3 * 40
+    assert found.held == []
+
+
+def test_who_waits_for_others_takes_them_all_or_the_time_is_up() -> None:
+    forming = ByArrival(STEADY, window=0.005)
+    asks = [Ask(number, 0.0, 1.0) for number in range(5)]
+    for ask in asks[:3]:
+        forming.add(ask, 1.0)
+    assert forming.take(1.0) == 1.005
+    assert forming.take(1.005) == (asks[:3], 4)
+    for ask in asks:
+        forming.add(ask, 2.0)
+    assert forming.take(2.0) == (asks[:4], 4)
+    asks[4].is_wanted = False
+    assert forming.take(2.0) is None
+
+
+@pytest.mark.parametrize("name", formings(0.005))
+def test_every_way_to_form_batches_answers_everybody_when_there_is_time(name: str) -> None:
+    found = simulate(replace(PLAN, robots=6, is_even=False, forming=formings(0.005)[name]))
+    assert found.late == 0
+    assert len(found.answers) == pytest.approx(6 * 10 * 4, abs=6)
+
+
+def test_enough_machines_are_left_when_some_fail() -> None:
+    assert [machines_for(robots, 50, 0.0) for robots in (10, 50, 51, 1000)] == [1, 1, 2, 20]
+    assert [machines_for(robots, 50, 0.01) for robots in (10, 50, 51, 1000)] == [2, 2, 3, 21]
+    assert machines_for(100_000, 50, 0.01) == 2020
+    assert (2020 - failing(2020, 0.01)) * 50 >= 100_000
+
+
+def test_results_of_robots_per_device_are_foretold_and_fleets_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(robots: int, p50: float) -> dict[str, object]:
+        return {"robots": robots, "answer_ms": {"p50": p50, "p99": 2 * p50}, "mean_batch": 1.0}
+
+    sizes = {"1": {"p50": 10.0, "p90": 10.0}, "4": {"p50": 28.0, "p90": 28.0}}
+    measured = {
+        "batch_ms": {"one at a time": [{"1": sizes["1"]}], "batched": [sizes]},
+        "growing": {side: [row(1, 12.0), row(2, 12.0)] for side in ("one at a time", "batched")},
+        "most_robots": {"20 Hz, at every tick": {"one at a time": 5, "batched": 5}},
+    }
+    assert measured_times(measured, "batched").sizes == (1, 4)
+    rows = fleet_sim.foretold(measured)
+    assert [row["ratio_p50"] for row in rows if "ratio_p50" in row] == [1.0] * 4
+    file, output = tmp_path / "measured.json", tmp_path / "found.json"
+    file.write_text(json.dumps(measured))
+    brief = ["--most", "100", "--seconds", "3", "--link", "1", "2"]
+    monkeypatch.setattr("sys.argv", ["fleet_sim", "--measured", str(file), "--output", str(output), *brief])
+    fleet_sim.main()
+    plans = json.loads(output.read_text())["plans"]
+    fewest = {name: [row["machines"] for row in plan["fleets"]] for name, plan in plans.items()}
+    assert fewest["by deadline"][-1] < fewest["one at a time"][-1]
+    assert all(row["failing"]["machines"] > row["machines"] for plan in plans.values() for row in plan["fleets"])
