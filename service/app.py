@@ -5,8 +5,9 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hooks.errors import StoreError
 from hooks.receiving.rates import Rates
 from hooks.sending.resolver import PinnedResolver, resolve
 from hooks.sending.targets import danger, layers
+from jaxmodels.errors import JaxModelsError
 from service.api import PREFIXES, ROUTES, api, configuration, watch
 from service.arrays.limits import ArrayLimits
 from service.auth.access import guard_of
@@ -39,6 +41,7 @@ from service.engine.loading import Inspection
 from service.engine.policy_reader import PolicyReader, ReadRequirements
 from service.engine.progress import Durations
 from service.engine.worker import call_in_thread
+from service.errors import NoDevice
 from service.logs import RecentLogs, keeping
 from service.metrics import Metrics
 from service.models.forwards import ForwardLimits
@@ -145,7 +148,7 @@ def create_app(
             transport
             or RoomsTransport(ice_servers=settings.ice_servers, destinations=destinations, credentials=_room_keys(app)),
         ),
-        places.guarded(webhooks.identified(load or _loader(settings))),
+        places.guarded(webhooks.identified(load or _loader(settings, lambda: context.sessions.engine.first_device))),
         load_model or _model_loader(settings),
         webhooks,
         Allowance(places, destinations).check,
@@ -216,7 +219,7 @@ def _keep_sessions(
             stuck_after=settings.stuck_after,
             durations=_durations(app.ctx),
             batch_sizes=settings.engine_batch_sizes,
-            devices=settings.engine_devices,
+            devices=await _devices(settings),
             load=settings.engine_load,
         )
         app.ctx.recordings = Recordings(settings, lambda session_id: app.ctx.sessions.get(session_id))
@@ -295,14 +298,25 @@ def _forward_limits(settings: Settings) -> ForwardLimits:
     )
 
 
-def _loader(settings: Settings) -> LoadPolicy:
+async def _devices(settings: Settings) -> tuple[str, ...]:
+    """Places for policies, when some are named: then JAX is imported before the server answers."""
+    if not settings.devices:
+        return ()
+    named = partial(jaxmodels.name_devices, settings.devices, together=settings.placement == "shard")
+    try:
+        return await call_in_thread(named, "import-jax")
+    except JaxModelsError as error:
+        raise NoDevice(f"devices: {error}") from error
+
+
+def _loader(settings: Settings, first_device: Callable[[], str | None]) -> LoadPolicy:
     def load(path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
         _name_caches(settings)
         return jaxmodels.load_policy(
             path,
             revision,
             settings.dtype,
-            next(iter(settings.engine_devices), settings.device),
+            first_device() or settings.device,
             like=like,
             on_progress=on_progress,
             inspect=Inspection(settings.load_memory),

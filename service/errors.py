@@ -173,6 +173,13 @@ class UnknownModel(ServiceError):
     code = "unknown_model"
 
 
+class NoDevice(ServiceError):
+    """The devices that policies are to run on are not there."""
+
+    status = 500
+    code = "no_device"
+
+
 class ModelError(ServiceError):
     """A model cannot be loaded."""
 

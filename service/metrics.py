@@ -217,14 +217,18 @@ class _Devices(Collector):
         facts = self._engine()
         load = GaugeMetricFamily("robojax_device_load", "Share of the newest seconds in use", labels=["device", "lane"])
         waiting = GaugeMetricFamily("robojax_device_waiting", "Inferences that wait", labels=["device", "lane"])
+        failed = GaugeMetricFamily(
+            "robojax_device_failed", "Whether it is not used any more", labels=["device", "lane"]
+        )
         batches = CounterMetricFamily("robojax_batches", "Batches by padded size", labels=["device", "lane", "size"])
         for lane, figures in enumerate(facts.get("devices", ())):
             labels = [figures["device"] or "", str(lane)]
             load.add_metric(labels, figures["load"])
             waiting.add_metric(labels, figures["waiting"])
+            failed.add_metric(labels, float(figures["failed"] is not None))
             for size, count in figures["batches"].items():
                 batches.add_metric([*labels, size], count)
-        yield from (load, waiting, batches)
+        yield from (load, waiting, failed, batches)
         yield GaugeMetricFamily(
             "robojax_promised_load", "Devices' time promised to sessions", value=facts.get("promised_load", 0)
         )

@@ -211,10 +211,15 @@ class PolicySettings(Group):
         description="How many robots' inferences may run as one, by the sizes that are compiled; larger ones than 1 "
         "are compiled while no robot runs. 1 for one at a time.",
     )
-    engine_devices: Names = Field(
+    devices: Names = Field(
         default=(),
-        description="Devices that policies run on side by side, as cuda:0, cuda:1; each holds a copy of the weights. A "
-        "policy too large for one is spread over several: cuda:0+cuda:1. Default: the one that device names.",
+        description="Devices that policies run on side by side: all, numbers as 0,1, or names as cuda:0,cuda:1; one "
+        "that is named twice runs two batches at a time. Default: the one that device names.",
+    )
+    placement: Literal["replicate", "shard"] = Field(
+        default="replicate",
+        description="How a policy uses several devices: replicate, a copy on each, which share the robots; or shard, "
+        "spread over all of them, if it is too large for one. cuda:0+cuda:1 among devices is one such place, too.",
     )
     engine_load: FiniteFloat = Field(
         default=0.9,

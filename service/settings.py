@@ -95,6 +95,9 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("degraded_after", "stop_after"))
         found = f"{settings.degraded_after:g} and {settings.stop_after:g}"
         raise SettingsError(f"{where}: found {found}; wanted degraded_after < stop_after")
+    if settings.placement == "shard" and not settings.devices:
+        where = origin.get("placement", "default")
+        raise SettingsError(f"placement ({where}): found shard without devices; wanted devices too, as --devices all")
     if settings.rate > settings.max_rate:
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))
         raise SettingsError(f"{where}: found {settings.rate:g} and {settings.max_rate:g}; wanted rate <= max_rate")

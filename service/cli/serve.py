@@ -43,7 +43,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     # Most of what takes long to import is not needed to refuse.
     from service.app import create_app
     from service.doors.sockets import openpi_app
-    from service.errors import ModelError
+    from service.errors import ModelError, NoDevice
     from service.updates.webhooks import StartFailed
 
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
@@ -63,6 +63,8 @@ def serve(config: Path | None, **flags: Any) -> None:
             ),
             beside,
         )
+    except NoDevice as error:
+        fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --devices all takes those there are")
     except ModelError as error:
         fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
     except StartFailed as error:

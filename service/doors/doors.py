@@ -19,7 +19,8 @@ class DoorSettings:
         sockets: at a time, of everybody.
         sockets_of_one: of one key's owner, when there are keys.
         silence: a client that is not heard of for so long is gone.
-        compile_patience: how long an act waits for a compile.
+        compile_patience: how long an observation of a socket waits for a compile.
+        act_patience: how long an act by a single request does: less than its client waits for an answer.
         socket: limits of one socket; its ``bytes`` are those of an act's body, too.
     """
 
@@ -27,6 +28,7 @@ class DoorSettings:
     sockets_of_one: int = 64
     silence: float = 2.0
     compile_patience: float = 60.0
+    act_patience: float = 5.0
     socket: SocketLimits = field(default_factory=SocketLimits)
 
 
@@ -46,15 +48,12 @@ class Doors:
         self._open: list[str | None] = []
 
     def consult(self, session: Listed) -> Consultation:
-        """For a client that just came."""
+        """For a client that just came, with a socket."""
+        return self._consult(session, self.settings.compile_patience)
+
+    def _consult(self, session: Listed, patience: float) -> Consultation:
         sessions = self._sessions()
-        return Consultation(
-            session,
-            self.direct,
-            sessions.engine,
-            sessions.settings.max_frame_pixels,
-            self.settings.compile_patience,
-        )
+        return Consultation(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 
     def acting(self, session: Listed, caller: Caller) -> Consultation:
         """For a caller who acts by single requests: the same one each time."""
@@ -63,7 +62,7 @@ class Doors:
         if known is None or known.session is not session:
             ids = {listed.id for listed in self._sessions().list()}
             self._acting = {pair: one for pair, one in self._acting.items() if pair[0] in ids}
-            known = self._acting[key] = self.consult(session)
+            known = self._acting[key] = self._consult(session, self.settings.act_patience)
         return known
 
     def enter(self, caller: Caller) -> Callable[[], None]:

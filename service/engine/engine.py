@@ -6,14 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from typing import NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.engine.admission import Admission, Claim, judge
+from service.engine.device_health import DeviceHealth
 from service.engine.growth import Growth
-from service.engine.lane import Lane, LaneClosed
+from service.engine.lane import Lane, LaneClosed, Overdue
 from service.engine.progress import Durations
 from service.engine.served import (
     Inference,
@@ -46,8 +48,10 @@ class Engine:
 
     Requests wait for the device and go together where that makes nobody late (``service.engine.batching``). A batch
     that fails runs again member by member, so that only the one whose observation it was fails; one that takes far
-    longer than it usually does is left aside, and the others go on in another thread. All threads run at a lower
-    priority than the event loop (see ``service.engine.worker.yield_to_others``).
+    longer than it usually does is left aside, and the others go on in another thread. With several devices another one
+    is asked when one fails or takes too long; a device that fails again and again where others answer is out
+    (``service.engine.device_health``). All threads run at a lower priority than the event loop (see
+    ``service.engine.worker.yield_to_others``).
 
     Attributes:
         stuck_after: seconds after which a running inference is given up.
@@ -89,9 +93,11 @@ class Engine:
         self._devices = tuple(devices)
         names = ["device", *(f"device:{number}" for number in range(1, len(self._devices)))]
         self._lanes = [Lane(name, niceness, stuck_after) for name in names]
+        self._health = DeviceHealth()
+        self._named = dict(enumerate(self._devices))  # devices of the lanes, as policies call them
         self._claims: dict[object, Claim] = {}
         self._growth = Growth(batch_sizes, self._may_grow, niceness)
-        self._store = Store(self._replicas, self._growth.want, niceness)
+        self._store = Store(self._replicas, self._ready, niceness)
 
     @property
     def building(self) -> asyncio.Semaphore:
@@ -121,8 +127,28 @@ class Engine:
         return self._store.policy(load, path, revision, on_progress, folder=folder, like=like)
 
     def _replicas(self, policy: Policy) -> tuple[Replica, ...]:
-        copies = [policy.on(name) for name in self._devices[1:]]
-        return tuple(Replica(copy, lane) for lane, copy in enumerate([policy, *copies]))
+        """One for each device; a policy that came on another device than the first one's is put there, too."""
+        first, *others = self._usable()
+        if self._devices and policy.device != self._devices[first]:
+            policy = policy.on(self._devices[first])  # where it was loaded is out by now
+        copies = {first: policy, **{lane: policy.on(self._devices[lane]) for lane in others}}
+        self._named |= {lane: copy.device for lane, copy in copies.items()}
+        return tuple(Replica(copy, lane) for lane, copy in copies.items())
+
+    def _usable(self) -> list[int]:
+        """Numbers of the lanes whose devices work; the first when none does."""
+        lanes = range(len(self._lanes))
+        return [lane for lane in lanes if not self._health.is_out(self._named.get(lane, ""))] or [0]
+
+    @property
+    def first_device(self) -> str | None:
+        """Where a policy is loaded before it is copied, as it was named; None where nobody named one."""
+        return self._devices[self._usable()[0]] if self._devices else None
+
+    def _ready(self, served: Served) -> None:
+        for device in self._health.out:  # one that went out while it was being loaded
+            served.leave_out(device)
+        self._growth.want(served)
 
     def _may_grow(self) -> bool:
         is_quiet = time.monotonic() >= self._asked_at + QUIET
@@ -189,18 +215,57 @@ class Engine:
     async def _ask(
         self, served: Served, observation: Mapping[str, np.ndarray], due: float | None, asker: object | None
     ) -> Inference:
-        replica = min(served.replicas, key=lambda replica: self._lanes[replica.lane].asked)
         is_alone = asker is not None and asker in self._suspects
+        usable = [one for one in served.replicas if not self._health.is_out(one.policy.device)] or served.replicas
+        replica = self._least(usable)
+        elsewhere = [one for one in usable if one.policy.device != replica.policy.device]
+        lane = self._lanes[replica.lane]
         try:
-            return await self._lanes[replica.lane].ask(replica, observation, due, is_alone=is_alone)
-        except JaxModelsError as error:
-            raise PolicyFailed(f"the policy refused its input: {error}") from error
-        except (InferenceStuck, LaneClosed):
-            raise
+            inference = await lane.ask(replica, observation, due, is_alone=is_alone, may_move=bool(elsewhere))
+        except (JaxModelsError, LaneClosed) as error:
+            _refuse(error)
         except Exception as error:
-            logger.exception("a policy raised")
-            let_go(error)
-            raise PolicyFailed(f"the policy raised {type(error).__name__} {in_short(error)}") from error
+            if not elsewhere:
+                _refuse(error)
+            return await self._ask_another(replica, self._least(elsewhere), observation, due, error)
+        self._health.answered(replica.policy.device)
+        return inference
+
+    async def _ask_another(
+        self,
+        failed: Replica,
+        other: Replica,
+        observation: Mapping[str, np.ndarray],
+        due: float | None,
+        why: Exception,
+    ) -> Inference:
+        """What one device did not answer is asked of another one; whose fault it was shows by that."""
+        try:
+            inference = await self._lanes[other.lane].ask(other, observation, due, is_alone=True)
+        except Exception as error:
+            # Neither: it is the observation, or the policy.
+            _refuse(error if isinstance(why, Overdue) or isinstance(error, LaneClosed) else why)
+        device, what = failed.policy.device, f"it raises {type(why).__name__}"
+        if isinstance(why, Overdue):
+            if why.is_counted:
+                return inference
+            why.is_counted, what = True, "it does not answer in time"
+        if self._health.failed(device, what):
+            logger.error(
+                "device %s is not used any more: %s, and %s answers what it does not",
+                device,
+                self._health.why(device),
+                other.policy.device,
+                exc_info=why,
+            )
+            for loaded in self._store.all:
+                loaded.leave_out(device)
+        return inference
+
+    def _least(self, replicas: Sequence[Replica]) -> Replica:
+        """Where fewest wait; of those, who was not asked for the longest."""
+        lanes = self._lanes
+        return min(replicas, key=lambda replica: (lanes[replica.lane].asked, lanes[replica.lane].asked_at))
 
     def admit(self, served: Served, per_second: float, *, who: object = None) -> Admission:
         """Whether there is time for so many more inferences per second of this policy; promises nothing.
@@ -267,6 +332,7 @@ class Engine:
         loaded = self._store.all
         return {
             "device": next((served.policy.device for served in loaded), None),
+            "devices_failed": list(self._health.out),
             "devices": [self._figures(number, lane, loaded) for number, lane in enumerate(self._lanes)],
             "policies_loaded": len(loaded),
             "policies_loading": self._store.loading,
@@ -278,9 +344,11 @@ class Engine:
         }
 
     def _figures(self, number: int, lane: Lane, loaded: Sequence[Served]) -> dict[str, object]:
-        here = [served.replicas[number] for served in loaded if number < len(served.replicas)]
+        here = [replica for served in loaded for replica in served.replicas if replica.lane == number]
+        device = self._named.get(number)
         return {
-            "device": here[0].policy.device if here else None,
+            "device": device,
+            "failed": None if device is None else self._health.why(device),
             "waiting": lane.waiting,
             "load": round(lane.load(time.monotonic()), 4),
             "batches": {str(size): count for size, count in sorted(lane.batches.items())},
@@ -294,3 +362,14 @@ class Engine:
         ended = await asyncio.gather(*(lane.close(1.0) for lane in self._lanes))
         if not all(ended):
             logger.warning("the device thread is still busy; it is left behind")
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """Tell a session of an error, in words that it may hear."""
+    if isinstance(error, PolicyFailed):
+        raise error
+    if isinstance(error, JaxModelsError):
+        raise PolicyFailed(f"the policy refused its input: {error}") from error
+    logger.error("a policy raised", exc_info=error)
+    let_go(error)
+    raise PolicyFailed(f"the policy raised {type(error).__name__} {in_short(error)}") from error

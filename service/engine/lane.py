@@ -34,6 +34,16 @@ MOST_LEFT = 8
 CLOSED = "the device is closed: the server is ending"
 
 
+class Overdue(Exception):
+    """A batch takes far longer than usual, and whoever asked may ask elsewhere.
+
+    Attributes:
+        is_counted: whether it was held against the device already; all members of the batch have this one error.
+    """
+
+    is_counted = False
+
+
 class LaneClosed(PolicyFailed):
     """There will be no answer any more."""
 
@@ -48,6 +58,7 @@ class Request:
     Attributes:
         due: when the plan of whoever asks runs dry, monotonic.
         is_alone: it is not put together with others, because it may spoil what they get.
+        may_move: another device can be asked when this one takes too long.
         batch: the newest one it is in.
         is_wanted: whether somebody still waits.
     """
@@ -58,6 +69,7 @@ class Request:
     submitted: float
     due: float
     is_alone: bool = False
+    may_move: bool = False
     batch: "Batch | None" = None
 
     @property
@@ -97,12 +109,14 @@ class Lane:
 
     Attributes:
         abandoned: threads left behind in a batch that did not return in time.
+        asked_at: when it was asked last, monotonic.
         batches: how many there were of each size.
     """
 
     def __init__(self, name: str = "device", niceness: int = 0, stuck_after: float = 5.0):
         self.stuck_after = stuck_after
         self.abandoned = 0
+        self.asked_at = 0.0
         self.batches: dict[int, int] = {}
         self._asked: set[Request] = set()
         self._is_closed = False
@@ -137,11 +151,18 @@ class Lane:
         return min(sum(ended - max(began, since) for began, ended in spent) / max(now - since, 1e-9), 1.0)
 
     async def ask(
-        self, replica: Replica, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool = False
+        self,
+        replica: Replica,
+        observation: Mapping[str, np.ndarray],
+        due: float | None,
+        *,
+        is_alone: bool = False,
+        may_move: bool = False,
     ) -> Inference:
         """Have a policy run on one observation, in a batch with others or alone.
 
         Raises:
+            Overdue: with ``may_move``, its batch takes far longer than usual.
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
             LaneClosed: the device is closed, or was before there was an answer.
             Exception: whatever the policy raises for this observation.
@@ -151,8 +172,9 @@ class Lane:
         loop, now = asyncio.get_running_loop(), time.monotonic()
         soon = now + 2 * replica.costs.slow(1)
         due = min(soon if due is None else due, now + PATIENCE)
-        request = Request(replica, observation, loop.create_future(), now, due, is_alone)
+        request = Request(replica, observation, loop.create_future(), now, due, is_alone, may_move)
         self._asked.add(request)
+        self.asked_at = now
         self._inbox.requests.put(request)
         if self._timer is None:
             self._watch(loop)
@@ -191,7 +213,7 @@ class Lane:
                 batch.paused += now - expected
         for batch in running:
             ran = now - batch.started - batch.paused
-            is_others = len(batch.members) > 1 or self.waiting
+            is_others = len(batch.members) > 1 or self.waiting or any(member.may_move for member in batch.members)
             if not batch.is_left and ran >= batch.overdue and is_others and len(self._left) < MOST_LEFT:
                 self._leave(batch)
             if ran >= self.stuck_after:
@@ -200,7 +222,10 @@ class Lane:
             self._watch(loop)
 
     def _leave(self, batch: Batch) -> bool:
-        """Go on without a batch in another thread; its members run once more, each alone. False when it is over."""
+        """Go on without a batch in another thread; its members run once more, each alone, or elsewhere.
+
+        False when it is over.
+        """
         with self._lock:
             if self._current is not batch:
                 return False
@@ -209,9 +234,12 @@ class Lane:
             batch.is_left = True
             self._left.append(batch)
             self._thread = self._start()
-        if len(batch.members) > 1:
-            # One of them may be what it does not come back from.
-            for member in batch.members:
+        overdue = Overdue()
+        for member in batch.members:
+            if member.may_move and member.is_wanted:
+                member.outcome.set_exception(overdue)
+            elif len(batch.members) > 1:
+                # One of them may be what it does not come back from.
                 self._again(member)
         return True
 

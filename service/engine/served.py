@@ -156,6 +156,12 @@ class Served:
         """What batches take on its first device."""
         return self.replicas[0].costs
 
+    def leave_out(self, device: str) -> None:
+        """Nothing is asked of a device any more, unless there is no other one."""
+        if others := tuple(replica for replica in self.replicas if replica.policy.device != device):
+            self.replicas, self.policy = others, others[0].policy
+            self._compiled.clear()
+
     def is_compiled(self, sizes: Sizes) -> bool:
         """Whether frames of these sizes can be acted on at once. Asked at every inference, so remembered."""
         key = frozenset(sizes.items())

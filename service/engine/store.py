@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from jaxmodels.errors import JaxModelsError
-from service.engine.served import LoadPolicy, Policy, Replica, Served, Sizes, in_words
+from service.engine.served import Frames, LoadPolicy, Policy, Replica, Served, Sizes, in_words
 from service.engine.worker import call_in_thread
 from service.errors import PolicyError, PolicyFailed
 
@@ -44,6 +44,7 @@ class Store:
         self._loaded = loaded
         self._niceness = niceness
         self._entries: dict[_Key, _Entry] = {}
+        self._compiling: dict[tuple[Served, Frames], asyncio.Task[None]] = {}
         self._is_frozen = False
         # Two loads at once would take both cores of a small machine away from the control loops.
         self.building = asyncio.Semaphore(1)
@@ -138,25 +139,43 @@ class Store:
         """See ``Engine.compile``."""
         if served.is_compiled(sizes):
             return
+        key = (served, frozenset(sizes.items()))
+        task = self._compiling.get(key)
+        if task is None:
+            task = self._compiling[key] = asyncio.create_task(self._compile(served, sizes), name="compile")
+            task.add_done_callback(_hear)
+        # Whoever gives up waiting does not end it, and finds it when asking again.
+        await asyncio.shield(task)
 
+    async def _compile(self, served: Served, sizes: Sizes) -> None:
         def compile_all() -> None:
             for replica in served.replicas:
                 replica.prepare(1, sizes)
 
-        async with self.building:
-            try:
+        try:
+            async with self.building:
                 await call_in_thread(compile_all, "policy-compiler", self._niceness)
-            except JaxModelsError as error:
-                raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)}: {error}") from error
-            except Exception as error:
-                logger.exception("compiling for %s failed", in_words(sizes))
-                let_go(error)
-                raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)} {in_short(error)}") from error
+        except JaxModelsError as error:
+            raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)}: {error}") from error
+        except Exception as error:
+            logger.exception("compiling for %s failed", in_words(sizes))
+            let_go(error)
+            raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)} {in_short(error)}") from error
+        finally:
+            del self._compiling[served, frozenset(sizes.items())]
 
     def close(self) -> None:
         """Nothing is loaded any more."""
         for entry in self._entries.values():
             entry.loading.cancel()
+        for task in self._compiling.values():
+            task.cancel()
+
+
+def _hear(task: asyncio.Task[None]) -> None:
+    """Nobody may wait any more for a task that failed."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _is_loaded(entry: _Entry) -> bool:

@@ -10,12 +10,12 @@ from service.engine.progress import Progress
 from service.errors import MoveRefused
 from service.motion.drive import Drive
 from service.motion.tap import Tap
+from service.sessions.changeover import Changeover
 from service.sessions.session_record import SessionRecord
 from service.sessions.standing import Standing
 from service.sessions.status import About
 from service.stage import Move, Stage
 from service.transport.base import Rooms
-from service.updates.changeover import Changeover
 
 
 class Interrupted(Standing):

@@ -22,6 +22,7 @@ from service.motion.tap import Tap, Taps
 from service.safety.lease import Leases, robot_of
 from service.safety.shadow import Shadow, shadow_of
 from service.sessions.admitted import admitted, promised
+from service.sessions.changeover import Changeover
 from service.sessions.fit import fit, limits_of
 from service.sessions.instruction import read_ahead
 from service.sessions.notices import Tell, notice_of
@@ -32,7 +33,6 @@ from service.stage import Move, Stage
 from service.subject import begin_about
 from service.transport.base import Link, Made, Rooms, Transport
 from service.transport.names import rooms_of
-from service.updates.changeover import Changeover
 
 logger = logging.getLogger(__name__)
 

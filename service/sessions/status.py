@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from service.engine.progress import Progress
 from service.motion.drive import Drive
 from service.motion.overlap import Ensembled
+from service.sessions.changeover import Changeover
 from service.sessions.request import NewSession
 from service.stage import Stage
 from service.transport.base import Rooms
-from service.updates.changeover import Changeover
 
 # As in "camera_stale: ...": such a code has an underscore.
 _CODE = re.compile(r"([a-z]+(?:_[a-z]+)+): ")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from service.motion.drive import Drive
+from service.sessions.changeover import Held
 from service.sessions.session import Session
 from service.stage import Stage
-from service.updates.changeover import Held
 from service.updates.gates import Verdict
 
 

@@ -17,9 +17,9 @@ from service.engine.engine import Engine, Served
 from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.motion.drive import Drive
 from service.motion.telling import STATE, readable, told
+from service.sessions.changeover import Misfit
 from service.sessions.session import Session
 from service.sessions.sessions import Sessions
-from service.updates.changeover import Misfit
 from service.updates.gates import Limits, Trial, Verdict, judge, ranges
 from service.updates.probation import Counters, Probation, ProbationSettings
 

@@ -15,7 +15,7 @@ def model_folder(tmp_path_factory) -> Iterator[Path]:
     from jaxmodels.weights import blueprint
 
     plan = blueprint(
-        lambda: Transformer2DModel(
+        lambda rngs: Transformer2DModel(
             num_attention_heads=2,
             attention_head_dim=16,
             num_layers=2,
@@ -25,6 +25,7 @@ def model_folder(tmp_path_factory) -> Iterator[Path]:
             norm_type="ada_norm_zero",
             num_embeds_ada_norm=7,
             activation_fn="gelu-approximate",
+            rngs=rngs,
         )
     )
     random = np.random.default_rng(0)

@@ -37,7 +37,7 @@ export class Create {
         field("language_instruction", "Instruction", { placeholder: "for policies that read one" }),
         choice("overlap", "A new chunk", [["", "as the policy says"], ["replace", "replaces the plan"], ["weighted_average", "weighs 0.7 against it"], ["average", "weighs 0.5 against it"], ["conservative", "weighs 0.3 against it"], ["ensemble", "is averaged over time (ACT)"], ["crossfade", "leads over from it"], ["rtc", "continues it (RTC)"]]),
         choice("auto_update", "When the revision moves", [["off", "do nothing"], ["stage", "make the new one ready"], ["swap", "swap it in when it passes"]]),
-        make("div", { class: "row" }, tick("dry_run", "Dry run: send nothing"), tick("record", "Record"))),
+        make("div", { class: "row" }, tick("dry_run", "Dry run: send nothing"), tick("record", "Record"), tick("degrade", "Infer less often rather than refuse"))),
       // Below the buttons: what appears above them would move them away from under the finger.
       make("div", { class: "row" }, this.send, this.look), this.told, this.found);
     form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
@@ -99,7 +99,7 @@ export class Create {
     const body = {
       session_id: this.session_id.value.trim(), policy_path: this.policy_path.value.trim(), transport_server_url: this.transport_server_url.value.trim(),
       camera_names: list(this.camera_names.value), policy_type: this.policy_type.value.trim() || "act", auto_update: this.auto_update.value,
-      dry_run: this.dry_run.checked, record: this.record.checked,
+      dry_run: this.dry_run.checked, record: this.record.checked, degrade: this.degrade.checked,
     };
     for (const name of ["revision", "workspace_id", "language_instruction", "overlap"]) if (this[name].value.trim()) body[name] = this[name].value.trim();
     for (const name of ["rate", "max_relative_target"]) {

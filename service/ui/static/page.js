@@ -2,6 +2,7 @@
 
 import { key } from "./api.js";
 import { Detail } from "./detail.js";
+import { Devices } from "./devices.js";
 import { $, clock, make, say, set } from "./dom.js";
 import { Create } from "./form.js";
 import { listEvents, listQuarantine } from "./policy.js";
@@ -134,6 +135,7 @@ $("new").onclick = () => {
   set($("new"), "aria-expanded", String(!isOpen));
   isOpen ? ($("create").hidden = true) : create.open();
 };
+new Devices($("devices-list"));
 $("quarantine").addEventListener("toggle", () => { if ($("quarantine").open) listQuarantine($("quarantine-list"), page.caller !== null && page.caller.role === "admin"); });
 $("events").addEventListener("toggle", () => { if ($("events").open) listEvents($("events-list")); });
 

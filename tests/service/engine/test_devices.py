@@ -18,22 +18,26 @@ OBSERVATION = {
 }
 # In a process of its own: how many devices there are is decided when JAX begins.
 SCRIPT = """
+import asyncio
+import time
+
 import numpy as np
-from flax import nnx
 
 from jaxmodels.checkpoints.contents import Checkpoint
 from jaxmodels.errors import ConfigError
 from jaxmodels.features import ACTION, ENVIRONMENT_STATE, Feature
 from jaxmodels.normalization import from_stats
+from jaxmodels.placement import name_devices
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.policy import Policy
 from jaxmodels.weights import blueprint
+from service.engine.engine import Engine
 
 seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
 small = dict(dim_model=128, n_heads=2, dim_feedforward=256, n_encoder_layers=1, n_decoder_layers=1, use_vae=False)
 config = ActConfig(input_features=seen, output_features=given, chunk_size=8, n_action_steps=8, **small)
-shapes = blueprint(lambda: Act(config, rngs=nnx.Rngs(0))).shapes
+shapes = blueprint(lambda rngs: Act(config, rngs=rngs)).shapes
 rng = np.random.default_rng(0)
 weights = {name: 0.1 * rng.standard_normal(leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
 stats = {ENVIRONMENT_STATE: dict(mean=np.zeros(4), std=np.ones(4)), ACTION: dict(mean=np.zeros(6), std=np.ones(6))}
@@ -42,27 +46,68 @@ policy = Policy(Checkpoint(config, weights, normalization), device="cpu:0")
 
 observation = {ENVIRONMENT_STATE: np.ones((1, 4), np.float32)}
 chunk = policy.act(observation)
-same, copy, spread = policy.on("cpu:0"), policy.on("cpu:1"), policy.on("cpu:0+cpu:1")
+everywhere = "+".join(f"cpu:{number}" for number in range(8))
+same, copy, spread = policy.on("cpu:0"), policy.on("cpu:1"), policy.on(everywhere)
 assert same._weights is policy._weights, "one copy in memory"
-assert (same.device, copy.device, spread.device) == ("cpu:0", "cpu:1", "cpu:0+cpu:1")
+assert (same.device, copy.device, spread.device) == ("cpu:0", "cpu:1", everywhere)
 assert {device.id for weight in copy._weights for device in weight.devices()} == {1}
 assert np.array_equal(copy.act(observation), chunk)
 assert np.abs(spread.act(observation) - chunk).max() < 1e-4
 held = sum(part.data.nbytes for weight in spread._weights for part in weight.addressable_shards if part.device.id == 0)
-assert held < 0.6 * sum(weight.nbytes for weight in policy._weights)
-for wrong in ("cpu:0+cpu:0", "cpu:7", "cpu:0+nonsense"):
+assert held < 0.2 * sum(weight.nbytes for weight in policy._weights)
+assert name_devices(["all"]) == tuple(everywhere.split("+"))
+assert name_devices(["1", "cpu:0"]) == ("cpu:1", "cpu:0")
+assert name_devices(["all"], together=True) == (everywhere,)
+for asked, together in ((["8"], False), (["all", "1"], True), (["nonsense"], False)):
+    try:
+        name_devices(asked, together=together)
+    except ConfigError:
+        continue
+    raise SystemExit(f"{asked} was taken")
+for wrong in ("cpu:0+cpu:0", "cpu:8", "cpu:0+nonsense"):
     try:
         policy.on(wrong)
     except ConfigError:
         continue
     raise SystemExit(f"{wrong} was taken")
+
+
+async def robots() -> None:
+    # Eight on eight devices; the weights of one of them are gone in the middle.
+    engine = Engine(devices=everywhere.split("+"), batch_sizes=(1,))
+    answered = {robot: [] for robot in range(8)}
+
+    async def ride(robot, served, end):
+        asker = asyncio.Event()
+        while time.monotonic() < end:
+            inference = await engine.submit(served, observation, due=time.monotonic() + 0.05, asker=asker)
+            assert np.array_equal(inference.chunk, chunk)
+            answered[robot].append(time.monotonic())
+            await asyncio.sleep(0.02)
+
+    async with engine.policy(lambda *_, **__: policy, "p", None, lambda word: None) as served:
+        assert len(served.replicas) == 8
+        riding = [asyncio.create_task(ride(robot, served, time.monotonic() + 3)) for robot in range(8)]
+        await asyncio.sleep(1)
+        assert all(figures["batches"] for figures in engine.facts()["devices"]), "each device has its robots"
+        for weight in served.replicas[3].policy._weights:
+            weight.delete()
+        await asyncio.gather(*riding)
+        assert engine.facts()["devices_failed"] == ["cpu:3"]
+        assert [replica.policy.device for replica in served.replicas] == [f"cpu:{n}" for n in range(8) if n != 3]
+    await engine.close()
+    longest = max(np.diff(times).max() for times in answered.values())
+    assert longest < 2, longest
+
+
+asyncio.run(robots())
 print("well")
 """
 
 
 def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "ROBOJAX_COMPILE_CACHE": "off",
     }

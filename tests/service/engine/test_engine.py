@@ -151,6 +151,33 @@ async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(en
         assert served.is_compiled(sizes)
 
 
+async def test_whoever_gives_up_waiting_for_a_compile_finds_it_under_way_when_asking_again(engine: Engine) -> None:
+    policy = ScriptedPolicy(compile_latency=0.2)
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        before, sizes = len(policy.compiled), {"front": (480, 640)}
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await engine.compile(served, sizes)
+            assert engine.building.locked(), "nothing else is loaded meanwhile"
+        await engine.compile(served, sizes)
+        assert len(policy.compiled) == before + 1
+
+
+async def test_a_compile_that_fails_when_nobody_waits_any_more_is_tried_anew(engine: Engine) -> None:
+    policy = ScriptedPolicy()
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        policy.compile_latency, policy.compile_failure = 0.1, RuntimeError("no")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await engine.compile(served, {"front": (4, 4)})
+        async with engine.building:  # it is over
+            pass
+        policy.compile_failure = None
+        await engine.compile(served, {"front": (4, 4)})
+        assert served.is_compiled({"front": (4, 4)})
+
+
 async def test_a_failing_compile_is_told_to_the_session(engine: Engine) -> None:
     policy = ScriptedPolicy()
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:

@@ -87,7 +87,7 @@ def sampled_folder(tmp_path: Path) -> Path:
     draw = np.random.default_rng(0)
     pose = np.array(list(POSE.values()), np.float32)
     stats = {name: {"min": pose - np.float32(0.1), "max": pose + np.float32(0.1)} for name in (STATE, ACTION)}
-    shapes = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
     weights = {name: (0.15 * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
     normalization = from_stats(config.input_features, config.output_features, config.normalization_mapping, stats)
     sidecar = Sidecar(rate=50.0, joint_names=NAMES)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot
@@ -56,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_encoder=TextConfig(length=32, width=16, n_layers=1, n_heads=2, hidden=16),
     )
     draw = np.random.default_rng(0)
-    shapes = blueprint(lambda: Diffusion2d(config, rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
     weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
     pose = np.fromiter(POSE.values(), np.float32)
     ends = {"min": pose - 5, "max": pose + 5}

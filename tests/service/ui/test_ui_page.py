@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from jaxmodels.errors import CheckpointError
 from service.auth.roles import Role
+from service.engine.device_health import ALLOWED
 from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.ui.live import LiveSettings
 
@@ -364,3 +365,17 @@ async def test_a_pressed_stop_reaches_the_robot_in_time(browser, server):
         await page.keyboard.press("Escape")
         await server.until(lambda: server.app.ctx.sessions.get("arm").is_latched)
         assert loop.time() - pressed < 0.5
+
+
+async def test_devices_are_shown_with_what_they_do_and_one_that_failed_in_red(browser, serve):
+    async with serve() as server:
+        await server.create()
+        await server.call("POST", "/sessions/arm/start")
+        async with opened(browser, server) as page:
+            await page.click("#devices > summary")
+            await until_text(page, "#devices-list", "scripted:0")
+            await until_text(page, "#devices-list", "of a device's time is promised")
+            await page.wait_for_function("/1: [1-9]/.test(document.querySelector('#devices-list').innerText)")
+            for _ in range(ALLOWED):
+                server.app.ctx.sessions.engine._health.failed("scripted:0", "it raises XlaRuntimeError")
+            await until_text(page, "#devices-list .bad", "left out: it raises XlaRuntimeError")
