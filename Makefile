@@ -27,7 +27,7 @@ CALLED := tests/robojax tests/test_docs.py tests/test_floors.py tests/test_layer
     transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
     $(patsubst %,engine/test_%.py,admission batching devices loading real_policy) \
     $(patsubst %,sessions/test_%.py,interrupted records)) \
-  $(patsubst %,tests/service/test_%.py,crash_recovery finite_numbers hostile_requests logs session_cycles settings)
+  $(patsubst %,tests/service/test_%.py,crash_recovery finite_numbers fleet_sim hostile_requests logs session_cycles settings)
 # These are told what time it is, or keep none.
 CALLED += $(addprefix tests/service/,motion updates/test_gates.py \
   $(patsubst %,safety/test_%.py,guard lease limits_of_motion watchdog) \

@@ -22,6 +22,11 @@ def robots(found: Mapping[str, Any]) -> str:
     )
 
 
+def fleets(found: Mapping[str, Any]) -> str:
+    rows = found["plans"]["by deadline"]["fleets"]
+    return "machines like this one: " + ", ".join(f"{row['machines']} for {row['robots']:,} robots" for row in rows)
+
+
 def isolation(found: Mapping[str, Any]) -> str:
     beside = {case: one.get("p99_ratio_to_seven_alone") for case, one in found["cases"].items()}
     said = [f"{ratio:.2f} when it {case}" for case, ratio in beside.items() if ratio is not None]

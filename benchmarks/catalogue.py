@@ -79,6 +79,15 @@ ALL: Sequence[Benchmark] = (
         quick=("--quick",),
     ),
     Benchmark(
+        "fleet_sim",
+        "How many machines do 10 to 100,000 robots need?",
+        "A simulation, fed by what robots_per_device measured here: machines of this kind that fleets need, how late "
+        "their chunks are, and how long robots are held when one machine in a hundred fails.",
+        (4, 0.5),
+        answers.fleets,
+        quick=("--most", "1000", "--seconds", "5"),
+    ),
+    Benchmark(
         "isolation",
         "Does one failing session disturb the others?",
         "Lateness of seven sessions while an eighth raises, answers with NaN or stalls; 1.0 means unchanged.",

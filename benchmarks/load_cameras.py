@@ -153,7 +153,7 @@ def _l6(scene: Scene, seconds: float) -> Row:
                 }
                 held.append(
                     {"minute": round(elapsed / 60, 1), "holds": counts["holds"], "reasons": reasons}
-                    | {"machine_stood_still_ms": round(1000 * stood)}
+                    | {"machine_stood_still_ms": round(1000 * stood), "server_stood_still": found["stood_still"]}
                 )
                 print(f"    held: {json.dumps(held[-1])}", flush=True)
     times, values = [at for at, _ in sizes], [size for _, size in sizes]

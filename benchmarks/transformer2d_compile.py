@@ -36,7 +36,7 @@ def measure_once(layers: int, way: str) -> dict[str, float]:
     from jaxmodels.weights import blueprint
 
     # Weights without a program that draws them: nothing may be compiled before the clock starts.
-    plan = blueprint(lambda: Transformer2DModel(**DIT_S, num_layers=layers))
+    plan = blueprint(lambda rngs: Transformer2DModel(**DIT_S, num_layers=layers, rngs=rngs))
     rng = np.random.default_rng(0)
     weights = {
         name: jnp.asarray(0.02 * rng.standard_normal(wanted.shape), wanted.dtype)

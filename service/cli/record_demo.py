@@ -62,7 +62,9 @@ def record_demo(
         fail(
             Code.USAGE, "nothing was recorded", f"{error.name} is not installed", "pip install 'robojax[sim,recording]'"
         )
-    except (JaxModelsError, OSError, RuntimeError) as error:
+    except JaxModelsError as error:
+        fail(Code.USAGE, "nothing was recorded", str(error), "mend that, and run it again")
+    except (OSError, RuntimeError) as error:
         fail(Code.USAGE, "nothing was recorded", str(error), "robojax doctor says what this machine lacks")
     left_out = sorted({*range(seed, seeds[-1] + 1)} - {*seeds})
     failed = f"; the expert failed at {left_out}, which are left out" if left_out else ""

@@ -108,6 +108,7 @@ def _check(values: Mapping[str, Any]) -> None:
     wrong = []
     if ("policy.type" in values) == ("policy.path" in values):
         wrong.append("wanted one of --policy.type (a new policy) and --policy.path (one to go on with)")
+    wrong += _unknown_type(values.get("policy.type"))
     if not {"dataset.root", "dataset.repo_id"} & set(values):
         wrong.append("wanted --dataset.root (a folder) or --dataset.repo_id (of the Hub)")
     root = values.get("dataset.root")
@@ -121,6 +122,16 @@ def _check(values: Mapping[str, Any]) -> None:
         wrong.append("--resume wants --output_dir, the folder of the run")
     if wrong:
         raise WrongFlags("\n".join(wrong))
+
+
+def _unknown_type(kind: str | None) -> list[str]:
+    """Said before a dataset is fetched."""
+    if kind is None:
+        return []
+    from jaxmodels.training import policy_types
+
+    types = policy_types()
+    return [] if kind in types else [f"--policy.type is {kind!r}; wanted {', '.join(types[:-1])} or {types[-1]}"]
 
 
 def _start(given: Given, dataset: "Dataset", tell: Any) -> "Start":

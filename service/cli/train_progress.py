@@ -1,5 +1,6 @@
 """How far a training is, on a terminal or as lines in a log."""
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from jaxmodels.training import Start, TrainingConfig
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
+BETWEEN_LINES = 10.0  # seconds, of decoding and downloading in a log
 
 
 class Shown:
@@ -28,6 +30,7 @@ class Shown:
         self._stack = ExitStack()
         self._bar = Progress(*COLUMNS, TimeElapsedColumn(), console=self._console)
         self._tasks: dict[str, TaskID] = {}
+        self._told_at: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -76,6 +79,10 @@ class Shown:
 
     def _advance(self, name: str, done: int, total: int, told: str = "") -> None:
         if not self._console.is_terminal:
+            now = time.monotonic()
+            if now - self._told_at.setdefault(name, now) >= BETWEEN_LINES:
+                self._told_at[name] = now
+                self._console.print(f"{name} {done}/{total} ({done / total:.0%})", soft_wrap=True)
             return
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(name, total=total, told="")

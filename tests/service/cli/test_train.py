@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from service.cli import train_progress
 from service.cli.train import app
 from service.cli.train_flags import WrongFlags, policy_values, read_flags
 
@@ -74,6 +75,10 @@ def test_fields_of_a_policy_are_read_as_their_types_want() -> None:
     ("arguments", "complaint"),
     [
         ([], "--policy.type"),
+        (
+            ["--policy.type=actt", "--dataset.repo_id=a/b"],
+            "--policy.type is 'actt'; wanted act",
+        ),
         (["--policy.type=act"], "wanted --dataset.root"),
         (["--policy.type=act", "--policy.path=x", "--dataset.repo_id=a/b"], "one of --policy.type"),
         (["--policy.type=act", "--dataset.root=/nowhere/at/all"], "there is no such folder"),
@@ -108,6 +113,18 @@ def test_an_unknown_flag_is_answered_before_what_is_missing(arguments: list[str]
 def test_fields_of_any_policy_pass_until_its_type_is_known() -> None:
     result = CliRunner().invoke(app, ["--policy.bins=4", "--policy.kl_weight=1"])
     assert "wanted one of --policy.type" in result.output
+
+
+def test_a_log_is_told_of_long_decoding_at_times_and_not_at_each_frame(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(train_progress.time, "monotonic", lambda: now)
+    with train_progress.Shown(is_shown=True) as shown:
+        for done in range(0, 3000, 100):
+            now = done / 100  # seconds
+            shown.decoding(done, 3000)
+    assert capsys.readouterr().out == "decoding 1000/3000 (33%)\ndecoding 2000/3000 (67%)\n"
 
 
 def test_help_lists_every_flag_and_the_fields_of_a_policy() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import jaxmodels
 from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
@@ -42,7 +41,7 @@ CONFIG = Diffusion2dConfig(
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that reads instructions and understands none."""
     random = np.random.default_rng(0)
-    shapes = blueprint(lambda: Diffusion2d(CONFIG, rngs=nnx.Rngs(0))).shapes
+    shapes = blueprint(lambda rngs: Diffusion2d(CONFIG, rngs=rngs)).shapes
     weights = {name: (random.normal(size=wanted.shape) * 0.1).astype(np.float32) for name, wanted in shapes.items()}
     normalization = from_stats(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
     folder = tmp_path_factory.mktemp("untrained")

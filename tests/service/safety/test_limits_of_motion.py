@@ -15,10 +15,10 @@ from service.errors import InvalidRequest
 from service.motion.joints import SO100, Joint, JointTable, table_for
 from service.safety.limits import Asked, MotionLimits, motion_limits
 from service.safety.sources import LimitsError, LimitsFile, Said, read_limits
+from service.sessions.changeover import differences
 from service.sessions.fit import limits_of
 from service.sessions.request import NewSession, SessionSettings
 from service.settings import SettingsError, load_settings
-from service.updates.changeover import differences
 
 TABLE = JointTable(SO100)
 UNKNOWN = table_for(3, requested=["waist", "elbow", "finger"])
