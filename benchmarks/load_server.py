@@ -173,7 +173,7 @@ def server(options: argparse.Namespace) -> None:
     @app.after_server_start
     async def hear(app: Any) -> None:
         loop = asyncio.get_running_loop()
-        app.add_task(standstill.watch(), name="standstill")
+        app.ctx.standstill = asyncio.create_task(standstill.watch())
         loop.add_signal_handler(signal.SIGUSR1, lambda: (measurement.begin(), say(event="measuring")))
         loop.add_signal_handler(signal.SIGUSR2, lambda: say(event="measured", **measurement.end()))
 
