@@ -1,15 +1,15 @@
 """What a training computes with, put onto the devices: parameters, what is fixed, and the compiled step."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from jaxmodels.checkpoints.backbones import put_backbone
@@ -69,10 +69,9 @@ def place(
         DatasetError: the policy reads instructions and the dataset has none.
     """
     policy = start.policy
-    plan, computing = _blueprint(policy, config, None), _blueprint(policy, config, config.dtype)
-    weights = _weights(plan, start, layout, _build(policy, config, None), config.seed)
-    learned = [name for name in plan.learned if not _is_frozen(policy, name)]
-    parameters = {name: weights.pop(name) for name in learned}
+    programs = _programs(policy, replace(config, **_UNCOMPILED), layout)
+    weights = _weights(programs, start, layout, config.seed)
+    parameters = {name: weights.pop(name) for name in programs.learned}
     inputs = normalization.inputs
     scales = Scales(
         images=tuple(inputs.forward(camera) for camera in policy.cameras),
@@ -82,44 +81,83 @@ def place(
     )
     instructions = read_instructions(policy, dataset.tasks, start.tokenizer)
     if instructions is not None and policy.text_encoder.is_frozen:
-        instructions = instructions.read_ahead(plan, {**weights, **parameters}, layout.whole)
+        instructions = instructions.read_ahead(programs.plan, {**weights, **parameters}, layout.whole)
     others = (scales, inputs.forward(policy.action), instructions)
     fixed = Fixed(weights, *jax.tree.map(lambda array: layout.put(array, layout.whole), others))
-
-    assert config.optimizer is not None
-    assert config.scheduler is not None
-    rule = make_optimizer(config.optimizer, config.scheduler, config.steps, learned)
-    sizes = tuple((camera.shape[1], camera.shape[2]) for camera in policy.cameras)
-    loss = make_loss(computing, sizes, config, layout)
-    state = _state(parameters, rule, loss, fixed, batch, config, layout)
-    return Placed(state, fixed, make_step(loss, config, rule, layout, state))
-
-
-def _state(
-    parameters: dict[str, jax.Array],
-    rule: optax.GradientTransformation,
-    loss: Any,
-    fixed: Fixed,
-    batch: Batch,
-    config: TrainingConfig,
-    layout: Layout,
-) -> State:
-    memory = layout.spread_tree(jax.eval_shape(rule.init, parameters))
-    _, values = jax.eval_shape(loss, parameters, fixed, batch, jax.random.key(0))
+    _, values = programs.loss.eval_shape(parameters, fixed, batch, jax.random.key(0))
     names = (*values, "gradient_norm", COUNT)
-    return State(
+    state = State(
         step=layout.put(np.int32(0), layout.whole),
         parameters=parameters,
-        optimizer=jax.jit(rule.init, out_shardings=memory)(parameters),
+        optimizer=programs.remember(parameters),
         average=jax.tree.map(jnp.copy, parameters) if config.ema_decay else None,
         sums={name: layout.put(np.float32(0), layout.whole) for name in sorted(names)},
     )
+    return Placed(state, fixed, programs.step)
 
 
-def _weights(plan: Blueprint[Any], start: Start, layout: Layout, build: Any, seed: int) -> dict[str, jax.Array]:
+@dataclass(frozen=True)
+class _Programs:
+    """What is compiled for a training.
+
+    Attributes:
+        plan: of the policy's weights, as they are kept.
+        learned: names of the weights that are trained.
+        draw: initial weights of a seed, where they will be.
+        remember: what the optimizer has to remember of these parameters at first.
+    """
+
+    plan: Blueprint[Any]
+    learned: tuple[str, ...]
+    draw: Callable[[Any], dict[str, jax.Array]]
+    remember: Callable[[dict[str, jax.Array]], Any]
+    loss: Any
+    step: Step
+
+
+# Of a training, what no program depends on: with it one of other values of these runs the same.
+_UNCOMPILED: dict[str, Any] = {
+    "save_freq": 1,
+    "keep_checkpoints": 1,
+    "num_workers": 0,
+    "tensorboard": False,
+    "data": None,
+    "fsdp": None,
+}
+
+
+@lru_cache(maxsize=4)  # who trains, or goes on with a training, twice in a process waits for the compiler once
+def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
+    build = _build(policy, None)
+    plan, computing = blueprint(build), blueprint(_build(policy, config.dtype))
+    learned = tuple(name for name in plan.learned if not _is_frozen(policy, name))
+    assert config.optimizer is not None
+    assert config.scheduler is not None
+    rule = make_optimizer(config.optimizer, config.scheduler, config.steps, learned)
+    parameters = {name: plan.shapes[name] for name in learned}
+    places = layout.spread_tree(parameters)
+    memory = layout.spread_tree(jax.eval_shape(rule.init, parameters))
+    sizes = tuple((camera.shape[1], camera.shape[2]) for camera in policy.cameras)
+    loss = make_loss(computing, sizes, config, layout)
+    shardings = State(layout.whole, places, memory, places if config.ema_decay else None, layout.whole)
+    return _Programs(
+        plan=plan,
+        learned=learned,
+        draw=jax.jit(
+            lambda seed: flatten(build(nnx.Rngs(jax.random.key(seed)))),
+            out_shardings=layout.spread_tree(dict(plan.shapes)),
+        ),
+        remember=jax.jit(rule.init, out_shardings=memory),
+        loss=jax.jit(loss),
+        step=make_step(loss, config, rule, layout, shardings),
+    )
+
+
+def _weights(programs: _Programs, start: Start, layout: Layout, seed: int) -> dict[str, jax.Array]:
     """All weights of the policy: those to start from, and the others drawn where they will be."""
-    wanted = {name: shape.shape for name, shape in plan.shapes.items()}
-    places: Any = layout.spread_tree(dict(plan.shapes))
+    shapes = programs.plan.shapes
+    wanted = {name: shape.shape for name, shape in shapes.items()}
+    places: Any = layout.spread_tree(dict(shapes))
     found = {name: np.shape(array) for name, array in start.weights.items()}
     # A part of them, of a text encoder, is compared with the same part of the policy.
     is_whole = {name.split(".")[0] for name in found} != {"text"}
@@ -129,7 +167,7 @@ def _weights(plan: Blueprint[Any], start: Start, layout: Layout, build: Any, see
     put = {name: layout.put(start.weights[name], places[name]) for name in found}
     if len(put) == len(wanted):
         return put
-    weights = jax.jit(lambda: flatten(build(nnx.Rngs(seed))), out_shardings=places)() | put
+    weights = programs.draw(np.uint32(seed)) | put
     if start.backbone is None:
         return weights
     made = put_backbone(start.backbone, weights)
@@ -137,15 +175,11 @@ def _weights(plan: Blueprint[Any], start: Start, layout: Layout, build: Any, see
     return weights | {name: layout.put(array, places[name]) for name, array in trained.items()}
 
 
-def _build(policy: Any, config: TrainingConfig, dtype: str | None) -> Any:
+def _build(policy: Any, dtype: str | None) -> Callable[[nnx.Rngs], Any]:
     model = policy_type(policy.type).model
     # Modules that compute in a dtype of their own take it; others compute in that of their weights.
     options = {"dtype": jnp.dtype(dtype)} if dtype is not None and "dtype" in signature(model).parameters else {}
     return lambda rngs: model(policy, rngs=rngs, **options)
-
-
-def _blueprint(policy: Any, config: TrainingConfig, dtype: str | None) -> Blueprint[Any]:
-    return blueprint(_build(policy, config, dtype))
 
 
 def _is_frozen(policy: Any, name: str) -> bool:

@@ -100,12 +100,12 @@ def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingCon
 
 
 def make_step(
-    loss: Loss, config: TrainingConfig, rule: optax.GradientTransformation, layout: Layout, placed: State
+    loss: Loss, config: TrainingConfig, rule: optax.GradientTransformation, layout: Layout, shardings: State
 ) -> Step:
     """The compiled step: state and batch in, next state and the batch's loss out. The state's memory is reused.
 
     Args:
-        placed: a state of the shardings that come in and go out.
+        shardings: where a state's arrays lie, before and after.
     """
     parts = config.gradient_accumulation_steps
 
@@ -136,7 +136,6 @@ def make_step(
         sums = {name: jnp.where(is_first, 0, state.sums[name]) + value for name, value in measured.items()}
         return State(state.step + 1, parameters, memory, average, sums), values["loss"]
 
-    shardings = jax.tree.map(lambda array: array.sharding, placed)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.whole))
 
 
