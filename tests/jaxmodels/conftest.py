@@ -89,16 +89,19 @@ def compiling_quickly() -> Iterator[None]:
         jax._src.compiler.get_compile_options = get_options
 
 
-@pytest.fixture
-def quick_compilation() -> Iterator[None]:
-    """Golden, real-width and execution tests do without it, and see programs as users run them."""
+@pytest.fixture(scope="module", autouse=True)
+def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Quick, for a whole module as its fixtures compute too, but where the programs have to be those that users run."""
+    if request.node.get_closest_marker("fully_compiled") is not None:
+        yield
+        return
     with compiling_quickly():
         yield
 
 
-@pytest.fixture(scope="module")
-def quick_compilation_throughout() -> Iterator[None]:
-    """Of a whole module: what its fixtures computed is compared bit for bit with what its tests do."""
+@pytest.fixture
+def quick_compilation() -> Iterator[None]:
+    """For single tests of a module that is fully compiled."""
     with compiling_quickly():
         yield
 
@@ -116,7 +119,7 @@ def process_environment(*, devices: int = 1, quick: bool = False) -> dict[str, s
 
     Args:
         devices: as many are made out of one processor.
-        quick: compile without XLA's slow passes, as the fixture `quick_compilation` does.
+        quick: compile without XLA's slow passes, as `compiling_quickly` does.
     """
     flags = [f"--{name}={str(value).lower()}" for name, value in QUICK.items()]
     return {

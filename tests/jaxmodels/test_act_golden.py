@@ -16,6 +16,7 @@ from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "lerobot_act"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+pytestmark = pytest.mark.fully_compiled
 TOLERANCE = 1e-5  # of the largest magnitude; float32 in another order of summation gives about 2e-6
 
 

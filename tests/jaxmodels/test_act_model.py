@@ -18,7 +18,6 @@ from jaxmodels.policies.act.serving import act, architecture
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint, flatten
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Chance is not the subject here, and the default generator takes XLA longer to compile than a policy.
 key_of = partial(jax.random.key, impl="unsafe_rbg")
 

@@ -19,7 +19,6 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from jaxmodels.weights import blueprint
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CHUNK, ACTION = 8, 3
 CONFIG = Diffusion2dConfig(
     input_features=(Feature("observation.state", "STATE", (4,)),),

@@ -20,8 +20,6 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import Observation, Prefix
 from jaxmodels.weights import blueprint, flatten
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CHUNK, ACTION = 4, 2
 CONFIG = Diffusion2dConfig(
     input_features=(Feature("observation.state", "STATE", (1,)),),

@@ -18,8 +18,6 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import TASK
 from jaxmodels.weights import blueprint
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = Diffusion2dConfig(
     input_features=(Feature("observation.state", "STATE", (2,)),),
     output_features=(Feature("action", "ACTION", (2,)),),

@@ -20,7 +20,6 @@ from jaxmodels.policies.tokens2d import POLICY, Tokens2d, Tokens2dConfig, decode
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Observation, Prefix
 from jaxmodels.weights import blueprint
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CHUNK, ACTION = 8, 3
 CONFIG = Tokens2dConfig(
     input_features=(Feature("observation.state", "STATE", (4,)),),

@@ -21,8 +21,6 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint, flatten
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CHUNK, ACTION = 4, 2
 CONFIG = Tokens2dConfig(
     input_features=(Feature("observation.state", "STATE", (1,)),),

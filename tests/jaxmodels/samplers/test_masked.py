@@ -9,7 +9,6 @@ from jax.tree_util import Partial
 from jaxmodels.errors import ConfigError
 from jaxmodels.samplers import MaskSchedule, Tokens, maskgit
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CLASSES, SHAPE = 5, (3, 6)
 KEY = jax.random.key(0)
 GREEDY = MaskSchedule(CLASSES, temperature=(0.0, 0.0), class_temperature=0.0)

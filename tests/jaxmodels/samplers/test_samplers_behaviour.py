@@ -36,7 +36,6 @@ from jaxmodels.samplers import (
     vq_step,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Another generator than the default one, which takes longer to compile than all else here.
 key_of = partial(jax.random.key, impl="unsafe_rbg")
 KEY = key_of(0)

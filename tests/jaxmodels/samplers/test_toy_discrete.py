@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 from jaxmodels.samplers import MaskSchedule, VQSchedule, maskgit, vq_diffusion
 from jaxmodels.transformer2d import Conditioning, Transformer2DModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fully_compiled]
 
 TOKENS, CLASSES, WIDTH = 16, 9, 32  # eight classes and the masked one
 SHARES = np.array([0.4, 0.3, 0.2, 0.1])

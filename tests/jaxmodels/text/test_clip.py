@@ -18,6 +18,7 @@ from jaxmodels.text import TextConfig, text_encoder, tokenizer
 from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "clip_text"
+pytestmark = pytest.mark.fully_compiled
 CASES = np.load(GOLDEN / "cases.npz")
 TEXTS = json.loads((GOLDEN / "cases.json").read_text())["texts"]
 FILE = (GOLDEN / "tokenizer.json").read_bytes()

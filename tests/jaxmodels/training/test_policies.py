@@ -16,7 +16,6 @@ from jaxmodels.training import Start, TrainingConfig, new_policy, policy_fields,
 from jaxmodels.training.instructions import read_instructions
 from tests.jaxmodels.training.conftest import TINY, write_demos
 
-pytestmark = pytest.mark.usefixtures("quick_compilation_throughout")
 TEXT = {"kind": "small", "length": 24, "width": 8, "n_layers": 1, "n_heads": 2, "hidden": 16}
 
 

@@ -20,7 +20,6 @@ from jaxmodels.training import OptimizerConfig, Progress, Start, TrainingConfig,
 from tests.jaxmodels.conftest import process_environment
 from tests.jaxmodels.training.conftest import CONFIG, TINY
 
-pytestmark = pytest.mark.usefixtures("quick_compilation_throughout")
 KILLED = """
 import os, signal
 from pathlib import Path

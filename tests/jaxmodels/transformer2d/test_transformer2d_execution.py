@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxmodels.transformer2d import Transformer2DModel
 
+pytestmark = pytest.mark.fully_compiled
 TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1
 STEADY = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -12,7 +12,6 @@ from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
 from tests.jaxmodels.transformer2d.conftest import live_tolerance
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
 TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -9,6 +9,7 @@ import pytest
 
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
 
+pytestmark = pytest.mark.fully_compiled
 GOLDEN = Path(__file__).parent.parent.parent / "golden" / "transformer2d"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 TOLERANCE = 1e-5  # largest absolute difference; outputs are of order 1, and a tanh gelu or a wrong eps shows above it

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 
 from tests.jaxmodels.transformer2d.conftest import live_tolerance
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
 TOLERANCE = live_tolerance()  # largest absolute difference, of gradients no larger than about 1
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -14,7 +14,6 @@ import pytest
 
 from tests.jaxmodels.transformer2d.conftest import live_tolerance
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
 INNER = 24
 CROSS = 20  # not inner_dim: keys of the wrong width fail

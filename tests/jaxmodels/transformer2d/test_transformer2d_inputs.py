@@ -8,7 +8,6 @@ import pytest
 from jaxmodels.transformer2d import Transformer2DModelOutput
 from tests.jaxmodels.transformer2d.conftest import live_tolerance
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
 TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
 BATCH, HEADS, TOKENS, CONTEXT = 2, 2, 15, 7

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
+pytestmark = pytest.mark.fully_compiled
 TOLERANCE = 5e-5  # largest absolute difference; sums are 10 to 100 times longer than in the small models
 
 SD = {"num_attention_heads": 8, "cross_attention_dim": 768}

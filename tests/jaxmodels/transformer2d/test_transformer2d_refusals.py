@@ -12,7 +12,6 @@ from flax import nnx
 from jaxmodels.errors import ConfigError, JaxModelsError
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 # name -> constructor arguments, what the message must say (any case), whether diffusers refuses it in its constructor
 CONFIGS: Mapping[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {
     "nothing": ({}, ("in_channels", "num_vector_embeds", "patch_size"), True),
