@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ install_import_hook("jaxmodels", "beartype.beartype")
 os.environ["ROBOJAX_COMPILE_CACHE"] = "off"
 
 import jax
-import jax._src.compiler
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -31,6 +29,7 @@ from jaxmodels.layers.embeddings import sinusoidal
 from jaxmodels.normalization import from_stats
 from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.weights import blueprint
+from tests.compiling import FLAGS, compiling_quickly
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "lerobot_act"
 PROGRAMS = "ROBOJAX_TEST_PROGRAMS"
@@ -65,34 +64,11 @@ def use_programs(folder: str | None) -> None:
     reset_cache()
 
 
-# Fusions are written to LLVM directly and not through MLIR, and LLVM gets all of them at once: together with JAX's own
-# switch a seventh of the time to compile a step of training, the same mathematics.
-QUICK: dict[str, bool | int] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-
-
-@contextmanager
-def compiling_quickly() -> Iterator[None]:
-    """XLA without its slow passes."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    get_options: Any = jax._src.compiler.get_compile_options
-
-    def quick_options(*arguments: Any, env_options_overrides: Any = None, **options: Any) -> Any:
-        return get_options(*arguments, env_options_overrides=QUICK | (env_options_overrides or {}), **options)
-
-    # JAX takes XLA's options for one program, or for a process, not for a part of one.
-    jax._src.compiler.get_compile_options = quick_options
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
-        jax._src.compiler.get_compile_options = get_options
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     """Quick, for a whole module as its fixtures compute too, but where the programs have to be those that users run."""
     if request.node.get_closest_marker("fully_compiled") is not None:
+        jax.clear_caches()  # of what other modules compiled quickly
         yield
         return
     with compiling_quickly():
@@ -121,11 +97,10 @@ def process_environment(*, devices: int = 1, quick: bool = False) -> dict[str, s
         devices: as many are made out of one processor.
         quick: compile without XLA's slow passes, as `compiling_quickly` does.
     """
-    flags = [f"--{name}={str(value).lower()}" for name, value in QUICK.items()]
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *(flags if quick else ())]),
+        "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *(FLAGS if quick else ())]),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),
         "JAX_COMPILATION_CACHE_DIR": os.environ[PROGRAMS],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(WORTH_KEEPING),
