@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 from jaxmodels.samplers import FlowSchedule, Known, NoiseSchedule, ddim, ddpm, flow_euler, flow_heun, guide
 from jaxmodels.transformer2d import Conditioning, Transformer2DModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.fully_compiled]
+pytestmark = pytest.mark.slow
 
 CHANNELS, LENGTH, WIDTH = 4, 8, 32
 SHARE = 0.7  # of the first kind
