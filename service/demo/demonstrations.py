@@ -3,8 +3,9 @@
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import count, islice
@@ -24,6 +25,8 @@ ROBOT = "so100_simulated"
 # to come back to the path (DART, https://arxiv.org/abs/1703.09327). Pushes last for a few ticks.
 # Any later and the hand cannot come back before it must be over the cube: one demonstration in six would fail.
 PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 _arms: dict[TaskName, tuple[Arm, Kinematics]] = {}
 
@@ -113,7 +116,8 @@ def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, D
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
         try:
             for number in count(seed):
-                ahead.append((number, pool.submit(demonstrate, name, number)))
+                with _undisturbed():  # who submits also begins the workers
+                    ahead.append((number, pool.submit(demonstrate, name, number)))
                 if len(ahead) > workers:
                     first, playing = ahead.popleft()
                     yield first, playing.result()
@@ -122,6 +126,31 @@ def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, D
                 playing.cancel()
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whoever ends this does so before or after: a worker that is half begun would print how it was cut off."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    # Blocked for the workers, which inherit it; kept for later here, where a signal may choose another thread.
+    blocked = _block(signal.SIG_BLOCK, ENDING)
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ENDING}
+    try:
+        yield
+    finally:
+        _block(signal.SIG_SETMASK, blocked)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def _block(how: int, numbers: Iterable[int]) -> Iterable[int]:
+    return signal.pthread_sigmask(how, numbers) if hasattr(signal, "pthread_sigmask") else ()
+
+
 def _begin(parent: int) -> None:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets go of its workers in order
+    _block(signal.SIG_UNBLOCK, ENDING)

@@ -1,6 +1,7 @@
 """Demonstrations: what is recorded, that a seed decides it, and that nothing half-written is left."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -108,6 +109,31 @@ def test_a_recording_that_is_asked_to_end_leaves_nothing(tmp_path: Path):
     assert "ended after" in told
     assert "Traceback" not in told
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+def test_ctrl_c_while_its_workers_begin_is_no_traceback(tmp_path: Path):
+    command = [sys.executable, "-m", "service.cli", "record-demo", str(tmp_path / "pick"), "--workers", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        deadline = time.monotonic() + 60
+        while "spawn_main" not in "".join(map(_command_line, children.read_text().split())):
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.killpg(running.pid, signal.SIGINT)
+        _, told = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "ended after 0 of 200" in told
+    assert "Traceback" not in told
+    assert not [*tmp_path.iterdir()]
+
+
+def _command_line(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""  # it is gone
 
 
 def test_the_command_says_what_it_recorded(tmp_path: Path):
