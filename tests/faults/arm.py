@@ -10,7 +10,7 @@ import aiohttp
 
 from service.transport.base import EmergencyStop, Rooms
 from service.transport.robot import Robot
-from tests.faults.history import Call, History
+from tests.faults.history import Call, History, Look
 from tests.faults.meter import Meter
 from tests.faults.processes import Process
 from tests.faults.robot import Life, living_robot, witness
@@ -128,11 +128,12 @@ class Arm:
     async def watch(self) -> None:
         """Look at the session again and again."""
         while True:
+            began = time.monotonic()
             with suppress(aiohttp.ClientError, TimeoutError):
                 async with self._http.get(f"{self.server.url}/sessions/{self.id}") as got:
                     if got.status == 200:
                         self.session = await got.json()
-                        self.history.statuses.append((time.monotonic(), self.session["status"]))
+                        self.history.statuses.append(Look(began, time.monotonic(), self.session["status"]))
             await asyncio.sleep(LOOK)
 
     async def until(self, claim: Callable[[dict[str, Any]], Any], within: float = 10.0) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class Arm:
         began = time.monotonic()
         looked_at = 0.0
         while True:
-            at = self.history.statuses[-1][0] if self.history.statuses else 0.0
+            at = self.history.statuses[-1].ended if self.history.statuses else 0.0
             if at > began and at != looked_at:
                 looked_at = at
                 if claim(self.session):

@@ -12,7 +12,7 @@ Five claims, checked after every fault:
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from service.stage import ASKED, MOVES, Move, Stage
 from tests.faults.robot import FRAMES, PERIOD, TellingPose
@@ -44,6 +44,14 @@ class Call:
     answer: Any
 
 
+class Look(NamedTuple):
+    """What a session's status was at some moment of a call."""
+
+    began: float
+    ended: float
+    status: str
+
+
 def _punctual(since: float, until: float, ways: int) -> float:
     return 0.0
 
@@ -63,7 +71,7 @@ class History:
     pose: TellingPose = field(default_factory=TellingPose)
     commands: list[Command] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    statuses: list[tuple[float, str]] = field(default_factory=list)
+    statuses: list[Look] = field(default_factory=list)
     breaks: list[float] = field(default_factory=list)
     late: Callable[[float, float, int], float] = _punctual
     step: float | None = None
@@ -158,10 +166,10 @@ class History:
 
     def _jumps_of_status(self) -> list[str]:
         found = []
-        for (earlier, before), (at, after) in zip(self.statuses, self.statuses[1:], strict=False):
-            if before == after or self._is_broken(earlier, at):
+        for (since, _, before), (_, until, after) in zip(self.statuses, self.statuses[1:], strict=False):
+            if before == after or self._is_broken(since, until):
                 continue
-            between = [call for call in self.calls if call.began <= at and call.ended >= earlier]
+            between = [call for call in self.calls if call.began <= until and call.ended >= since]
             asked = {move for move in ASKED if any(_asks(call, move) for call in between)}
             if Stage(after) not in _reachable(Stage(before), {*asked, *_HAPPENS}):
                 found.append(f"4: {before} -> {after} although nothing but {sorted(asked)} was asked for")

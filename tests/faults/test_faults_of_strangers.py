@@ -203,7 +203,7 @@ async def test_f19_garbage_for_the_camera_is_nothing_to_a_robot_that_is_seen(
                 await asyncio.sleep(0)
     await _is_unmoved(arm, time.monotonic() - 0.2)
     assert scripted.is_alive
-    assert arm.history.statuses[-1][0] > began
+    assert arm.history.statuses[-1].ended > began
 
 
 def _udp_ports(pid: int) -> list[int]:

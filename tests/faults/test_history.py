@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.history import Call, History
+from tests.faults.history import Call, History, Look
 from tests.faults.meter import Meter
 from tests.faults.robot import JOINTS, PERIOD, STILL
 from tests.faults.script import STEP
@@ -15,7 +15,11 @@ def good() -> History:
     history = History("arm")
     history.pose.began_at = 100.0
     history.calls.append(Call("POST", "/sessions", 100.0, 100.1, 200, {}))
-    history.statuses += [(100.2, "ready"), (100.4, "running"), (101.5, "stopped")]
+    history.statuses += [
+        Look(100.19, 100.2, "ready"),
+        Look(100.39, 100.4, "running"),
+        Look(101.49, 101.5, "stopped"),
+    ]
     history.calls.append(Call("POST", "/sessions/arm/start", 100.3, 100.35, 200, {}))
     for number in range(50):
         seen_at = 100.5 + number // 10 * 10 * PERIOD
@@ -56,7 +60,7 @@ def does_what_expired(history: History) -> None:
 
 
 def runs_by_itself(history: History) -> None:
-    history.statuses += [(102.0, "running")]
+    history.statuses += [Look(101.99, 102.0, "running")]
 
 
 def is_lost(history: History) -> None:
@@ -99,3 +103,12 @@ def test_what_processes_waited_for_a_core_counts_in_its_own_time_and_a_second_of
     assert meter.worst(100.1, 100.9) == 0.0
     assert meter.worst(100.1, 101.0) == pytest.approx(0.4)
     assert meter.worst(99.0) == pytest.approx(0.7)
+
+
+def test_a_status_asked_for_before_a_break_and_heard_after_it_says_nothing_about_what_follows() -> None:
+    history = good()
+    history.breaks.append(102.0)
+    history.statuses += [Look(101.95, 102.05, "stopped"), Look(102.1, 102.11, "interrupted")]
+    assert history.violations({"arm"}) == []
+    history.breaks.clear()
+    assert len(history.violations({"arm"})) == 1
