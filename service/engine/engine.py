@@ -154,6 +154,15 @@ class Engine:
         is_quiet = time.monotonic() >= self._asked_at + QUIET
         return is_quiet and not (self._asked or self.building.locked() or self.has_running_robot())
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no larger batch is being compiled, as may be when a robot is started; ``rest`` waits for its end."""
+        return self._growth.is_at_rest
+
+    async def rest(self) -> None:
+        """Wait for the end of what was being compiled when a robot was started; nothing new begins meanwhile."""
+        await self._growth.rest()
+
     async def compile(self, served: Served, sizes: Sizes) -> None:
         """Make a policy ready for frames of these sizes, away from the device thread.
 

@@ -36,6 +36,17 @@ class Growth:
         self._niceness = niceness
         self._wanted: list[_Wanted] = []
         self._task: asyncio.Task[None] | None = None
+        self._rest = asyncio.Event()
+        self._rest.set()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is being compiled; not even what was begun before a robot was started."""
+        return self._rest.is_set()
+
+    async def rest(self) -> None:
+        """Wait until what is being compiled is."""
+        await self._rest.wait()
 
     @property
     def left(self) -> int:
@@ -60,7 +71,12 @@ class Growth:
             if wanted is None:
                 await asyncio.sleep(PAUSE)
                 continue
-            await self._compile(wanted)
+            if may:  # a trial alone keeps nobody waiting
+                self._rest.clear()
+            try:
+                await self._compile(wanted)
+            finally:
+                self._rest.set()
             if wanted in self._wanted:
                 self._wanted.remove(wanted)
         self._task = None

@@ -1,6 +1,7 @@
 """Which policy a robot is driven by, what it is asked, and what becomes of its answers."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,9 +19,13 @@ from service.safety.shadow import Shadow
 from service.stage import Move
 from service.stats import Recent
 
+logger = logging.getLogger(__name__)
+
 STAGES = ("queue", "to_device", "compute", "to_host", "total")
 # Observations that a new policy is tried out on before it may move the robot.
 RECENT = 8
+# Seconds that a robot waits at its start for what is just being compiled, which nobody can end.
+REST = 10.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Thinking:
         self._fading: tuple[Served, int] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._compiling: frozenset[tuple[str, tuple[int, int]]] | None = None
+        self._resting: asyncio.Task[None] | None = None
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """From now on inferences run, as tasks of this group."""
@@ -129,14 +135,38 @@ class Thinking:
         if self._successor is not None and self._successor.served.is_compiled(snapshot.sizes):
             self._change_over()
         if not self.make_ready(snapshot.sizes):
-            self._control.withdraw()
-            self.asked_at = None
-            self._control.obstruct("compiling", f"compiling for {in_words(snapshot.sizes)}")
+            self._wait_for_compiling(f"compiling for {in_words(snapshot.sizes)}")
+            return
+        if self._lets_end():
+            self._wait_for_compiling("what was being compiled when the robot was started is let end")
             return
         assert self._tasks is not None
         self.asked_at = time.monotonic()
         # Named now: before the task begins, another one may have taken over.
         self._tasks.create_task(self._think(self.served, snapshot, due))
+
+    def _wait_for_compiling(self, text: str) -> None:
+        self._control.withdraw()
+        self.asked_at = None
+        self._control.obstruct("compiling", text)
+
+    def _lets_end(self) -> bool:
+        """Whether a program is still being compiled that was begun before, and has been for no longer than REST."""
+        if self._engine.is_at_rest or self._tasks is None:
+            self._resting = None
+            return False
+        if self._resting is None:
+            self._resting = self._tasks.create_task(self._rest())
+        return not self._resting.done()
+
+    async def _rest(self) -> None:
+        try:
+            async with asyncio.timeout(REST):
+                await self._engine.rest()
+        except TimeoutError:
+            logger.warning("a program has been compiled for more than %g s; the robot moves beside that", REST)
+        finally:
+            self._control.clear("compiling")
 
     async def _think(self, served: Served, snapshot: Snapshot, due: float | None) -> None:
         instruction = self.instruction

@@ -252,8 +252,9 @@ async def test_f25_nothing_is_compiled_while_a_robot_runs(
     await arm.connect(size=(96, 96))
     await arm.ask("start")
     await arm.moves(3)
-    compiled = real.words().count("ompiling ")
+    compiled, waited = real.words().count("ompiling "), arm.session["stats"]["holds"].get("compiling", 0)
     await asyncio.sleep(moment.uniform(1.0, 1.5))
     assert arm.session["inference_stats"]["inference_count"] >= 3
     assert real.words().count("ompiling ") == compiled, real.words()[-2000:]
-    assert "compiling" not in arm.session["stats"]["holds"]
+    # A larger batch whose compilation had begun before the start was let end before the robot moved.
+    assert arm.session["stats"]["holds"].get("compiling", 0) == waited <= 1

@@ -207,6 +207,28 @@ async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
     await engine.close()
 
 
+async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody_waiting() -> None:
+    policy = ScriptedPolicy(compile_latency=0.1)
+    engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
+    assert engine.is_at_rest
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore):
+        await until(lambda: not engine.is_at_rest)
+        engine.has_running_robot = lambda: True  # the second size has to wait for that one to stop
+        await asyncio.wait_for(engine.rest(), 1)
+        assert [size for size, _ in policy.batches] == [2]
+        assert engine.facts()["batch_sizes_to_compile"] == 1
+    slow = ScriptedPolicy(latency=0.1, batches=[(size, dict(policy.requirements.cameras)) for size in (2, 4)])
+    slow.rehearse = lambda batch=1, cameras=None: time.sleep(0.1) or 0.1  # type: ignore[method-assign]
+    async with engine.policy(ScriptedLoader(lambda: slow), "other", None, ignore):
+        seen_at_rest = []
+        while engine.facts()["batch_sizes_to_compile"]:
+            seen_at_rest.append(engine.is_at_rest)
+            await asyncio.sleep(0.01)
+        assert all(seen_at_rest)
+        assert len(seen_at_rest) > 5
+    await engine.close()
+
+
 async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     @dataclass
     class Small(ScriptedPolicy):

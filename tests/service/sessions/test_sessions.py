@@ -5,7 +5,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 
@@ -37,14 +37,16 @@ NEW = NewSession("s", "policy", "memory://", rate=100)
 class Rig:
     """A store of sessions, what it runs with, and robots to drive."""
 
-    def __init__(self, settings: SessionSettings | None = None, stuck_after: float = 5.0):
+    def __init__(
+        self, settings: SessionSettings | None = None, stuck_after: float = 5.0, batch_sizes: tuple[int, ...] = (1,)
+    ):
         self.transport = MemoryTransport()
         self.policy = ScriptedPolicy()
         self.loader = ScriptedLoader(lambda: self.policy)
         self.sessions = Sessions(
             transport=self.transport,
             load=self.loader,
-            engine=Engine(stuck_after=stuck_after, switch_interval=None),
+            engine=Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=batch_sizes),
             settings=settings or SessionSettings(),
         )
         self.robots: list[asyncio.Task[None]] = []
@@ -82,8 +84,10 @@ async def until(claim: Callable[[], bool], within: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def rigged(settings: SessionSettings | None = None, stuck_after: float = 5.0) -> AsyncIterator[Rig]:
-    rig = Rig(settings, stuck_after)
+async def rigged(
+    settings: SessionSettings | None = None, stuck_after: float = 5.0, batch_sizes: tuple[int, ...] = (1,)
+) -> AsyncIterator[Rig]:
+    rig = Rig(settings, stuck_after, batch_sizes)
     try:
         yield rig
     finally:
@@ -567,6 +571,75 @@ async def test_the_first_frames_are_compiled_for_before_anybody_starts(rig: Rig)
     await rig.sessions.start("s")
     await until(lambda: bool(rig.transport.link.sent))
     assert "compiling" not in rig.sessions.get("s").status().stats["holds"]  # type: ignore[operator]
+
+
+class Gated(ScriptedPolicy):
+    """Larger batches are compiled for as long as its gate is closed."""
+
+    gate = threading.Event()
+    begun = threading.Event()
+
+    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        if batch > 1:
+            self.begun.set()
+            self.gate.wait(5)
+        super().compile(batch, cameras)
+
+
+@asynccontextmanager
+async def started_beside_a_compile() -> AsyncIterator[tuple[Rig, Gated]]:
+    """A session that is started while a larger batch is being compiled, with a robot that sends."""
+    policy = Gated()
+    policy.gate, policy.begun = threading.Event(), threading.Event()
+    try:
+        async with rigged(batch_sizes=(1, 2, 4)) as rig:
+            rig.policy = policy
+            await rig.sessions.create(NEW)
+            await asyncio.to_thread(policy.begun.wait, 5)
+            rig.robot()
+            await rig.sessions.start("s")
+            await until(lambda: rig.sessions.get("s").status().stats["hold_code"] == "compiling")
+            yield rig, policy
+            policy.gate.set()
+    finally:
+        policy.gate.set()
+
+
+async def test_what_is_being_compiled_at_a_start_is_let_end_and_nothing_more_is_compiled_while_it_runs() -> None:
+    async with started_beside_a_compile() as (rig, policy):
+        session = rig.sessions.get("s")
+        assert "let end" in str(session.status().stats["hold"])
+        await asyncio.sleep(0.1)
+        assert all(values == POSE for values in held(rig.transport.link, 0)), "it holds where it is"
+        policy.gate.set()
+        await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))
+        assert [size for size, _ in policy.batches] == [2]
+        await asyncio.sleep(0.6)  # longer than between two looks whether a robot runs
+        assert [size for size, _ in policy.batches] == [2]
+        assert session.status().stats["holds"] == {"compiling": 1}
+
+
+async def test_a_compile_that_takes_too_long_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.motion.thinking.REST", 0.2)
+    async with started_beside_a_compile() as (rig, policy):
+        await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))
+        assert policy.batches == []
+        assert "more than 0.2 s; the robot moves beside that" in caplog.text
+        before = len(rig.transport.link.sent)
+        await until(lambda: len(rig.transport.link.sent) > before + 50)
+        assert rig.sessions.get("s").status().stats["holds"] == {"compiling": 1}
+
+
+async def test_a_session_that_waits_for_a_compile_stops_when_it_is_told_to() -> None:
+    async with started_beside_a_compile() as (rig, policy):
+        await rig.sessions.stop("s")
+        policy.gate.set()
+        await asyncio.sleep(0.2)
+        assert all(values == POSE for values in held(rig.transport.link, 0))
+        await rig.sessions.start("s")
+        await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))
 
 
 async def test_a_compile_that_fails_is_an_error(rig: Rig) -> None:
