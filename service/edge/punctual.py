@@ -142,6 +142,8 @@ class PunctualProtocol(WebSocketProtocol):
                 self.transport.pause_reading()
             return
         if self.websocket is not None:
+            if _is_cut_off(self.websocket):
+                return  # it is read so that the peer can read why
             self._backlog += data
             if self._feeding is None:
                 count = self._read_piece(self.websocket)
@@ -174,7 +176,7 @@ class PunctualProtocol(WebSocketProtocol):
         stop.
         """
         try:
-            while self._backlog and socket.ws_proto.state is not State.CLOSED:
+            while self._backlog and socket.ws_proto.state is not State.CLOSED and not _is_cut_off(socket):
                 await asyncio.sleep(self._pause(count))
                 count = self._read_piece(socket)
         finally:
@@ -225,8 +227,7 @@ class PunctualProtocol(WebSocketProtocol):
         wait = socket.wait_for_connection_lost
 
         async def lingering(timeout: float | None = None) -> bool:
-            sent = socket.ws_proto.close_sent
-            if timeout == 0 and sent is not None and sent.code not in (1000, 1001) and self.transport is not None:
+            if timeout == 0 and _is_cut_off(socket) and self.transport is not None:
                 # Our half is closed.
                 self.transport.resume_reading()
                 timeout = _FAREWELL
@@ -302,6 +303,12 @@ class PunctualProtocol(WebSocketProtocol):
             self._task.cancel()
             # Sanic would go on to read the rest of the body; what the client has of the answer by then is enough.
             self._deadline = self.loop.call_later(_FAREWELL, self.abort)
+
+
+def _is_cut_off(socket: WebsocketImplProtocol) -> bool:
+    """Whether the peer was told what it did wrong: nothing that it still sends is of any interest."""
+    sent = socket.ws_proto.close_sent
+    return sent is not None and sent.code not in (1000, 1001)
 
 
 def _end_on_bad_text(socket: WebsocketImplProtocol) -> None:

@@ -120,6 +120,22 @@ async def test_who_still_sends_when_it_is_refused_can_read_why(caller, path):
     await raw.close()
 
 
+async def test_who_is_refused_by_a_busy_server_can_read_why_too(caller, path):
+    async def busy() -> None:
+        while True:
+            time.sleep(0.002)  # noqa: ASYNC251 - something else that the loop does
+            await asyncio.sleep(0)
+
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    other = asyncio.create_task(busy())
+    # More than the kernel keeps: who cannot write any more is not told what there is to read.
+    raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 16 << 20) + b" " * (16 << 20))
+    await raw.writer.drain()
+    assert await raw.close_code() == 1009
+    other.cancel()
+    await raw.close()
+
+
 async def test_a_thousand_fragments_are_one_message(caller, path):
     raw = await RawSocket.join(caller, path, "p", "producer")
     raw.send(b'{"type":', is_last=False)
