@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jaxmodels
+from tests.compiling import compiling_quickly
 
 PUBLIC = (
     "jaxmodels",
@@ -79,8 +80,9 @@ def test_it_runs_from_top_to_bottom(
     monkeypatch.setenv("MPLBACKEND", "agg")
     names: dict = {"__name__": "__main__"}
     try:
-        for number, cell in enumerate(code_cells(path), 1):
-            exec(compile("".join(cell["source"]), f"{path.name}, code cell {number}", "exec"), names)
+        with compiling_quickly():
+            for number, cell in enumerate(code_cells(path), 1):
+                exec(compile("".join(cell["source"]), f"{path.name}, code cell {number}", "exec"), names)
     finally:
         if "matplotlib.pyplot" in sys.modules:
             sys.modules["matplotlib.pyplot"].close("all")  # pyplot holds figures until they are closed
