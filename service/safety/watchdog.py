@@ -115,6 +115,7 @@ class Watchdog:
         self.frozen: set[str] = set()
         self._begun_at = self._resumed_at = 0.0
         self._looked_at: float | None = None
+        self._pause: float | None = None
         self._since: dict[str, float] = {}
         self._pictures: dict[str, _Still] = {}
         self._bad: deque[tuple[float, int]] = deque()
@@ -127,7 +128,7 @@ class Watchdog:
     def begin(self, now: float) -> None:
         """The robot begins to move, or begins anew: nothing of before counts."""
         self._begun_at = self._resumed_at = now
-        self._looked_at = None
+        self._looked_at = self._pause = None
         self._since.clear()
         self._bad.clear()
 
@@ -189,11 +190,16 @@ class Watchdog:
         holds = {}
         pause = 0.0 if self._looked_at is None else now - self._looked_at
         if pause > patience.frame_age:
-            self._resumed_at = now
-            if not self._dark(now, looked):
-                # Whatever was planned before is not for a robot that went on without us. (A camera that is stale holds
-                # by itself, and one pause is one hold.)
-                holds["paused"] = f"this process did nothing for {pause:.2f} s"
+            self._resumed_at, self._pause = now, pause
+        if self._pause is not None:
+            # Whatever was planned before is not for a robot that went on without us, and what the cameras showed
+            # meanwhile comes bit by bit: one pause is one hold, until each has shown something since. One that does not
+            # soon is stale by itself.
+            is_seen = all(seen_at is not None and seen_at >= self._resumed_at for seen_at in looked.seen_at.values())
+            if now == self._resumed_at or (not is_seen and now - self._resumed_at <= patience.frame_age):
+                holds["paused"] = f"this process did nothing for {self._pause:.2f} s"
+            else:
+                self._pause = None
         if looked.asked_at is not None:
             ran = now - max(looked.asked_at, self._resumed_at)
             if ran > self.slow_after:

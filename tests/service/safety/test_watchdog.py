@@ -141,11 +141,23 @@ def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
 def test_a_pause_is_one_hold_whatever_waited_meanwhile() -> None:
     dog = watchdog()
     walk(dog, 1.0, seen_at={"front": 1.0}, asked_at=0.9)
-    stale = dog.look(3.0, Looked({"front": 1.0}, asked_at=0.9))
-    assert stale.holds == {}, "the stale camera holds already"
-    walk(dog, 3.1, 3.02, seen_at={"front": 3.0}, asked_at=0.9)
+    # What the camera showed meanwhile comes bit by bit.
+    for now, seen_at in ((3.0, 1.0), (3.02, 2.69), (3.04, 2.9)):
+        assert dog.look(now, Looked({"front": seen_at}, asked_at=0.9)).holds.keys() == {"paused"}
+    walk(dog, 3.1, 3.06, seen_at={"front": 3.01}, asked_at=0.9)
     assert dog.look(5.0, Looked({"front": 4.99}, asked_at=0.9)).holds.keys() == {"paused"}
     assert dog.look(5.02, Looked({"front": 5.0}, asked_at=0.9)).holds == {}
+
+
+def test_a_camera_that_shows_nothing_after_a_pause_is_stale_by_itself() -> None:
+    dog = watchdog()
+    walk(dog, 1.0, seen_at={"front": 1.0})
+    assert dog.look(3.0, Looked({"front": 1.0})).holds.keys() == {"paused"}
+    walk(dog, 3.4, 3.02, seen_at={"front": 1.0})
+    found = dog.look(3.5, Looked({"front": 1.0}))
+    assert found.holds == {}
+    dog.begin(3.6)
+    assert dog.look(3.6, Looked({"front": 1.0})).holds == {}
 
 
 def test_a_frozen_camera_is_a_warning_with_its_code() -> None:
