@@ -139,7 +139,8 @@ def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
     memory = layout.spread_tree(jax.eval_shape(rule.init, parameters))
     sizes = tuple((camera.shape[1], camera.shape[2]) for camera in policy.cameras)
     loss = make_loss(computing, sizes, config, layout)
-    shardings = State(layout.whole, places, memory, places if config.ema_decay else None, layout.whole)
+    whole: Any = layout.whole  # one for all leaves of a part
+    shardings = State(whole, places, memory, places if config.ema_decay else None, whole)
     return _Programs(
         plan=plan,
         learned=learned,
