@@ -113,6 +113,7 @@ def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, D
     # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     ahead: deque[tuple[int, Future[Demonstration | None]]] = deque()
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
         try:
             for number in count(seed):
@@ -124,6 +125,9 @@ def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, D
         finally:
             for _, playing in ahead:
                 playing.cancel()
+            # What is being played is nobody's any more, and would be waited for: half a minute after a Ctrl-C.
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
 
 
 @contextmanager
