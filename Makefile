@@ -17,9 +17,10 @@ help: ## this list
 demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 	@$(BIN)/robojax demo $(ARGS)
 
-# What keeps time against a grid of milliseconds has the machine for itself; everything else runs side by side, a file's
-# tests mostly in one process (worksteal), so that what a module shares is made once: models are compiled, webhooks wait
-# (without JAX in their process, as in the scripts that have them), servers are called and looked at.
+# Side by side, a file's tests mostly in one process (worksteal), so that what a module shares is made once: models are
+# compiled, webhooks wait (without JAX in their process, as in the scripts that have them), servers are called and looked
+# at. Last what keeps time against a grid of milliseconds: each of these mostly waits and leaves a core for another one,
+# but not for those above, which compute.
 # 5: nothing there for these ARGS.
 HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/robojax tests/test_docs.py tests/test_floors.py tests/test_layers.py tests/test_notebooks.py \
@@ -39,8 +40,7 @@ test: setup-dev rendering ## the whole test suite
 	@$(BIN)/python -m pytest $(BESIDE) tests/jaxmodels $(ARGS) || [ $$? = 5 ]
 	@$(BIN)/python -m pytest $(BESIDE) $(HOOKS) $(ARGS) || [ $$? = 5 ]
 	@$(BIN)/python -m pytest $(BESIDE) $(CALLED) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest tests/faults $(ARGS) || [ $$? = 5 ] # one at a time: they keep time, in several processes each
-	@$(BIN)/python -m pytest $(patsubst %,--ignore %,tests/jaxmodels tests/faults $(HOOKS) $(CALLED)) tests $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest $(BESIDE) $(patsubst %,--ignore %,tests/jaxmodels $(HOOKS) $(CALLED)) tests $(ARGS) || [ $$? = 5 ]
 
 # Before a release: make faults REPEAT=50, which takes an hour.
 REPEAT ?= 1

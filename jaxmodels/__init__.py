@@ -10,6 +10,7 @@ from jaxmodels.lazy_names import lazy_names
 if TYPE_CHECKING:
     from jaxmodels.description import read_requirements
     from jaxmodels.ensembling import TemporalEnsembler
+    from jaxmodels.finding import POLICY_FILES, find_policy
     from jaxmodels.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.loading import load_policy
     from jaxmodels.placement import name_devices
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from jaxmodels.types import Requirements
 
 __all__ = [
+    "POLICY_FILES",
     "LoadedModel",
     "Policy",
     "Requirements",
     "TemporalEnsembler",
     "Transformer2DConfig",
     "Transformer2DModel",
+    "find_policy",
     "is_model",
     "load_model",
     "load_policy",
@@ -33,11 +36,13 @@ __all__ = [
 
 _HOMES = {
     "LoadedModel": "jaxmodels.loaded_model",
+    "POLICY_FILES": "jaxmodels.finding",
     "Policy": "jaxmodels.policy",
     "Requirements": "jaxmodels.types",
     "TemporalEnsembler": "jaxmodels.ensembling",
     "Transformer2DConfig": "jaxmodels.transformer2d",
     "Transformer2DModel": "jaxmodels.transformer2d",
+    "find_policy": "jaxmodels.finding",
     "is_model": "jaxmodels.loaded_model",
     "load_model": "jaxmodels.loaded_model",
     "load_policy": "jaxmodels.loading",

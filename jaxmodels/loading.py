@@ -1,13 +1,11 @@
 """A policy from a folder or from the Hub, read and put on its device."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxmodels.checkpoints import lerobot
 from jaxmodels.devices import find_dtype
-from jaxmodels.errors import ConfigError
-from jaxmodels.hub import fetch
+from jaxmodels.finding import find_policy
 from jaxmodels.placement import find_placement
 from jaxmodels.policy import Policy
 
@@ -43,13 +41,7 @@ def load_policy(
     """
     tell = on_progress or (lambda stage: None)
     where, compute = find_placement(device), find_dtype(dtype)
-    folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
-    commit = None
-    if not str(path_or_repo) or not folder.is_dir():
-        folder = fetch(str(path_or_repo), revision, on_progress=tell, largest=largest)
-        commit = folder.name  # the Hub's cache names a snapshot by its commit
-    elif revision is not None:
-        raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
+    folder, commit = find_policy(path_or_repo, revision, on_progress=tell, largest=largest)
     tell("reading")
     if inspect is not None:
         inspect(folder)

@@ -34,7 +34,11 @@ class DeviceHealth:
         if device in self._out:
             return False
         self._failures[device] = self._failures.get(device, 0) + 1
-        if self._failures[device] < ALLOWED:
+        return self._failures[device] >= ALLOWED and self.take_out(device, what)
+
+    def take_out(self, device: str, what: str) -> bool:
+        """It is known that it does not work; whether it is out from now on."""
+        if device in self._out:
             return False
         self._out[device] = what
         return True

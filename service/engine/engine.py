@@ -4,8 +4,9 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from itertools import count
 from typing import NoReturn
 from weakref import WeakKeyDictionary, ref
 
@@ -14,8 +15,9 @@ import numpy as np
 from jaxmodels.errors import JaxModelsError
 from service.engine.admission import Admission, Claim, judge
 from service.engine.device_health import DeviceHealth
+from service.engine.device_lane import DeviceGone, DeviceLane, InputRefused, LaneClosed, Overdue
 from service.engine.growth import Growth
-from service.engine.lane import Lane, LaneClosed, Overdue
+from service.engine.lane import Lane
 from service.engine.progress import Durations
 from service.engine.served import (
     Inference,
@@ -69,6 +71,8 @@ class Engine:
         batch_sizes: Sequence[int] = (1,),
         devices: Sequence[str] = (),
         load: float | None = None,
+        are_elsewhere: bool = False,
+        patience: float = 60.0,
     ):
         """One request at a time unless ``batch_sizes`` names larger ones.
 
@@ -76,6 +80,8 @@ class Engine:
             devices: where policies run, each a copy; the one that it was loaded on when there are none. A device that
                 is named twice runs two batches at a time.
             load: share of the devices' time that may be promised; no end of it when None.
+            are_elsewhere: devices are not of this process: there are none until one joins, see ``join``.
+            patience: seconds that a request then waits for one to join, where none works.
         """
         self.stuck_after = stuck_after
         self.durations = durations or Durations()
@@ -90,11 +96,17 @@ class Engine:
         self._suspects: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
         self.load = load
-        self._devices = tuple(devices)
-        names = ["device", *(f"device:{number}" for number in range(1, len(self._devices)))]
-        self._lanes = [Lane(name, niceness, stuck_after) for name in names]
+        self._devices = dict(enumerate(devices))  # as they were named; none where nobody named one
+        self._numbers = count(len(devices) or 1)
+        self._lanes: dict[int, DeviceLane] = {}
+        if not are_elsewhere:
+            names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
+            self._lanes = {number: Lane(name, niceness, stuck_after) for number, name in enumerate(names)}
+        self._patience = patience if are_elsewhere else 0.0
+        self._joined = asyncio.Event()
+        self._joining: set[asyncio.Task[None]] = set()
         self._health = DeviceHealth()
-        self._named = dict(enumerate(self._devices))  # devices of the lanes, as policies call them
+        self._named = dict(self._devices)  # devices of the lanes, as policies call them
         self._claims: dict[object, Claim] = {}
         self._growth = Growth(batch_sizes, self._may_grow, niceness)
         self._store = Store(self._replicas, self._ready, niceness)
@@ -128,7 +140,10 @@ class Engine:
 
     def _replicas(self, policy: Policy) -> tuple[Replica, ...]:
         """One for each device; a policy that came on another device than the first one's is put there, too."""
-        first, *others = self._usable()
+        usable = self._usable()
+        if not usable:
+            raise DeviceGone("no device is there that the policy could run on")
+        first, *others = usable
         if self._devices and policy.device != self._devices[first]:
             policy = policy.on(self._devices[first])  # where it was loaded is out by now
         copies = {first: policy, **{lane: policy.on(self._devices[lane]) for lane in others}}
@@ -136,19 +151,76 @@ class Engine:
         return tuple(Replica(copy, lane) for lane, copy in copies.items())
 
     def _usable(self) -> list[int]:
-        """Numbers of the lanes whose devices work; the first when none does."""
-        lanes = range(len(self._lanes))
-        return [lane for lane in lanes if not self._health.is_out(self._named.get(lane, ""))] or [0]
+        """Numbers of the lanes whose devices work; the first of this process when none does."""
+        found = [lane for lane in tuple(self._lanes) if not self._health.is_out(self._named.get(lane, ""))]
+        return found or ([] if self._patience else [0])
 
     @property
     def first_device(self) -> str | None:
         """Where a policy is loaded before it is copied, as it was named; None where nobody named one."""
-        return self._devices[self._usable()[0]] if self._devices else None
+        usable = self._usable()
+        return self._devices[usable[0]] if self._devices and usable else None
 
     def _ready(self, served: Served) -> None:
         for device in self._health.out:  # one that went out while it was being loaded
             served.leave_out(device)
+        there = {replica.lane for replica in served.replicas}
+        for number in self._lanes.keys() - there:  # one that joined meanwhile
+            self._join(number, [served])
         self._growth.want(served)
+
+    # Devices that come and go.
+
+    def join(self, device: str, lane: DeviceLane) -> None:
+        """Have policies run on one more device, too, as soon as those that are loaded were put there.
+
+        Args:
+            device: what policies call it, a name that no other one had.
+        """
+        number = next(self._numbers)
+        self._lanes[number], self._devices[number], self._named[number] = lane, device, device
+        self._join(number, self._store.all)
+
+    def _join(self, number: int, loaded: Sequence[Served]) -> None:
+        task = asyncio.create_task(self._extend(number, loaded), name=f"join {self._devices.get(number)}")
+        self._joining.add(task)
+        task.add_done_callback(self._joining.discard)
+
+    async def _extend(self, number: int, loaded: Sequence[Served]) -> None:
+        device = self._devices[number]
+        for served in loaded:
+            try:
+                replica = await self._store.copy(served, device, number)
+            except Exception as error:
+                logger.error("%s cannot be used for a policy: %s", device, in_short(error), exc_info=error)
+                let_go(error)
+                continue
+            if number in self._lanes and not self._health.is_out(device):
+                served.add(replica)
+                for gone in self._health.out:
+                    served.leave_out(gone)
+        self._joined.set()
+
+    def leave(self, device: str, why: str) -> None:
+        """Ask nothing of a device any more; what it was asked, others are."""
+        if not self._health.take_out(device, why):
+            return
+        logger.warning("device %s is not used any more: %s", device, why)
+        for served in self._store.all:
+            served.leave_out(device)
+
+    @property
+    def failed(self) -> Collection[str]:
+        """Names of devices that are not asked any more."""
+        return self._health.out
+
+    async def forget(self, device: str) -> None:
+        """Let go of a device that left."""
+        for number in [number for number, named in self._devices.items() if named == device]:
+            lane = self._lanes.pop(number, None)
+            del self._devices[number], self._named[number]
+            if lane is not None:
+                await lane.close(1.0)
 
     def _may_grow(self) -> bool:
         is_quiet = time.monotonic() >= self._asked_at + QUIET
@@ -225,13 +297,16 @@ class Engine:
         self, served: Served, observation: Mapping[str, np.ndarray], due: float | None, asker: object | None
     ) -> Inference:
         is_alone = asker is not None and asker in self._suspects
-        usable = [one for one in served.replicas if not self._health.is_out(one.policy.device)] or served.replicas
+        usable = self._working(served) or await self._until_one_works(served)
         replica = self._least(usable)
         elsewhere = [one for one in usable if one.policy.device != replica.policy.device]
         lane = self._lanes[replica.lane]
         try:
             inference = await lane.ask(replica, observation, due, is_alone=is_alone, may_move=bool(elsewhere))
-        except (JaxModelsError, LaneClosed) as error:
+        except DeviceGone as error:
+            self.leave(replica.policy.device, str(error))
+            return await self._ask(served, observation, due, asker)
+        except (JaxModelsError, InputRefused, LaneClosed) as error:
             _refuse(error)
         except Exception as error:
             if not elsewhere:
@@ -239,6 +314,22 @@ class Engine:
             return await self._ask_another(replica, self._least(elsewhere), observation, due, error)
         self._health.answered(replica.policy.device)
         return inference
+
+    def _working(self, served: Served) -> Sequence[Replica]:
+        working = [
+            one for one in served.replicas if one.lane in self._lanes and not self._health.is_out(one.policy.device)
+        ]
+        return working if working or self._patience else served.replicas
+
+    async def _until_one_works(self, served: Served) -> Sequence[Replica]:
+        """Nothing is lost by waiting: the robot is held when its plan runs dry."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience):
+                while not (working := self._working(served)):
+                    self._joined.clear()
+                    await self._joined.wait()
+                return working
+        raise PolicyFailed(f"no engine has been there for {self._patience:g} s that the policy could run on")
 
     async def _ask_another(
         self,
@@ -253,7 +344,8 @@ class Engine:
             inference = await self._lanes[other.lane].ask(other, observation, due, is_alone=True)
         except Exception as error:
             # Neither: it is the observation, or the policy.
-            _refuse(error if isinstance(why, Overdue) or isinstance(error, LaneClosed) else why)
+            is_another = isinstance(why, Overdue) or isinstance(error, LaneClosed | InputRefused)
+            _refuse(error if is_another else why)
         device, what = failed.policy.device, f"it raises {type(why).__name__}"
         if isinstance(why, Overdue):
             if why.is_counted:
@@ -342,17 +434,17 @@ class Engine:
         return {
             "device": next((served.policy.device for served in loaded), None),
             "devices_failed": list(self._health.out),
-            "devices": [self._figures(number, lane, loaded) for number, lane in enumerate(self._lanes)],
+            "devices": [self._figures(number, lane, loaded) for number, lane in self._lanes.items()],
             "policies_loaded": len(loaded),
             "policies_loading": self._store.loading,
-            "inferences_waiting": sum(lane.waiting for lane in self._lanes),
-            "threads_replaced": sum(lane.abandoned for lane in self._lanes),
+            "inferences_waiting": sum(lane.waiting for lane in self._lanes.values()),
+            "threads_replaced": sum(lane.abandoned for lane in self._lanes.values()),
             "batch_sizes_to_compile": self._growth.left,
             "promised_per_second": round(sum(claim.per_second for claim in self._claims.values()), 2),
             "promised_load": round(sum(claim.share for claim in self._claims.values()), 4),
         }
 
-    def _figures(self, number: int, lane: Lane, loaded: Sequence[Served]) -> dict[str, object]:
+    def _figures(self, number: int, lane: DeviceLane, loaded: Sequence[Served]) -> dict[str, object]:
         here = [replica for served in loaded for replica in served.replicas if replica.lane == number]
         device = self._named.get(number)
         return {
@@ -368,7 +460,9 @@ class Engine:
         """End the device threads; waits a second for an inference that is running. Whoever waits is told."""
         self._store.close()
         self._growth.close()
-        ended = await asyncio.gather(*(lane.close(1.0) for lane in self._lanes))
+        for task in self._joining:
+            task.cancel()
+        ended = await asyncio.gather(*(lane.close(1.0) for lane in self._lanes.values()))
         if not all(ended):
             logger.warning("the device thread is still busy; it is left behind")
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from service.engine.batching import Batching, Chosen
+from service.engine.device_lane import LaneClosed, Overdue
 from service.engine.served import Inference, InferenceStuck, Replica, frames_of
 from service.engine.stacking import Stacks, shape_of
 from service.engine.worker import yield_to_others
-from service.errors import PolicyFailed
 
 logger = logging.getLogger(__name__)
 
@@ -32,23 +32,6 @@ LOOKED_BACK = 5.0
 MOST_LEFT = 8
 
 CLOSED = "the device is closed: the server is ending"
-
-
-class Overdue(Exception):
-    """A batch takes far longer than usual, and whoever asked may ask elsewhere.
-
-    Attributes:
-        is_counted: whether it was held against the device already; all members of the batch have this one error.
-    """
-
-    is_counted = False
-
-
-class LaneClosed(PolicyFailed):
-    """There will be no answer any more."""
-
-    status = 503
-    code = "server_ending"
 
 
 @dataclass(eq=False)

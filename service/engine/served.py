@@ -112,6 +112,11 @@ class Replica:
         self.costs = Costs()
         self._sizes: dict[Frames, tuple[int, ...]] = {}
 
+    @property
+    def prepared(self) -> Sequence[Frames]:
+        """Frames that one at a time can run for."""
+        return tuple(self._sizes)
+
     def can(self, frames: Frames) -> tuple[int, ...]:
         """Batch sizes that can run at once for frames of these sizes."""
         return self._sizes.get(frames, (1,))
@@ -155,6 +160,10 @@ class Served:
     def costs(self) -> Costs:
         """What batches take on its first device."""
         return self.replicas[0].costs
+
+    def add(self, replica: Replica) -> None:
+        """It runs on one more device, where it was made ready for all that it is ready for here."""
+        self.replicas = (*self.replicas, replica)
 
     def leave_out(self, device: str) -> None:
         """Nothing is asked of a device any more, unless there is no other one."""

@@ -164,6 +164,23 @@ class Store:
         finally:
             del self._compiling[served, frozenset(sizes.items())]
 
+    async def copy(self, served: Served, device: str, lane: int) -> Replica:
+        """A loaded policy on one more device, ready for what it is ready for on the others.
+
+        Raises:
+            Exception: whatever the device raises.
+        """
+
+        def copy_and_compile() -> Replica:
+            replica = Replica(served.policy.on(device), lane)
+            replica.prepare(1, None)
+            for frames in {frames for other in served.replicas for frames in other.prepared}:
+                replica.prepare(1, dict(frames))
+            return replica
+
+        async with self.building:
+            return await call_in_thread(copy_and_compile, "policy-loader", self._niceness)
+
     def close(self) -> None:
         """Nothing is loaded any more."""
         for entry in self._entries.values():

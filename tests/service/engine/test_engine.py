@@ -10,7 +10,7 @@ import pytest
 
 from jaxmodels.errors import ConfigError, ObservationError
 from service.engine.engine import Engine, InferenceStuck, in_words
-from service.engine.lane import LaneClosed
+from service.engine.device_lane import LaneClosed
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.worker import Worker, call_in_thread
 from service.errors import PolicyError, PolicyFailed
@@ -426,9 +426,11 @@ async def test_a_worker_leaves_only_the_job_it_is_really_stuck_in() -> None:
 
 
 async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one() -> None:
+    before = set(threading.enumerate())
     engine = Engine(stuck_after=60, switch_interval=None)
+    assert "device" in {thread.name for thread in set(threading.enumerate()) - before}
     await engine.close()
-    assert "device" not in {thread.name for thread in threading.enumerate()}
+    assert "device" not in {thread.name for thread in set(threading.enumerate()) - before}
     never = threading.Event()
     engine = Engine(stuck_after=60, switch_interval=None)
     async with engine.policy(ScriptedLoader(lambda: ScriptedPolicy(failures=[never])), "p", None, ignore) as served:
