@@ -15,6 +15,7 @@ from service.edge.punctual import FULL, PunctualProtocol
 from service.routes import (
     act,
     adjust,
+    cluster,
     control,
     debug,
     deployments,
@@ -48,6 +49,7 @@ ROUTES: tuple[Route, ...] = (
     *score.ROUTES,
     *policy_check.ROUTES,
     *deployments.ROUTES,
+    *cluster.ROUTES,
     *models.ROUTES,
     *debug.ROUTES,
     *recordings.ROUTES,
@@ -99,6 +101,7 @@ def api(prefix: str, origins: Origins) -> Blueprint:
             ctx_is_patient=route.is_patient,
             ctx_role=route.role,
             ctx_is_stop=route.is_stop,
+            ctx_is_own=route.is_own,
         )
         methods.setdefault(route.sanic_path, []).extend(answered)
     for number, (path, allowed) in enumerate(methods.items()):

@@ -57,6 +57,7 @@ from service.safety.limits import Asked
 from service.safety.sources import read_limits
 from service.safety.watchdog import Patience
 from service.sessions.records import SCHEMA, SessionRecords
+from service.sessions.request import NewSession
 from service.sessions.sessions import Sessions, SessionSettings
 from service.settings import Settings, SettingsError
 from service.state import alone_in, state_folder
@@ -97,6 +98,7 @@ def create_app(
         read_requirements: how it is found out what a policy needs before it is loaded; likewise when None.
     """
     settings = settings or Settings()
+    imports_jax = load is None and settings.engine == "here"
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     name = f"robojax-{secrets.token_hex(4)}"
     rooms = TransportSettings(origins=settings.origins, is_odd=settings.transport_oddities)
@@ -141,6 +143,8 @@ def create_app(
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
     destinations = None if transport else _destinations(app)
+    shared = None if settings.engine == "here" else _Shared(app)
+    load = load or (_loader(settings, lambda: context.sessions.engine.first_device) if shared is None else shared.load)
     _keep_sessions(
         app,
         ByAddress(
@@ -148,18 +152,64 @@ def create_app(
             transport
             or RoomsTransport(ice_servers=settings.ice_servers, destinations=destinations, credentials=_room_keys(app)),
         ),
-        places.guarded(webhooks.identified(load or _loader(settings, lambda: context.sessions.engine.first_device))),
+        places.guarded(webhooks.identified(load)),
         load_model or _model_loader(settings),
         webhooks,
         Allowance(places, destinations).check,
+        shared,
     )
     # After the sessions: what is delivered again at the start may be about them.
     for blueprint in webhooks.blueprints():
         app.blueprint(blueprint)
-    if load is None:
+    if imports_jax:
         _import_ahead(app)
     _hold_first(app)
     return app
+
+
+class _Shared:
+    """What a server of a cluster shares with others: engines, and the directory of sessions.
+
+    Raises:
+        SettingsError: Ray is not installed.
+    """
+
+    def __init__(self, app: App):
+        settings = app.ctx.settings
+        try:
+            from service.cluster.joining import Joining
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"engine: {settings.engine} needs Ray ({error.name} is not installed); pip install 'robojax[ray]'"
+            ) from error
+        self._app = app
+        self._joining = Joining(settings)
+        self.load: LoadPolicy = self._joining.load
+        self._joining.forwarding.watch(app)
+
+    async def open(self, durations: Durations) -> Engine:
+        """Join the cluster: the engine whose devices are the cluster's engines."""
+        engine = await self._joining.open(durations, self._app.config.get("OWN_ADDRESS"))
+        self._app.ctx.engines = self._joining.cluster
+        return engine
+
+    async def share(self, sessions: Sessions) -> None:
+        """Let other fronts see these sessions."""
+        self._app.ctx.front = await self._joining.share(sessions)
+        self._app.ctx.forwarding = self._joining.forwarding
+
+    def admit(self, admit: Admit) -> Admit:
+        """The same, and a session's id is taken in the whole cluster."""
+
+        async def admit_and_claim(new: NewSession) -> None:
+            await admit(new)
+            await self._joining.claim(new)
+
+        return admit_and_claim
+
+    async def close(self) -> None:
+        """Leave."""
+        await self._joining.close()
 
 
 def _hold_first(app: App) -> None:
@@ -187,7 +237,13 @@ def _room_keys(app: App) -> RoomKeys:
 
 
 def _keep_sessions(
-    app: App, transport: Transport, load: LoadPolicy, load_model: LoadModel, webhooks: Webhooks, admit: Admit
+    app: App,
+    transport: Transport,
+    load: LoadPolicy,
+    load_model: LoadModel,
+    webhooks: Webhooks,
+    admit: Admit,
+    shared: "_Shared | None",
 ) -> None:
     settings = app.ctx.settings
     limits = SessionSettings(
@@ -215,13 +271,18 @@ def _keep_sessions(
     async def open_store(app: App) -> None:
         opened.enter_context(keeping(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
-        engine = Engine(
-            stuck_after=settings.stuck_after,
-            durations=_durations(app.ctx),
-            batch_sizes=settings.engine_batch_sizes,
-            devices=await _devices(settings),
-            load=settings.engine_load,
-        )
+        durations = _durations(app.ctx)
+        if shared is None:
+            engine = Engine(
+                stuck_after=settings.stuck_after,
+                durations=durations,
+                batch_sizes=settings.engine_batch_sizes,
+                devices=await _devices(settings),
+                load=settings.engine_load,
+            )
+        else:
+            engine = await shared.open(durations)
+            opened.push_async_callback(shared.close)
         app.ctx.recordings = Recordings(settings, lambda session_id: app.ctx.sessions.get(session_id))
         try:
             app.ctx.sessions = Sessions(
@@ -230,9 +291,11 @@ def _keep_sessions(
                 engine=engine,
                 settings=limits,
                 tell=app.ctx.doors.direct.hears(app.ctx.recordings.hears(webhooks.tell)),
-                admit=admit,
+                admit=admit if shared is None else shared.admit(admit),
                 records=opened.enter_context(_records(settings)),
             )
+            if shared is not None:
+                await shared.share(app.ctx.sessions)
             app.ctx.models = Models(engine, _forward_limits(settings), app.ctx.sessions.has_running_robot)
             await opened.enter_async_context(webhooks.telling())
             # Closed in the opposite order: no update begins any more while the sessions end.

@@ -43,6 +43,12 @@ class SessionStatusResponse(BaseModel):
     error_message: str | None = None
 
 
+class AdoptRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    force: bool = Field(default=False, strict=True, description="Somebody has seen that the session's front is off.")
+
+
 class ValidationError(BaseModel):
     loc: list[str | int] = Field(title="Location")
     msg: str = Field(title="Message")

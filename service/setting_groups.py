@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, FiniteFloat
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from service.setting_values import Counts, Names, Ranges, Seconds, Sources, Steps
+from service.setting_values import Amounts, Counts, Names, Ranges, Seconds, Sources, Steps
 
 PREFIX = "ROBOJAX_"
 
@@ -230,6 +230,48 @@ class PolicySettings(Group):
     )
 
 
+class ClusterSettings(Group):
+    """Cluster"""
+
+    engine: str = Field(
+        default="here",
+        pattern=r"^(here|ray-local|ray-auto|ray://[^/@\s]+:\d+)$",
+        description="Where policies run: here, in this process; ray-local, in processes beside this one, on a Ray that "
+        "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in one of "
+        "which it is none, through Ray's client server there.",
+    )
+    engines: int = Field(default=1, ge=1, le=10_000, description="Engines that a cluster has at least.")
+    engines_most: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Engines that it has at most: more are made while they are busy or requests wait too long, and "
+        "fewer are kept when they idle. Default: as engines.",
+    )
+    engine_resources: Amounts = Field(
+        default={"CPU": 1.0},
+        description="What Ray has to have for an engine, as NAME=AMOUNT with commas between: GPU=1, or TPU=4,CPU=8.",
+    )
+    engine_wait: Seconds = Field(
+        default=0.05, description="Seconds that nine of ten requests may wait for a device before an engine is added."
+    )
+    engine_patience: Seconds = Field(
+        default=60.0, description="Seconds that a robot without any engine is held before its session fails."
+    )
+    front_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="What the other fronts of a cluster call this one, the same after a restart; default: "
+        "its host's name and its port.",
+    )
+    front_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/@\s]+$",
+        description="Where the other fronts of a cluster reach this one; default: the address it listens on.",
+    )
+
+
 class ModelSettings(Group):
     """Models"""
 
@@ -373,6 +415,7 @@ GROUPS: tuple[type[Group], ...] = (
     ControlSettings,
     SafetySettings,
     PolicySettings,
+    ClusterSettings,
     ModelSettings,
     TransportSettings,
     UpdateSettings,

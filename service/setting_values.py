@@ -61,6 +61,17 @@ def _source(name: str, source: object) -> object:
     return (path, revision or None)
 
 
+def _amounts(value: object) -> object:
+    """``CPU=1,GPU=0.5``, as flags say it; a TOML table passes."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in map(str.strip, value.split(",")) if part]
+    if wrong := [name for name, equals, amount in pairs if not (name and equals and amount)]:
+        raise ValueError(f"NAME=AMOUNT with commas between, not {wrong[0]!r}")
+    return {name.strip(): amount.strip() for name, _, amount in pairs}
+
+
+Amounts = Annotated[Mapping[str, Annotated[FiniteFloat, Field(gt=0)]], NoDecode, BeforeValidator(_amounts)]
 Sources = Annotated[Mapping[str, tuple[str, str | None]], NoDecode, BeforeValidator(_sources)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=512)], ...], NoDecode, BeforeValidator(_split)]

@@ -14,6 +14,7 @@ from service.setting_groups import (
     GROUPS,
     PREFIX,
     AccessSettings,
+    ClusterSettings,
     ControlSettings,
     LimitSettings,
     LogSettings,
@@ -41,6 +42,7 @@ class Settings(
     UpdateSettings,
     TransportSettings,
     ModelSettings,
+    ClusterSettings,
     PolicySettings,
     SafetySettings,
     ControlSettings,
@@ -98,6 +100,11 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
     if settings.placement == "shard" and not settings.devices:
         where = origin.get("placement", "default")
         raise SettingsError(f"placement ({where}): found shard without devices; wanted devices too, as --devices all")
+    if settings.engines_most is not None and settings.engines > settings.engines_most:
+        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("engines", "engines_most"))
+        raise SettingsError(
+            f"{where}: found {settings.engines} and {settings.engines_most}; wanted engines <= engines_most"
+        )
     if settings.rate > settings.max_rate:
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))
         raise SettingsError(f"{where}: found {settings.rate:g} and {settings.max_rate:g}; wanted rate <= max_rate")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sanic
 from sanic.config import Config
@@ -25,6 +25,12 @@ from service.transport.rooms import RoomTable
 from service.ui.live import Live
 from service.updates.updates import Updates
 
+if TYPE_CHECKING:
+    # They import Ray, which only a server of a cluster needs.
+    from service.cluster.cluster import Cluster
+    from service.cluster.forwarding import Forwarding
+    from service.cluster.front import FrontOfCluster
+
 
 @dataclass
 class Context:
@@ -42,6 +48,7 @@ class Context:
         places: where policies may come from.
         policy_reader: what policies need, before they are loaded.
         live: pages that look on.
+        engines, front, forwarding: those of a cluster; None for a server of its own.
         importing: done when JAX is imported, which takes seconds; None where nothing needs it.
         started_at: monotonic.
     """
@@ -61,6 +68,9 @@ class Context:
     doors: Doors
     started_at: float = field(default_factory=time.monotonic)
     importing: asyncio.Future[Any] | None = None
+    engines: "Cluster | None" = None
+    front: "FrontOfCluster | None" = None
+    forwarding: "Forwarding | None" = None
     sessions: Sessions = field(init=False)
     models: Models = field(init=False)
     updates: Updates = field(init=False)

@@ -6,6 +6,7 @@ import platform
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from sanic import HTTPResponse
 
@@ -46,14 +47,22 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     """Stop every robot now and latch it: each session needs a reset and a start before it moves again.
 
     The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, and whatever the key's role, the stop
-    happens, for the sessions of others too; `stopped` names those that the caller may see.
+    happens, for the sessions of others too; `stopped` names those that the caller may see. In a cluster the robots of
+    all fronts are stopped; `fronts_not_reached` names those of which that is not known.
     """
     sessions = request.app.ctx.sessions
-    stopped = await sessions.emergency_stop(await reason_in(request))
+    reason = await reason_in(request)
+    stopped = await sessions.emergency_stop(reason)
     own = {session.id for session in sessions_of(request)}
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
-    told = {"message": f"Emergency stop of {len(stopped)} sessions", "count": len(stopped)}
-    return answer({**told, "stopped": [one for one in stopped if one in own], **sessions.caveat()})
+    seen = [one for one in stopped if one in own]
+    elsewhere: dict[str, Any] = {}
+    if request.app.ctx.forwarding is not None:
+        elsewhere = await request.app.ctx.forwarding.stop_all(request, reason)
+        seen += elsewhere.pop("stopped", [])
+    count = len(stopped) + elsewhere.pop("count", 0)
+    told = {"message": f"Emergency stop of {count} sessions", "count": count}
+    return answer({**told, "stopped": seen, **elsewhere, **sessions.caveat()})
 
 
 async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:

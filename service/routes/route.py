@@ -45,6 +45,7 @@ class Route:
         is_patient: it may take longer than other answers.
         is_streamed: it reads its body itself, and holds it to a limit of its own.
         is_stop: it stops robots, and is let in where nothing else is.
+        is_own: this very server answers, on whichever of a cluster's servers the session is.
         role: the least role of a key that may call it; None lets everybody in.
     """
 
@@ -65,6 +66,7 @@ class Route:
     is_patient: bool = False
     is_streamed: bool = False
     is_stop: bool = False
+    is_own: bool = False
     role: Role | None = Role.ADMIN
 
     @property

@@ -15,9 +15,20 @@ from service.sessions.request import NewSession
 
 
 async def list_sessions(request: Request) -> HTTPResponse:
-    """All sessions, oldest first; those that failed stay listed for a while."""
+    """All sessions, oldest first; those that failed stay listed for a while.
+
+    In a cluster those of the other fronts come after, each with its `front` in `stats`, as they stood a moment ago.
+    """
     # Not asdict, which copies every figure of every session while robots wait for their ticks.
-    return answer([vars(session.status()) for session in sessions_of(request)])
+    listed = [vars(session.status()) for session in sessions_of(request)]
+    front = request.app.ctx.front
+    if front is None:
+        return answer(listed)
+    try:
+        return answer([*listed, *await front.list(caller_of(request))])
+    except ServiceError as error:
+        # What is known here is not kept back; and whoever asks learns that it is not all.
+        return answer(listed, headers={"x-robojax-incomplete": str(error)})
 
 
 async def create_session(request: Request) -> HTTPResponse:

@@ -60,6 +60,25 @@ class Ledger:
         self.drop(before.new.session_id)
         self._records.put(before)
 
+    def record_of(self, session_id: str) -> SessionRecord | None:
+        """Of a session of this process that was ready once."""
+        kept = self._kept.get(session_id)
+        return kept.record if kept is not None and kept.record.is_ready else None
+
+    def take_in(self, record: SessionRecord, latch: str | None) -> None:
+        """A session of another server is this one's from now on."""
+        self._records.put(record)
+        if latch is not None:
+            self._records.latch(record.new.session_id, Latch(latch, record.new.owner))
+
+    def give_up(self, session: Session | Interrupted) -> None:
+        """A session is another server's from now on, and its rooms with it."""
+        if isinstance(session, Interrupted):
+            self._records.drop(session.id)
+        else:
+            self._kept.pop(session.id).drop()
+        self._records.unlatch(session.id)
+
     def delete(self, session: Session | Interrupted) -> Orphan | None:
         """A session goes, and with it the rooms that this server made for it, which are returned."""
         if isinstance(session, Interrupted):

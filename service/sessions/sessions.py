@@ -285,6 +285,37 @@ class Sessions:
         orphan = self._ledger.delete(session)
         await self._see_through(self._end(session, orphan))
 
+    # Sessions that move between servers which share a directory.
+
+    def record_of(self, session_id: str) -> SessionRecord | None:
+        """How a session is written down; None for one that is not, or not yet promised to anybody."""
+        session = self._sessions.get(session_id)
+        if isinstance(session, Interrupted):
+            return session.record
+        return self._ledger.record_of(session_id)
+
+    async def take_in(self, record: SessionRecord, latch: str | None) -> Listed:
+        """List a session of another server, which ended, as interrupted here.
+
+        Raises:
+            SessionExists: there is one of its id.
+        """
+        if record.new.session_id in self._sessions:
+            raise SessionExists(f"session {record.new.session_id!r} exists already")
+        self._ledger.take_in(record, latch)
+        session = self._sessions[record.new.session_id] = self._interrupted(record)
+        await self._ledger.try_written()
+        return session
+
+    async def give_up(self, session_id: str) -> None:
+        """Another server has this session now: hold its robot at once and forget it; its rooms are the other's."""
+        session = self._sessions.get(session_id)
+        if session is None or session.stage is Stage.DELETED:
+            return
+        session.begin_end()
+        self._ledger.give_up(session)
+        await self._see_through(self._end(session))
+
     async def emergency_stop(self, reason: str, session_id: str | None = None) -> "list[str]":
         """Latch an emergency stop on one session, or on all of them; returns their ids."""
         # Those that are being deleted, too: the latch is their successors'.

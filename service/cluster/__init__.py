@@ -1,0 +1,1 @@
+"""Engines on other machines, and several front servers that share them, on Ray."""

@@ -1,0 +1,252 @@
+"""All sessions of all fronts of a cluster: whose each id is, how it stands, and what became of those whose front died.
+
+Each front is the one source of what its living sessions do, and tells the directory again and again; only which ids
+are taken, and by whom, is decided here.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+# Seconds without a word from a front after which its sessions are interrupted; after which a session id that was
+# claimed or adopted, and of which its front does not speak, is free again.
+LEASE = 3.0
+CLAIMED = 10.0
+
+
+class DirectoryRefused(Exception):
+    """What was asked cannot be; the text is for clients.
+
+    Attributes:
+        kind: taken, unknown or alive.
+    """
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One session.
+
+    Attributes:
+        front: the name of the front that it is on.
+        owner: whose it is; None where no key is wanted.
+        record: as its front wrote it down last (`SessionRecord.as_json`); nothing until it is ready.
+        status: what its front said of it last, the fields of SessionStatusResponse.
+        latch: the text of an emergency stop that nobody has reset.
+    """
+
+    id: str
+    front: str
+    owner: str | None = None
+    record: str = ""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    latch: str | None = None
+
+
+@dataclass(frozen=True)
+class Front:
+    """One front server.
+
+    Attributes:
+        url: where other fronts reach it.
+        seen_at: when it last said something, on the directory's clock.
+    """
+
+    name: str
+    url: str
+    seen_at: float = 0.0
+
+
+class Store(Protocol):
+    """Keeps texts by key; they outlive the actor."""
+
+    def put(self, key: str, text: str) -> None: ...
+    def drop(self, key: str) -> None: ...
+    def all(self) -> Mapping[str, str]: ...
+
+
+class Directory:
+    """Reads no clock and waits for nothing but its store.
+
+    Args:
+        store: what a directory before this one knew is read from it.
+        now: the fronts of before get one lease from here.
+    """
+
+    def __init__(self, store: Store, now: float):
+        self._store = store
+        self._entries: dict[str, Entry] = {}
+        self._fronts: dict[str, Front] = {}
+        self._claimed: dict[str, float] = {}
+        for key, text in store.all().items():
+            kind, _, name = key.partition("/")
+            told = json.loads(text)
+            if kind == "session":
+                self._entries[name] = Entry(**told)
+                self._claimed[name] = now
+            elif kind == "front":
+                self._fronts[name] = Front(**(told | {"seen_at": now}))
+
+    def claim(self, front: str, session_id: str, owner: str | None, now: float) -> None:
+        """A session of this id is about to be made there.
+
+        Raises:
+            DirectoryRefused: another front has one, living or interrupted.
+        """
+        there = self._entries.get(session_id)
+        if there is not None and there.front != front:
+            state = "is there" if self._lives(there.front, now) else "was there when that ended; adopt or delete it"
+            raise DirectoryRefused(
+                "taken",
+                f"session {session_id!r} exists already: it {state}, on the front {there.front}"
+                if there.owner == owner
+                else f"the session id {session_id!r} is taken; choose another",
+            )
+        if there is None:
+            self._keep(Entry(session_id, front, owner))
+        self._claimed[session_id] = now
+
+    def beat(
+        self, front: str, url: str, held: Sequence[str], news: Sequence[Entry], now: float
+    ) -> Sequence[tuple[str, str]]:
+        """A front lives.
+
+        Args:
+            held: ids of all of its sessions.
+            news: those of them that changed since its last beat that was answered.
+
+        Returns:
+            Ids of ``held`` that are another front's, with its name: they were adopted while this one was silent.
+        """
+        known = self._fronts.get(front)
+        self._fronts[front] = Front(front, url, now)
+        if known is None or known.url != url:
+            self._store.put(f"front/{front}", json.dumps(asdict(self._fronts[front])))
+        lost = []
+        for entry in news:
+            there = self._entries.get(entry.id)
+            if (there is None or there.front == front) and entry != there:
+                self._keep(entry)
+        for session_id in held:
+            there = self._entries.get(session_id)
+            if there is not None and there.front != front:
+                lost.append((session_id, there.front))
+            elif there is not None:
+                self._claimed.pop(session_id, None)
+        for entry in [entry for entry in self._entries.values() if entry.front == front]:
+            is_pending = now - self._claimed.get(entry.id, -CLAIMED) < CLAIMED
+            if entry.id not in held and not is_pending:
+                self._drop(entry.id)
+        return lost
+
+    def release(self, front: str, session_id: str) -> None:
+        """A session that was claimed did not come to be, or is deleted."""
+        there = self._entries.get(session_id)
+        if there is not None and there.front == front:
+            self._drop(session_id)
+
+    def list(self, now: float) -> Sequence[Entry]:
+        """All sessions; those of fronts that died are interrupted."""
+        return [self._as_it_is(entry, now) for entry in self._entries.values() if entry.status]
+
+    def of(self, front: str) -> Sequence[Entry]:
+        """All sessions of one front, as it told of them last."""
+        return [entry for entry in self._entries.values() if entry.front == front]
+
+    def find(self, session_id: str, now: float) -> tuple[Entry, str | None] | None:
+        """A session and the address of its front, None when that does not live; None when there is no such session."""
+        entry = self._entries.get(session_id)
+        if entry is None:
+            return None
+        url = self._fronts[entry.front].url if self._lives(entry.front, now) else None
+        return self._as_it_is(entry, now), url
+
+    def fronts(self, now: float) -> Sequence[Front]:
+        """Those that live."""
+        return [front for front in self._fronts.values() if self._lives(front.name, now)]
+
+    def address(self, front: str) -> str | None:
+        """Where a front was reached last, living or not."""
+        known = self._fronts.get(front)
+        return known.url if known else None
+
+    def adopt(self, front: str, session_id: str, now: float) -> Entry:
+        """A session of a front that died is this front's from now on.
+
+        Raises:
+            DirectoryRefused: there is none, or its front lives.
+        """
+        entry = self._entries.get(session_id)
+        if entry is None or not entry.record:
+            raise DirectoryRefused("unknown", f"Session {session_id} not found")
+        if entry.front != front and self._lives(entry.front, now):
+            raise DirectoryRefused("alive", f"session {session_id!r} is on the front {entry.front}, which lives")
+        # Pending: its new front tells of it with its next beat.
+        self._claimed[session_id] = now
+        self._keep(adopted := replace(self._as_it_is(entry, now), front=front))
+        return adopted
+
+    def forget(self, session_id: str, now: float) -> None:
+        """Delete a session of a front that died.
+
+        Raises:
+            DirectoryRefused: there is none, or its front lives.
+        """
+        entry = self._entries.get(session_id)
+        if entry is None:
+            raise DirectoryRefused("unknown", f"Session {session_id} not found")
+        if self._lives(entry.front, now):
+            raise DirectoryRefused("alive", f"session {session_id!r} is on the front {entry.front}, which lives")
+        self._drop(session_id)
+
+    def _lives(self, front: str, now: float) -> bool:
+        known = self._fronts.get(front)
+        return known is not None and now - known.seen_at < LEASE
+
+    def _as_it_is(self, entry: Entry, now: float) -> Entry:
+        if self._lives(entry.front, now) or not entry.status:
+            return entry
+        was = entry.status.get("status")
+        if was == "interrupted":
+            return entry
+        why = f"the front {entry.front} has not been heard of since; it was {was}"
+        return replace(entry, status={**entry.status, "status": "interrupted", "error_message": why})
+
+    def _keep(self, entry: Entry) -> None:
+        before = self._entries.get(entry.id)
+        self._entries[entry.id] = entry
+        # Figures change all the time and are worth nothing later; what is kept is what an adoption needs.
+        if before is None or _lasting(before) != _lasting(entry):
+            self._store.put(f"session/{entry.id}", json.dumps(asdict(entry)))
+
+    def _drop(self, session_id: str) -> None:
+        del self._entries[session_id]
+        self._claimed.pop(session_id, None)
+        self._store.drop(f"session/{session_id}")
+
+
+def _lasting(entry: Entry) -> tuple[Any, ...]:
+    return entry.front, entry.owner, entry.record, entry.latch, entry.status.get("status"), bool(entry.status)
+
+
+class MemoryStore:
+    """A `Store` that outlives nothing."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
+        """Keep it."""
+        self.texts[key] = text
+
+    def drop(self, key: str) -> None:
+        """Forget it."""
+        self.texts.pop(key, None)
+
+    def all(self) -> Mapping[str, str]:
+        """What is kept."""
+        return dict(self.texts)

@@ -1,0 +1,249 @@
+"""All engines of a cluster: makes them, looks after them, and has as many as there is work for.
+
+One actor for all fronts, which Ray restarts elsewhere when its machine fails; the engines go on meanwhile, and it finds
+them by their names.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from service.cluster.engine_actor import EngineActor
+from service.cluster.messages import Begun, EngineFacts, EngineOptions, Refusal
+from service.cluster.scaling import Bounds, Scaling
+
+logger = logging.getLogger(__name__)
+
+NAME = "robojax-pool"
+NAMESPACE = "robojax"
+ENGINE = "robojax-engine-"
+# Calls that an actor runs side by side: its work is in threads of its own, and waiting costs nothing.
+AT_ONCE = 4096
+
+# On the cluster's head, whose end is the cluster's: no other machine that fails takes it along.
+ON_THE_HEAD = {"node:__internal_head__": 0.001}
+
+# Seconds between looks at all engines; that one may be silent before it is replaced; that it may take to begin.
+PERIOD = 0.5
+SILENT = 4.0
+BEGINNING = 120.0
+# Seconds that fronts get to let go of an engine that is to go; after which Ray is said to have no place for one; for
+# which no front asked before everything here ends.
+PARTING = 5.0
+NO_PLACE = 20.0
+ALONE = 60.0
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An engine that fronts may ask.
+
+    Attributes:
+        actor: Ray's handle.
+    """
+
+    name: str
+    actor: Any
+    begun: Begun
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a front is told of the pool.
+
+    Attributes:
+        coming: engines that are being made.
+        trouble: why there are fewer than there should be, or nothing.
+    """
+
+    engines: Sequence[Listed] = ()
+    facts: Mapping[str, EngineFacts] = field(default_factory=dict)
+    coming: int = 0
+    trouble: str = ""
+
+
+@dataclass(eq=False)
+class _Engine:
+    name: str
+    actor: Any
+    made_at: float
+    begun: Begun | None = None
+    facts: EngineFacts = field(default_factory=EngineFacts)
+    answered_at: float = 0.0
+    state: Literal["coming", "up", "going"] = "coming"
+    looking: asyncio.Task[None] | None = None
+
+
+class Pool:
+    """See the module. All methods but `__init__` run on the actor's event loop."""
+
+    def __init__(self, options: EngineOptions, bounds: Bounds):
+        self._options, self._bounds = options, bounds
+        self._scaling = Scaling(bounds)
+        self._engines: dict[str, _Engine] = {}
+        self._number = 0
+        self._fronts: dict[str, float] = {}
+        self._trouble = ""
+        self._not_before = 0.0
+        self._life: asyncio.Task[None] | None = None
+
+    async def begin(self, front: str, options: EngineOptions, bounds: Bounds) -> str:
+        """Have engines; text of what differs when another front wanted others before, else nothing."""
+        self._fronts[front] = time.monotonic()
+        if self._life is None:
+            await asyncio.to_thread(self._find_engines)
+            self._life = asyncio.create_task(self._run(), name="pool")
+        differing = [
+            f"{name}: {getattr(ours, name)!r} there, {getattr(theirs, name)!r} here"
+            for ours, theirs in ((self._options, options), (self._bounds, bounds))
+            for name in vars(ours)
+            if getattr(ours, name) != getattr(theirs, name)
+        ]
+        return "; ".join(differing)
+
+    async def listing(self, front: str) -> Listing | None:
+        """The engines that may be asked; None when this is another pool than the one that was begun."""
+        if self._life is None:
+            return None
+        self._fronts[front] = time.monotonic()
+        up = [engine for engine in self._engines.values() if engine.state == "up" and engine.begun is not None]
+        return Listing(
+            engines=tuple(Listed(engine.name, engine.actor, engine.begun) for engine in up if engine.begun),
+            facts={engine.name: engine.facts for engine in up},
+            coming=sum(engine.state == "coming" for engine in self._engines.values()),
+            trouble=self._trouble,
+        )
+
+    async def part(self, front: str) -> None:
+        """A front ends in order."""
+        self._fronts.pop(front, None)
+
+    def _find_engines(self) -> None:
+        """Those that a pool before this one made."""
+        for name in ray.util.list_named_actors():
+            if not name.startswith(ENGINE):
+                continue
+            try:
+                actor = ray.get_actor(name, NAMESPACE)
+            except ValueError:
+                continue  # it ended meanwhile
+            self._number = max(self._number, int(name.removeprefix(ENGINE)))
+            self._engines[name] = _Engine(name, actor, time.monotonic(), answered_at=time.monotonic())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception:
+                logger.exception("looking after the engines failed")
+            await asyncio.sleep(PERIOD)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._fronts = {front: seen for front, seen in self._fronts.items() if now - seen < ALONE}
+        if not self._fronts:
+            self._end()
+            return
+        for engine in tuple(self._engines.values()):
+            if engine.looking is None or engine.looking.done():
+                engine.looking = asyncio.create_task(self._ask(engine))
+            self._judge(engine, now)
+        up = [engine for engine in self._engines.values() if engine.state == "up"]
+        coming = [engine for engine in self._engines.values() if engine.state == "coming"]
+        if coming and now - coming[0].made_at > NO_PLACE and coming[0].begun is None:
+            self._trouble = f"Ray has had no place for an engine for {NO_PLACE:g} s; {self._places()}"
+        elif len(up) >= self._bounds.least:
+            self._trouble = ""
+        wanted = self._scaling.wanted(now, [engine.facts for engine in up], len(coming))
+        there = len(up) + len(coming)
+        if wanted != there:
+            logger.info("%d engines instead of %d: %s", wanted, there, self._scaling.why)
+        for _ in range(wanted - there if now >= self._not_before else 0):
+            self._make(now)
+        for engine in sorted(up, key=lambda one: (one.facts.load, one.name))[: max(there - wanted, 0)]:
+            engine.state = "going"
+            asyncio.get_running_loop().call_later(PARTING, self._remove, engine, "it is not needed")
+
+    def _make(self, now: float) -> None:
+        self._number += 1
+        name = f"{ENGINE}{self._number}"
+        resources = dict(self._options.resources)
+        kind: Any = ray.remote(EngineActor)
+        actor = kind.options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            resources=resources,
+            max_restarts=0,  # a new one has a new name, and nobody takes it for the one before
+            max_concurrency=AT_ONCE,
+            scheduling_strategy="SPREAD",
+        ).remote(name, self._options)
+        self._engines[name] = _Engine(name, actor, now, answered_at=now)
+
+    async def _ask(self, engine: _Engine) -> None:
+        try:
+            if engine.begun is None:
+                begun = await engine.actor.begin.remote()
+                if isinstance(begun, Refusal):
+                    self._trouble = begun.text
+                    self._not_before = time.monotonic() + NO_PLACE
+                    self._remove(engine, begun.text)
+                    return
+                engine.begun, engine.state = begun, "up"
+                logger.info("%s runs on %s", engine.name, begun.node)
+            engine.facts = await engine.actor.facts.remote()
+            engine.answered_at = time.monotonic()
+        except RayActorError as error:
+            self._remove(engine, f"it ended ({type(error).__name__})")
+        except RayError:
+            logger.exception("%s cannot be asked", engine.name)
+
+    def _judge(self, engine: _Engine, now: float) -> None:
+        if engine.state == "up" and now - engine.answered_at > SILENT:
+            self._remove(engine, f"it did not answer for {SILENT:g} s")
+        elif engine.state == "coming" and now - engine.made_at > BEGINNING:
+            self._remove(engine, f"it did not begin in {BEGINNING:g} s")
+
+    def _remove(self, engine: _Engine, why: str) -> None:
+        if self._engines.pop(engine.name, None) is None:
+            return
+        logger.warning("%s is removed: %s", engine.name, why)
+        with suppress(RayError):  # it may have ended already
+            ray.kill(engine.actor)
+
+    def _places(self) -> str:
+        wanted = ", ".join(f"{value:g} {name}" for name, value in self._options.resources.items())
+        names = [*self._options.resources]
+        there, free = ray.cluster_resources(), ray.available_resources()
+        has = ", ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in names)
+        return f"an engine wants {wanted} (engine_resources), and free in the cluster are {has}"
+
+    def _end(self) -> None:
+        """Nobody uses this any more."""
+        for engine in tuple(self._engines.values()):
+            self._remove(engine, "no front is there any more")
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def find_pool(options: EngineOptions, bounds: Bounds) -> Any:
+    """The pool of the cluster that this process is connected to, made if there is none; blocks."""
+    kind: Any = ray.remote(Pool)
+    return kind.options(
+        name=NAME,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        resources=ON_THE_HEAD,
+        max_restarts=-1,
+        max_concurrency=AT_ONCE,
+    ).remote(options, bounds)

@@ -1,0 +1,172 @@
+"""Requests of this front to one engine of the cluster, and how long they may take."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from service.cluster.messages import EngineFacts, Refusal
+from service.cluster.remote_policy import RemotePolicy
+from service.engine.costs import Costs
+from service.engine.device_lane import DeviceGone, InputRefused, LaneClosed, Overdue
+from service.engine.served import Inference, InferenceStuck, Replica
+from service.errors import PolicyFailed
+
+# Seconds after which another engine is asked: three times what an answer usually takes, at least this, and so long
+# when nobody knows. A call over the network takes a millisecond, and now and then tens of them.
+OVERDUE = 0.25
+UNKNOWN = 1.0
+
+# Asks the engine: method and arguments; whatever comes of it goes to the last argument, in any thread.
+Send = Callable[[str, tuple[Any, ...], Callable[[Any], None]], None]
+
+
+class RemoteLane:
+    """A `DeviceLane` whose device is an engine elsewhere.
+
+    Sending takes this process a while for large frames, so it is done by a thread of its own and never by the event
+    loop, which has ticks to keep.
+
+    Attributes:
+        facts: what the engine said of itself last.
+    """
+
+    def __init__(self, name: str, send: Send, stuck_after: float = 5.0):
+        self.name = name
+        self.facts = EngineFacts()
+        self.asked_at = 0.0
+        self.abandoned = 0
+        self._send = send
+        self._stuck_after = stuck_after
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
+        self._open: set[asyncio.Future[Any]] = set()
+        self._took = Costs()
+        self._stall: tuple[float, Overdue] | None = None
+        self._gone: str | None = None
+        self._is_closed = False
+
+    @property
+    def asked(self) -> int:
+        """Requests of this front that nobody has answered yet."""
+        return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Requests of all fronts that the engine has not begun."""
+        return self.facts.waiting
+
+    @property
+    def batches(self) -> Mapping[int, int]:
+        """As the engine counted them, for all fronts."""
+        return self.facts.batches
+
+    def load(self, now: float) -> float:
+        """As the engine said last."""
+        return self.facts.load
+
+    async def ask(
+        self,
+        replica: Replica,
+        observation: Mapping[str, np.ndarray],
+        due: float | None,
+        *,
+        is_alone: bool = False,
+        may_move: bool = False,
+    ) -> Inference:
+        """See `DeviceLane.ask`; whether it runs alone is the engine's business."""
+        if self._is_closed:
+            raise LaneClosed("the server is ending")
+        if self._gone is not None:
+            raise DeviceGone(self._gone)
+        policy = replica.policy
+        assert isinstance(policy, RemotePolicy)
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        outcome: asyncio.Future[Any] = loop.create_future()
+        self._open.add(outcome)
+        self.asked_at = now
+        due_in = None if due is None else due - now
+        arguments = (policy.handle, dict(observation), due_in)
+        self._sender.submit(self._send, "act", arguments, partial(_hand_over, loop, outcome))
+        try:
+            found = await self._in_time(outcome, now, may_move=may_move)
+        finally:
+            self._open.discard(outcome)
+        total = time.monotonic() - now
+        inference = _inference(found, total)
+        self._took.learn(1, total)
+        replica.costs.learn(inference.batch, inference.compute)
+        return inference
+
+    async def _in_time(self, outcome: asyncio.Future[Any], asked_at: float, *, may_move: bool) -> Any:
+        usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
+        done, _ = await asyncio.wait(
+            [outcome], timeout=min(usual, self._stuck_after) if may_move else self._stuck_after
+        )
+        if done:
+            return outcome.result()
+        if may_move:
+            # All that waited when it was first noticed that an engine stands still have one error: it counts once.
+            if self._stall is None or asked_at > self._stall[0]:
+                self._stall = time.monotonic(), Overdue(f"{self.name} has not answered for {usual:.2f} s")
+            raise self._stall[1]
+        raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
+
+    def fail(self, why: str) -> None:
+        """The engine is gone: whoever waits for it is told now, whatever Ray will say later."""
+        self._gone = why
+        for outcome in tuple(self._open):
+            if not outcome.done():
+                outcome.set_exception(DeviceGone(why))
+
+    async def close(self, within: float) -> bool:
+        """Nobody is left waiting."""
+        self._is_closed = True
+        for outcome in tuple(self._open):
+            if not outcome.done():
+                outcome.set_exception(LaneClosed("the server is ending"))
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        return True
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[Any], found: Any) -> None:
+    def settle() -> None:
+        if outcome.done():
+            return
+        if isinstance(found, BaseException):
+            outcome.set_exception(found)
+            outcome.exception()  # whoever waited may have gone to another engine
+        else:
+            outcome.set_result(found)
+
+    try:
+        loop.call_soon_threadsafe(settle)
+    except RuntimeError:
+        # The loop has ended, and whoever waited with it.
+        if not loop.is_closed():
+            raise
+
+
+def _inference(found: Any, total: float) -> Inference:
+    if isinstance(found, Refusal):
+        if found.kind == "input":
+            raise InputRefused(found.text)
+        if found.kind in ("unknown", "engine"):
+            raise DeviceGone(found.text)
+        if found.kind == "stuck":
+            raise InferenceStuck(found.text)
+        raise PolicyFailed(found.text)
+    inside = found.queue + found.to_device + found.compute + found.to_host
+    return Inference(
+        chunk=np.array(found.chunk),  # a copy: what came lies in the object store, and cannot be written to
+        # The way there and back is waiting, too.
+        queue=found.queue + max(total - inside, 0.0),
+        to_device=found.to_device,
+        compute=found.compute,
+        to_host=found.to_host,
+        total=total,
+        batch=found.batch,
+    )

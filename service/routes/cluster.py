@@ -1,0 +1,49 @@
+"""The engines and fronts that this server shares with others, and sessions whose front died."""
+
+from sanic import HTTPResponse
+
+from service.auth.caller import caller_of
+from service.auth.roles import Role
+from service.errors import MoveRefused
+from service.routes.answers import answer
+from service.routes.body import read_body
+from service.routes.context import Request
+from service.routes.route import Route
+from service.schemas import AdoptRequest
+
+
+async def cluster(request: Request) -> HTTPResponse:
+    """Engines with their load, other fronts, and what is wrong; null for a server of its own."""
+    context = request.app.ctx
+    if context.front is None or context.engines is None:
+        return answer({"engines": None, "front": None})
+    return answer({"engines": context.engines.facts(), "front": context.front.facts()})
+
+
+async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
+    """Take over a session of a front that died. It is `interrupted` here until it is restarted, and moves nothing.
+
+    A front that is silent in the cluster may still move its robots: where it is not sure that it ended, this is
+    refused. The body `{"force": true}` says that somebody has seen that it is off.
+    """
+    front = request.app.ctx.front
+    if front is None:
+        raise MoveRefused("this server shares its sessions with no other one; --engine ray-auto joins a cluster")
+    body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
+    session = await front.adopt(session_id, caller_of(request), force=body.force)
+    return answer({"message": f"Session {session_id} adopted", "session_id": session_id, "status": str(session.stage)})
+
+
+ROUTES = (
+    Route("GET", "/cluster", cluster, "Cluster", role=Role.VIEWER),
+    Route(
+        "POST",
+        "/sessions/{session_id}/adopt",
+        adopt_session,
+        "Cluster",
+        optional_body=AdoptRequest.model_json_schema(),
+        is_own=True,
+        errors=(404, 409, 503),
+        role=Role.OPERATOR,
+    ),
+)
