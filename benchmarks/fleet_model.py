@@ -1,5 +1,6 @@
 """Robots, fronts and machines in simulated time: who waits for whom, and what happens when a machine fails."""
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class Plan:
         link: between fronts and machines.
         front: processor time of a front for a question and its answer, one after the other.
         robots_of_a_front: that share one.
+        cold: how much longer a batch takes after a long pause of its machine, and the pause after which it is 63 %
+            of that.
         seconds: that are simulated; ``warm`` of them do not count.
         is_even: robots of a machine ask evenly one after the other within the period, not at random moments.
         failing: machines that fail, at random moments of the middle third, and do not come back.
@@ -55,6 +58,7 @@ class Plan:
     link: Link = Link()
     front: float = 0.0
     robots_of_a_front: int = 1 << 30
+    cold: tuple[float, float] = (0.0, 1.0)
     seconds: float = 10.0
     warm: float = 1.0
     is_even: bool = False
@@ -100,6 +104,7 @@ class _Machine:
         self._forming = world.plan.forming(world.plan.times)
         self._is_busy = False
         self._looks_at = -1.0
+        self._ended = -1e9
 
     def ask(self, ask: Ask) -> None:
         if self.is_up:
@@ -119,7 +124,9 @@ class _Machine:
             return
         members, size = taken
         self._is_busy = True
-        seconds = world.plan.times.draw(size, world.random)
+        more, fading = world.plan.cold
+        pause = world.now - self._ended
+        seconds = world.plan.times.draw(size, world.random) + more * (1 - math.exp(-pause / fading))
         if world.counts:
             self.spent += seconds
             world.found.batches += 1
@@ -133,7 +140,7 @@ class _Machine:
     def _end(self, members: Sequence[Ask]) -> None:
         if not self.is_up:
             return
-        self._is_busy = False
+        self._is_busy, self._ended = False, self._world.now
         for ask in members:
             self._world.answer(ask)
         self._begin()

@@ -23,7 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import pictures
-from benchmarks.fleet_forming import ByDeadline, Times, formings
+from benchmarks.fleet_calibration import USED, Machine, calibrated
+from benchmarks.fleet_forming import ByDeadline, formings
 from benchmarks.fleet_model import Link, Plan, simulate
 from benchmarks.measured import RESULTS, quietness, result, write
 
@@ -38,28 +39,22 @@ LATE = 1e-4
 ONE, BATCHED = "one at a time", "batched"
 
 
-def measured_times(found: Mapping[str, Any], side: str) -> Times:
-    """What batches took there: median and p90, in seconds."""
-    (sizes,) = found["batch_ms"][side]
-    return Times({int(size): (times["p50"] / 1e3, times["p90"] / 1e3) for size, times in sizes.items()})
-
-
 def foretold(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each measured number of robots beside what the simulation says of it.
 
-    What an answer costs beside its batch is the one robot's, which is therefore no prediction; the others are.
+    Rows that the simulation was told of (``benchmarks/fleet_calibration.py``) are no predictions; the others are.
     """
     rows: list[dict[str, Any]] = []
     for side in (ONE, BATCHED):
-        times, growing = measured_times(found, side), found["growing"][side]
-        front = max(growing[0]["answer_ms"]["p50"] / 1e3 - times.seconds[1][0], 0.0)
-        plan = Plan(1, 1, 1 / 20, times, ByDeadline, front=front, is_even=True)
+        growing = found["growing"][side]
+        plan = _plan(calibrated(found, side), 1 / 20)
         for measured in growing:
             simulated = simulate(replace(plan, robots=measured["robots"]))
             told = {**measured["answer_ms"], "mean_batch": measured["mean_batch"]}
             said = {f"p{percent}": round(simulated.percentile(percent) * 1e3, 3) for percent in (50, 99)}
             said["mean_batch"] = round(simulated.members / max(simulated.batches, 1), 2)
-            row = {"side": side, "robots": measured["robots"], "measured_ms": told, "foretold_ms": said}
+            row = {"side": side, "robots": measured["robots"], "is_told": measured["robots"] in USED}
+            row |= {"measured_ms": told, "foretold_ms": said}
             rows.append(row | {"ratio_p50": round(said["p50"] / told["p50"], 3)})
             print(json.dumps(rows[-1]), flush=True)
         most = found["most_robots"]["20 Hz, at every tick"][side]
@@ -68,6 +63,19 @@ def foretold(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         rows.append(row | {"ratio": round(said_most / most, 3)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def _plan(machine: Machine, period: float) -> Plan:
+    return Plan(
+        robots=1,
+        machines=1,
+        period=period,
+        times=machine.times,
+        forming=ByDeadline,
+        front=machine.front,
+        cold=(machine.cold, machine.fading),
+        is_even=True,
+    )
 
 
 def most_robots(plan: Plan, late: float) -> int:
@@ -121,16 +129,12 @@ def fleet(plan: Plan, robots: int, each: int, share: float) -> dict[str, Any]:
     }
 
 
-def planned(options: argparse.Namespace, times: Times, front: float) -> dict[str, Any]:
+def planned(options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
     """Fleets of all sizes, for each way to form batches."""
-    plan = Plan(
-        robots=1,
-        machines=1,
-        period=options.period,
-        times=times,
-        forming=ByDeadline,
+    plan = replace(
+        _plan(machine, options.period),
+        is_even=False,
         link=Link(options.link[0] / 1e3, options.link[1] / 1e3),
-        front=front,
         robots_of_a_front=options.front_robots,
         seconds=options.seconds,
     )
@@ -173,9 +177,7 @@ def main() -> None:
     quiet = quietness()
     measured = json.loads(options.measured.read_text())
     beside = foretold(measured)
-    times = measured_times(measured, BATCHED)
-    one = measured["growing"][BATCHED][0]["answer_ms"]["p50"] / 1e3
-    plans = planned(options, times, max(one - times.seconds[1][0], 0.0))
+    plans = planned(options, calibrated(measured, BATCHED))
     question = "How many machines do 10 to 100,000 robots need, and what when one in 100 fails?"
     given = {name: value for name, value in vars(options).items() if name not in ("measured", "output")}
     write(

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fleet_sim
+from benchmarks.fleet_calibration import calibrated
 from benchmarks.fleet_forming import Ask, ByArrival, ByDeadline, Times, formings
 from benchmarks.fleet_model import Found, Link, Plan, simulate
-from benchmarks.fleet_sim import failing, machines_for, measured_times, most_robots
+from benchmarks.fleet_sim import failing, machines_for, most_robots
 
 # Always the same: 10 ms alone, 16 for two, 28 for four.
 STEADY = Times({1: (0.010, 0.010), 2: (0.016, 0.016), 4: (0.028, 0.028)})
@@ -100,6 +101,28 @@ def test_enough_machines_are_left_when_some_fail() -> None:
     assert (2020 - failing(2020, 0.01)) * 50 >= 100_000
 
 
+def test_a_machine_that_gets_warm_is_known_from_three_rows_and_foretells_the_others() -> None:
+    sizes = {"1": {"p50": 1.6, "p90": 1.6}, "2": {"p50": 2.2, "p90": 2.2}}
+    # 1.1 ms warm, 0.1 of the front's, and up to 1.2 more after a pause, of which 63 % come in 10 ms.
+    rows = {1: 2.4, 2: 2.29, 4: 2.02, 8: 1.6, 16: 1.25}
+    found = {
+        "batch_ms": {"batched": sizes},
+        "growing": {"batched": [{"robots": n, "answer_ms": {"p50": p50}} for n, p50 in rows.items()]},
+        "together_ms": {"32": {"one at a time": {"p50": 1.1 * 16.5}}},
+    }
+    machine = calibrated(found, "batched")
+    assert machine.times.seconds[1][0] == pytest.approx(1.1e-3)
+    assert machine.times.seconds[2][0] == pytest.approx(1.7e-3), "a pause costs a large batch as much as a small one"
+    assert machine.front == pytest.approx(0.15e-3)
+    assert machine.cold == pytest.approx(1.15e-3)
+    for robots in (2, 8):
+        plan = Plan(robots, 1, 1 / 20, machine.times, ByDeadline, front=machine.front, is_even=True)
+        said = simulate(replace(plan, cold=(machine.cold, machine.fading))).percentile(50) * 1e3
+        assert said == pytest.approx(rows[robots], rel=0.1)
+    del found["together_ms"]
+    assert calibrated(found, "batched").cold == 0
+
+
 def test_results_of_robots_per_device_are_foretold_and_fleets_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,11 +131,11 @@ def test_results_of_robots_per_device_are_foretold_and_fleets_planned(
 
     sizes = {"1": {"p50": 10.0, "p90": 10.0}, "4": {"p50": 28.0, "p90": 28.0}}
     measured = {
-        "batch_ms": {"one at a time": [{"1": sizes["1"]}], "batched": [sizes]},
+        "batch_ms": {"one at a time": {"1": sizes["1"]}, "batched": sizes},
         "growing": {side: [row(1, 12.0), row(2, 12.0)] for side in ("one at a time", "batched")},
         "most_robots": {"20 Hz, at every tick": {"one at a time": 5, "batched": 5}},
     }
-    assert measured_times(measured, "batched").sizes == (1, 4)
+    assert calibrated(measured, "batched").times.sizes == (1, 4)
     rows = fleet_sim.foretold(measured)
     assert [row["ratio_p50"] for row in rows if "ratio_p50" in row] == [1.0] * 4
     file, output = tmp_path / "measured.json", tmp_path / "found.json"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ConfigError, ObservationError
-from service.engine.engine import Engine, InferenceStuck, in_words
 from service.engine.device_lane import LaneClosed
+from service.engine.engine import Engine, InferenceStuck, in_words
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.worker import Worker, call_in_thread
 from service.errors import PolicyError, PolicyFailed
