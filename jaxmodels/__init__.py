@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxmodels.description import read_requirements
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.finding import POLICY_FILES, find_policy
+    from jaxmodels.hosts import join_hosts
     from jaxmodels.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.loading import load_policy
     from jaxmodels.placement import name_devices
@@ -28,6 +29,7 @@ __all__ = [
     "Transformer2DModel",
     "find_policy",
     "is_model",
+    "join_hosts",
     "load_model",
     "load_policy",
     "name_devices",
@@ -44,6 +46,7 @@ _HOMES = {
     "Transformer2DModel": "jaxmodels.transformer2d",
     "find_policy": "jaxmodels.finding",
     "is_model": "jaxmodels.loaded_model",
+    "join_hosts": "jaxmodels.hosts",
     "load_model": "jaxmodels.loaded_model",
     "load_policy": "jaxmodels.loading",
     "name_devices": "jaxmodels.placement",

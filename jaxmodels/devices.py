@@ -16,18 +16,21 @@ PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 def find_device(name: str | None) -> Device:
-    """A device by name: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; None is JAX's first choice.
+    """A device by name: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; None is JAX's first choice here.
 
     Raises:
         ConfigError: there is no such device; the message lists those there are.
     """
     if name is None:
-        return jax.devices()[0]
+        return jax.local_devices()[0]
     platform, _, number = name.partition(":")
+    backend = PLATFORMS.get(platform, platform)
     try:
-        devices = jax.devices(PLATFORMS.get(platform, platform))
-        return devices[int(number or 0)]
-    except (RuntimeError, ValueError, IndexError) as error:
+        if not number:
+            return jax.local_devices(backend=backend)[0]
+        # By its id: where several processes have joined, those of one do not begin at 0.
+        return next(device for device in jax.devices(backend) if device.id == int(number))
+    except (RuntimeError, ValueError, IndexError, StopIteration) as error:
         there = ", ".join(device_name(device) for device in jax.devices())
         raise ConfigError(f"device is {name!r}; found {there} (and cpu:0)") from error
 

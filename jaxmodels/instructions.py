@@ -5,7 +5,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
 from jaxmodels.errors import ObservationError
@@ -72,7 +71,7 @@ class Instructions:
             return found
         members = [self._read(text) for text in texts]
         together = Language(*(np.concatenate(parts) for parts in zip(*members, strict=True)))
-        placed = jax.device_put(together, self._place.whole)
+        placed = self._place.put(together, self._place.whole)
         self._keep(self._batches, texts, placed, BATCHES_KEPT)
         return placed
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +15,8 @@ from jaxmodels.errors import ConfigError
 # Numbers below which an array lies whole on every device: it is small, and gathering takes longer than reading.
 SMALL = 1 << 14
 AXIS = "model"
+# The place of all devices of all processes that have joined, `jaxmodels.hosts`.
+HOSTS = "hosts"
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Placement:
     @property
     def name(self) -> str:
         """As `find_placement` reads it, e.g. ``cpu:0`` or ``cuda:0+cuda:1``."""
+        if self.is_shared:
+            return HOSTS
         return "+".join(device_name(device) for device in self.devices)
 
     @property
@@ -38,6 +44,23 @@ class Placement:
     def is_host(self) -> bool:
         """Whether arrays of the host are where they are computed on."""
         return self.platform == "cpu" and len(self.devices) == 1
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether other processes have some of the devices: they then run the same programs in the same order."""
+        return any(device.process_index != jax.process_index() for device in self.devices)
+
+    def put(self, arrays: Any, shardings: Any) -> Any:
+        """A tree of arrays on the devices of this process, as one sharding for all or a tree of them says.
+
+        Of devices that other processes have, too, each process puts its own parts, and nothing travels between them:
+        all have to give the same numbers.
+        """
+        if not self.is_shared:
+            return jax.device_put(arrays, shardings)
+        if isinstance(shardings, jax.sharding.Sharding):
+            return jax.tree.map(lambda array: _part(array, shardings), arrays)
+        return jax.tree.map(_part, arrays, shardings)
 
     @property
     def whole(self) -> jax.sharding.Sharding:
@@ -63,11 +86,13 @@ class Placement:
 
 
 def find_placement(name: str | None) -> Placement:
-    """A device by name (see `find_device`), or several with ``+`` between them.
+    """A device by name (see `find_device`), several with ``+`` between them, or ``hosts`` for all of all processes.
 
     Raises:
         ConfigError: there is no such device, one is named twice, or they are of different kinds.
     """
+    if name == HOSTS:
+        return Placement(tuple(jax.devices()))
     devices = (find_device(None),) if name is None else tuple(find_device(part.strip()) for part in name.split("+"))
     if len(set(devices)) < len(devices) or len({device.platform for device in devices}) > 1:
         raise ConfigError(f"device is {name!r}; wanted different devices of one kind, as cuda:0+cuda:1")
@@ -84,10 +109,17 @@ def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, 
     Raises:
         ConfigError: one of them is not there, or nothing can be spread over them.
     """
-    devices = jax.devices()
-    platform = devices[0].platform
-    mine = [f"{platform}:{place}" for place, one in enumerate(devices) if one.process_index == jax.process_index()]
+    mine = [device_name(device) for device in jax.local_devices()]
+    platform = jax.local_devices()[0].platform
     named: list[str] = []
     for name in asked:
         named += mine if name == "all" else [f"{platform}:{name}" if name.isdecimal() else name]
     return tuple(find_placement(place).name for place in (["+".join(named)] if together else named))
+
+
+def _part(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(array, jax.Array) and array.sharding == sharding:
+        return array
+    # `jax.device_put` would first compare what the processes gave, in a program of its own for each array.
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.asarray(host[index]))

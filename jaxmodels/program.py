@@ -168,11 +168,13 @@ class Programs:
 
     def flatten(self, weights: Mapping[str, Any], scales: Scales) -> Weights:
         """Weights and scales on the device, in the order the executables want."""
-        arrays = [jnp.asarray(weights[name], shape.dtype) for name, shape in self._weights.items()]
+        # Those that are spread are cast here: whole on one device there may be no room for them.
+        cast = jnp.asarray if len(self._place.devices) == 1 else np.asarray
+        arrays = [cast(weights[name], shape.dtype) for name, shape in self._weights.items()]
         everything = [*arrays, *jax.tree.leaves(scales)]
         places = [*(self._place.spread(np.shape(array)) for array in arrays)]
         places += [self._place.whole] * (len(everything) - len(places))
-        return tuple(jax.device_put(everything, places))
+        return tuple(self._place.put(everything, places))
 
     def _compile(self, inputs: Inputs) -> jax.stages.Compiled:
         names, tree = list(self._weights), jax.tree.structure(self._scales)

@@ -1,5 +1,6 @@
 """The composition: settings in, a server of sessions, rooms, routes and documents out."""
 
+import asyncio
 import json
 import os
 import platform
@@ -42,6 +43,8 @@ from service.engine.policy_reader import PolicyReader, ReadRequirements
 from service.engine.progress import Durations
 from service.engine.worker import call_in_thread
 from service.errors import NoDevice
+from service.hosts.front import Front
+from service.hosts.options import host_options
 from service.logs import RecentLogs, keeping
 from service.metrics import Metrics
 from service.models.forwards import ForwardLimits
@@ -144,6 +147,9 @@ def create_app(
         app.blueprint(webhooks.registry.blueprint())
     destinations = None if transport else _destinations(app)
     shared = None if settings.engine == "here" else _Shared(app)
+    hosts = _hosts(settings)
+    if hosts is not None:
+        load = load or hosts.load
     load = load or (_loader(settings, lambda: context.sessions.engine.first_device) if shared is None else shared.load)
     _keep_sessions(
         app,
@@ -157,6 +163,7 @@ def create_app(
         webhooks,
         Allowance(places, destinations).check,
         shared,
+        hosts,
     )
     # After the sessions: what is delivered again at the start may be about them.
     for blueprint in webhooks.blueprints():
@@ -244,6 +251,7 @@ def _keep_sessions(
     webhooks: Webhooks,
     admit: Admit,
     shared: "_Shared | None",
+    hosts: Front | None,
 ) -> None:
     settings = app.ctx.settings
     limits = SessionSettings(
@@ -277,9 +285,11 @@ def _keep_sessions(
                 stuck_after=settings.stuck_after,
                 durations=durations,
                 batch_sizes=settings.engine_batch_sizes,
-                devices=await _devices(settings),
+                devices=await _devices(settings, hosts),
                 load=settings.engine_load,
             )
+            if hosts is not None:
+                _keep_together(hosts, engine, opened)
         else:
             engine = await shared.open(durations)
             opened.push_async_callback(shared.close)
@@ -361,8 +371,33 @@ def _forward_limits(settings: Settings) -> ForwardLimits:
     )
 
 
-async def _devices(settings: Settings) -> tuple[str, ...]:
+def _hosts(settings: Settings) -> Front | None:
+    """The other hosts, where policies are spread over several."""
+    options = host_options(settings)
+    return None if options is None else Front(options, Inspection(settings.load_memory))
+
+
+def _keep_together(hosts: Front, engine: Engine, opened: AsyncExitStack) -> None:
+    loop = asyncio.get_running_loop()
+    place = engine.first_device or ""
+
+    def leave(why: str) -> None:
+        loop.call_soon_threadsafe(engine.leave, place, why)
+
+    hosts.told = leave
+    # Last of all: robots are held by then, and nobody asks any more.
+    opened.callback(hosts.close)
+
+
+async def _devices(settings: Settings, hosts: Front | None) -> tuple[str, ...]:
     """Places for policies, when some are named: then JAX is imported before the server answers."""
+    if hosts is not None:
+        _name_caches(settings)
+        try:
+            return (await call_in_thread(hosts.begin, "join-hosts"),)
+        except JaxModelsError as error:
+            hosts.close()
+            raise NoDevice(f"hosts: {error}") from error
     if not settings.devices:
         return ()
     named = partial(jaxmodels.name_devices, settings.devices, together=settings.placement == "shard")

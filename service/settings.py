@@ -16,6 +16,7 @@ from service.setting_groups import (
     AccessSettings,
     ClusterSettings,
     ControlSettings,
+    HostSettings,
     LimitSettings,
     LogSettings,
     ModelSettings,
@@ -43,6 +44,7 @@ class Settings(
     TransportSettings,
     ModelSettings,
     ClusterSettings,
+    HostSettings,
     PolicySettings,
     SafetySettings,
     ControlSettings,
@@ -104,6 +106,11 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("engines", "engines_most"))
         raise SettingsError(
             f"{where}: found {settings.engines} and {settings.engines_most}; wanted engines <= engines_most"
+        )
+    if settings.hosts_count > 1 and (settings.devices, settings.placement) != (("all",), "shard"):
+        where = origin.get("hosts_count", "default")
+        raise SettingsError(
+            f"hosts_count ({where}): found {settings.hosts_count}; wanted --devices all --placement shard with it"
         )
     if settings.rate > settings.max_rate:
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))

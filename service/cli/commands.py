@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 # name -> (module, what in it: a Typer app or a function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("service.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
+    "follow": ("service.cli.follow", "follow", "Lend this machine's devices to a server on another one."),
     "demo": ("service.cli.demo", "app", "Watch a simulated arm pick up cubes, driven by the real server."),
     "record-demo": (
         "service.cli.record_demo",

@@ -278,13 +278,16 @@ def test_importing_the_package_does_not_import_jax() -> None:
 
 def test_public_names_are_exactly_these() -> None:
     assert jaxmodels.__all__ == [
+        "POLICY_FILES",
         "LoadedModel",
         "Policy",
         "Requirements",
         "TemporalEnsembler",
         "Transformer2DConfig",
         "Transformer2DModel",
+        "find_policy",
         "is_model",
+        "join_hosts",
         "load_model",
         "load_policy",
         "name_devices",
@@ -292,6 +295,6 @@ def test_public_names_are_exactly_these() -> None:
     ]
     assert {name for name in dir(jaxmodels) if name in jaxmodels.__all__} == set(jaxmodels.__all__)
     for name in jaxmodels.__all__:
-        assert getattr(jaxmodels, name).__name__ == name
+        assert getattr(getattr(jaxmodels, name), "__name__", name) == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = jaxmodels.nothing

@@ -1,0 +1,52 @@
+"""``robojax follow``: this machine's devices for a server on another one, which spreads its policies over both."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.cli.failure import Code, fail
+
+
+def follow(
+    front: Annotated[str, typer.Argument(help="ADDRESS:PORT of the server, its hosts_address.", show_default=False)],
+    secret_file: Annotated[
+        str | None,
+        typer.Option(envvar="ROBOJAX_HOSTS_SECRET_FILE", help="File with the secret that is the same on all hosts."),
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds in which the server has to be there.")] = 300.0,
+) -> None:
+    """Run the programs of a server with `--hosts-count` on this machine's devices, too; it ends when that server does.
+
+    No port is opened for anybody but the other hosts. Exit codes: 0 the server ended, 2 it cannot begin, 4 the server
+    or another host is gone; start it again then, and the server too.
+    """
+    import logging
+
+    from service.hosts.errors import ChannelClosed
+    from service.hosts.follower import Follower, find_front
+    from service.hosts.options import read_address, read_secret
+    from service.settings import SettingsError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        host, port = read_address("front", front)
+        secret = read_secret(secret_file)
+    except SettingsError as error:
+        fail(Code.USAGE, "this host cannot follow", str(error), "robojax follow ADDRESS:PORT --secret-file FILE")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "robojax" / "hosts"
+    typer.echo(f"Waiting for the server at {front}.")
+    try:
+        channel = find_front(host.strip("[]"), port, secret, wait)
+        why = Follower(channel, cache, typer.echo).follow()
+    except ChannelClosed as error:
+        why = f"the server at {front}: {error}"
+    except KeyboardInterrupt:
+        why = None
+    typer.echo(f"Ended: {why or 'the server did, or Ctrl-C'}.", err=why is not None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A program may wait for hosts that are gone; Python would wait for its thread, and JAX for the hosts.
+    os._exit(0 if why is None else Code.TRANSPORT)

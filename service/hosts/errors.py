@@ -1,0 +1,19 @@
+"""What goes wrong between hosts; each text is safe to show."""
+
+from jaxmodels.errors import JaxModelsError
+from service.errors import PolicyFailed
+
+
+class HostsLost(PolicyFailed, JaxModelsError):
+    """A host of several is gone or failed, and nothing can be computed any more until all are started anew."""
+
+    status = 503
+    code = "hosts_lost"
+
+
+class HostRefused(JaxModelsError):
+    """Another host cannot do what this one can; the text says which, and why."""
+
+
+class ChannelClosed(Exception):
+    """There is no other side any more, or it is not who it should be; the text says which."""
