@@ -45,7 +45,6 @@ class RemoteLane:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
         self._open: set[asyncio.Future[Any]] = set()
         self._took = Costs()
-        self._stall: tuple[float, Overdue] | None = None
         self._gone: str | None = None
         self._is_closed = False
 
@@ -87,21 +86,21 @@ class RemoteLane:
         loop, now = asyncio.get_running_loop(), time.monotonic()
         outcome: asyncio.Future[Any] = loop.create_future()
         self._open.add(outcome)
+        # Not when whoever waits gives up: an engine that owes answers has more to do than one that does not, and the
+        # next question goes there.
+        outcome.add_done_callback(self._open.discard)
         self.asked_at = now
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
         self._sender.submit(self._send, "act", arguments, partial(_hand_over, loop, outcome))
-        try:
-            found = await self._in_time(outcome, now, may_move=may_move)
-        finally:
-            self._open.discard(outcome)
+        found = await self._in_time(outcome, may_move=may_move)
         total = time.monotonic() - now
         inference = _inference(found, total)
         self._took.learn(1, total)
         replica.costs.learn(inference.batch, inference.compute)
         return inference
 
-    async def _in_time(self, outcome: asyncio.Future[Any], asked_at: float, *, may_move: bool) -> Any:
+    async def _in_time(self, outcome: asyncio.Future[Any], *, may_move: bool) -> Any:
         usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
         done, _ = await asyncio.wait(
             [outcome], timeout=min(usual, self._stuck_after) if may_move else self._stuck_after
@@ -109,10 +108,11 @@ class RemoteLane:
         if done:
             return outcome.result()
         if may_move:
-            # All that waited when it was first noticed that an engine stands still have one error: it counts once.
-            if self._stall is None or asked_at > self._stall[0]:
-                self._stall = time.monotonic(), Overdue(f"{self.name} has not answered for {usual:.2f} s")
-            raise self._stall[1]
+            # Not held against the engine: it is asked last while it owes answers, and whether it still lives the pool
+            # finds out. Where one machine is too busy all of its engines stand still, and are well a moment later.
+            late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
+            late.is_counted = True
+            raise late
         raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
 
     def fail(self, why: str) -> None:

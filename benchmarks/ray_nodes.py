@@ -1,0 +1,118 @@
+"""A Ray cluster of several nodes on this machine, each started by ``ray start`` and killed as a machine fails."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+PATIENCE = 60.0
+
+
+class Nodes:
+    """The first node is the cluster's head; each has one processor for one engine.
+
+    Attributes:
+        folder: gone with them.
+        environment: for whoever joins the cluster: its address, and the token without which nobody may.
+    """
+
+    def __init__(self, count: int):
+        self._folder = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # its sockets' paths have to be short
+        token = Path(self._folder.name) / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        self._port = _free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_ADDRESS": self.address,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self.folder = self._folder.name
+        self._count = count
+        self._nodes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Nodes":
+        try:
+            head = ("--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self._folder.name}/t")
+            for number in range(self._count):
+                self._start(*(head if number == 0 else (f"--address={self.address}",)))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _start(self, *arguments: str) -> None:
+        before = len(raylets())
+        environment = {**os.environ, **self.environment, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        del environment["RAY_ADDRESS"]  # `ray start` refuses to start a node where there is one
+        command = (str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", *arguments)
+        self._nodes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
+        until = time.monotonic() + PATIENCE
+        while len(raylets()) <= before:
+            if self._nodes[-1].poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"`{' '.join(command)}` did not start a node")
+            time.sleep(0.1)
+        time.sleep(2.0)  # a raylet that is there has yet to register
+
+    def kill(self, number: int) -> None:
+        """Kill everything of a node at once."""
+        for pid in [*descendants(self._nodes[number].pid), self._nodes[number].pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._nodes[number].wait()
+
+    def node_of(self, pid: int) -> int | None:
+        """The node that a process belongs to."""
+        return next((n for n, node in enumerate(self._nodes) if pid in descendants(node.pid)), None)
+
+    def _end(self) -> None:
+        for number in reversed(range(len(self._nodes))):
+            self.kill(number)
+        self._folder.cleanup()
+
+
+def raylets() -> list[int]:
+    """Processes of Ray's that look after a node each."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (entry / "cmdline").read_bytes().split(b"\0")[0].endswith(b"raylet/raylet"):
+                found.append(int(entry.name))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process, youngest last."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            parents.setdefault(int(entry.read_text().rsplit(")", 1)[1].split()[1]), []).append(int(entry.parent.name))
+    found = list(parents.get(pid, ()))
+    for one in found:
+        found += parents.get(one, ())
+    return found
+
+
+def _free_port() -> int:
+    # Below the ports that Ray gives to workers (10002 to 19999) and those of outgoing connections.
+    for port in range(6400, 6500):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port between 6400 and 6500")
