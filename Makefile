@@ -47,7 +47,7 @@ REPEAT ?= 1
 faults: setup-dev ## break the server's links, policies and process, REPEAT times each
 	@$(BIN)/python -m pytest --numprocesses 2 --timeout 300 tests/faults --repeat $(REPEAT) $(ARGS)
 
-peers: $(VENV)/.robojax-peers ## PyTorch and diffusers, which parity tests compare with (skipped without them)
+peers: $(VENV)/.robojax-peers ## PyTorch, diffusers and Ray, without which their tests are skipped
 
 lint: setup-dev ## ruff: style and formatting
 	@$(BIN)/ruff check .
@@ -76,8 +76,8 @@ $(VENV)/.robojax-dev: $(BIN)/python pyproject.toml
 
 # One version of PyTorch: goldens were made with it, and any build of it will do.
 $(VENV)/.robojax-peers: $(VENV)/.robojax-dev
-	@echo "robojax: installing PyTorch and diffusers"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' --editable '.[sim,dev,parity]'
+	@echo "robojax: installing PyTorch, diffusers and Ray"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' --editable '.[sim,dev,parity,ray]'
 	@touch $@
 
 # Rendering works already (a GPU driver, or Mesa is there): nothing to do. Otherwise install when we may.
