@@ -23,7 +23,7 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 # but not for those above, which compute.
 # 5: nothing there for these ARGS.
 HOOKS := tests/hooks tests/stub_hub
-CALLED := tests/robojax tests/test_docs.py tests/test_floors.py tests/test_layers.py tests/test_notebooks.py \
+CALLED := tests/robojax tests/test_deploy.py $(patsubst %,tests/test_%.py,docs floors layers notebooks) \
   $(addprefix tests/service/,arrays auth cli doors recording routes ui safety/test_bad_input.py \
     transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
     $(patsubst %,engine/test_%.py,admission batching devices loading real_policy) \

@@ -99,7 +99,7 @@ class Cluster:
                 self._address,
                 namespace=NAMESPACE,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
                 include_dashboard=False if self._address == "local" else None,
             )
             self._pool = find_pool(self._options, self._bounds)

@@ -147,6 +147,7 @@ def test_it_ends_in_order_and_its_ray_with_it(server: Server) -> None:
     _, told = server.process.communicate(timeout=30)
     assert server.process.returncode == 0, told
     assert "Traceback" not in told
+    assert "SIGTERM received" not in told
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in engines.values()):
         assert time.monotonic() < deadline
