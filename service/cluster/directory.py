@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-# Seconds without a word from a front after which its sessions are interrupted; after which a session id that was
-# claimed or adopted, and of which its front does not speak, is free again.
+# Seconds without a word from a front after which its sessions are interrupted; after which an id that was claimed, and
+# of which its front does not speak, is free again; after which a front that left no session is forgotten.
 LEASE = 3.0
 CLAIMED = 10.0
+FORGOTTEN = 3600.0
 
 
 class DirectoryRefused(Exception):
     """What was asked cannot be; the text is for clients.
 
     Attributes:
-        kind: taken, unknown or alive.
+        kind: taken, unknown, alive or unready.
     """
 
     def __init__(self, kind: str, text: str):
@@ -54,11 +55,30 @@ class Front:
     Attributes:
         url: where other fronts reach it.
         seen_at: when it last said something, on the directory's clock.
+        machine: whose loopback address its own is.
     """
 
     name: str
     url: str
     seen_at: float = 0.0
+    machine: str = ""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a front is told when it has said something.
+
+    Attributes:
+        lost: ids that it holds and that are another front's, with its name: they were adopted while it was silent.
+        left: what is written down as its own and it does not hold, as where an answer to it was lost: it takes them in.
+        fronts: those that live.
+        silent: those that do not, and whose sessions nobody has adopted: their robots may still move.
+    """
+
+    lost: Sequence[tuple[str, str]] = ()
+    left: Sequence[Entry] = ()
+    fronts: Sequence[Front] = ()
+    silent: Sequence[Front] = ()
 
 
 class Store(Protocol):
@@ -98,7 +118,10 @@ class Directory:
             DirectoryRefused: another front has one, living or interrupted.
         """
         there = self._entries.get(session_id)
-        if there is not None and there.front != front:
+        if there is not None and not (there.record or there.status or self._lives(there.front, now)):
+            # Its front ended before it spoke of it once, so nobody was told that it is there.
+            there = there if now - self._claimed.get(session_id, -CLAIMED) < CLAIMED else None
+        if there is not None and (there.front != front or (there.record and there.owner != owner)):
             state = "is there" if self._lives(there.front, now) else "was there when that ended; adopt or delete it"
             raise DirectoryRefused(
                 "taken",
@@ -106,42 +129,59 @@ class Directory:
                 if there.owner == owner
                 else f"the session id {session_id!r} is taken; choose another",
             )
-        if there is None:
+        if there is None or not there.record:
             self._keep(Entry(session_id, front, owner))
         self._claimed[session_id] = now
 
     def beat(
-        self, front: str, url: str, held: Sequence[str], news: Sequence[Entry], now: float
-    ) -> Sequence[tuple[str, str]]:
+        self,
+        front: str,
+        url: str,
+        held: Sequence[str],
+        news: Sequence[Entry],
+        now: float,
+        *,
+        gone: Sequence[str] = (),
+        machine: str = "",
+    ) -> Told:
         """A front lives.
 
         Args:
             held: ids of all of its sessions.
             news: those of them that changed since its last beat that was answered.
-
-        Returns:
-            Ids of ``held`` that are another front's, with its name: they were adopted while this one was silent.
+            gone: ids that it spoke of before and holds no more. What was ever ready goes only by this: a front that
+                lost its memory has not deleted its sessions.
         """
         known = self._fronts.get(front)
-        self._fronts[front] = Front(front, url, now)
-        if known is None or known.url != url:
-            self._store.put(f"front/{front}", json.dumps(asdict(self._fronts[front])))
-        lost = []
+        heard = Front(front, url, now, machine)
+        if known is None or (known.url, known.machine) != (url, machine):
+            self._store.put(f"front/{front}", json.dumps(asdict(heard)))
+        self._fronts[front] = heard
         for entry in news:
             there = self._entries.get(entry.id)
             if (there is None or there.front == front) and entry != there:
-                self._keep(entry)
+                self._keep(replace(entry, front=front))
+        for session_id in gone:
+            if session_id not in held:
+                self.release(front, session_id)
+        lost = []
         for session_id in held:
             there = self._entries.get(session_id)
             if there is not None and there.front != front:
                 lost.append((session_id, there.front))
             elif there is not None:
                 self._claimed.pop(session_id, None)
-        for entry in [entry for entry in self._entries.values() if entry.front == front]:
+        left = []
+        for entry in self.of(front):
             is_pending = now - self._claimed.get(entry.id, -CLAIMED) < CLAIMED
-            if entry.id not in held and not is_pending:
+            if entry.id in held or is_pending:
+                continue
+            if entry.record:
+                left.append(entry)
+            else:
                 self._drop(entry.id)
-        return lost
+        self._forget_fronts(now)
+        return Told(tuple(lost), tuple(left), self.fronts(now), self._silent(now))
 
     def release(self, front: str, session_id: str) -> None:
         """A session that was claimed did not come to be, or is deleted."""
@@ -167,12 +207,11 @@ class Directory:
 
     def fronts(self, now: float) -> Sequence[Front]:
         """Those that live."""
-        return [front for front in self._fronts.values() if self._lives(front.name, now)]
+        return tuple(front for front in self._fronts.values() if self._lives(front.name, now))
 
-    def address(self, front: str) -> str | None:
-        """Where a front was reached last, living or not."""
-        known = self._fronts.get(front)
-        return known.url if known else None
+    def front(self, name: str) -> Front | None:
+        """What a front said of itself last, living or not."""
+        return self._fronts.get(name)
 
     def adopt(self, front: str, session_id: str, now: float) -> Entry:
         """A session of a front that died is this front's from now on.
@@ -181,10 +220,14 @@ class Directory:
             DirectoryRefused: there is none, or its front lives.
         """
         entry = self._entries.get(session_id)
-        if entry is None or not entry.record:
+        if entry is None or not (entry.record or entry.status):
             raise DirectoryRefused("unknown", f"Session {session_id} not found")
         if entry.front != front and self._lives(entry.front, now):
             raise DirectoryRefused("alive", f"session {session_id!r} is on the front {entry.front}, which lives")
+        if not entry.record:
+            raise DirectoryRefused(
+                "unready", f"session {session_id!r} was never ready, nothing of it is left; delete it"
+            )
         # Pending: its new front tells of it with its next beat.
         self._claimed[session_id] = now
         self._keep(adopted := replace(self._as_it_is(entry, now), front=front))
@@ -203,6 +246,20 @@ class Directory:
             raise DirectoryRefused("alive", f"session {session_id!r} is on the front {entry.front}, which lives")
         self._drop(session_id)
 
+    def _silent(self, now: float) -> Sequence[Front]:
+        owning = {entry.front for entry in self._entries.values() if entry.status}
+        return tuple(one for one in self._fronts.values() if one.name in owning and not self._lives(one.name, now))
+
+    def _forget_fronts(self, now: float) -> None:
+        old = [front for front in self._fronts.values() if now - front.seen_at > FORGOTTEN]
+        if not old:
+            return
+        owning = {entry.front for entry in self._entries.values()}
+        for front in old:
+            if front.name not in owning:
+                self._store.drop(f"front/{front.name}")
+                del self._fronts[front.name]
+
     def _lives(self, front: str, now: float) -> bool:
         known = self._fronts.get(front)
         return known is not None and now - known.seen_at < LEASE
@@ -218,15 +275,16 @@ class Directory:
 
     def _keep(self, entry: Entry) -> None:
         before = self._entries.get(entry.id)
-        self._entries[entry.id] = entry
-        # Figures change all the time and are worth nothing later; what is kept is what an adoption needs.
+        # Figures change all the time and are worth nothing later; what is kept is what an adoption needs. First in the
+        # store: what that refuses is not said to be kept, and is tried again.
         if before is None or _lasting(before) != _lasting(entry):
             self._store.put(f"session/{entry.id}", json.dumps(asdict(entry)))
+        self._entries[entry.id] = entry
 
     def _drop(self, session_id: str) -> None:
+        self._store.drop(f"session/{session_id}")
         del self._entries[session_id]
         self._claimed.pop(session_id, None)
-        self._store.drop(f"session/{session_id}")
 
 
 def _lasting(entry: Entry) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.experimental import internal_kv
 
-from service.cluster.directory import Directory, DirectoryRefused, Entry, Front
+from service.cluster.directory import Directory, DirectoryRefused, Entry, Front, Told
 from service.cluster.messages import Refused
 from service.cluster.pool import NAMESPACE, ON_THE_HEAD
 
@@ -49,11 +49,10 @@ class DirectoryActor:
         return _told(lambda: self._directory.claim(front, session_id, owner, time.monotonic()))
 
     def beat(
-        self, front: str, url: str, held: Sequence[str], news: Sequence[Entry]
-    ) -> tuple[Sequence[tuple[str, str]], Sequence[Front]]:
-        """See `Directory.beat`; and the fronts that live."""
-        now = time.monotonic()
-        return self._directory.beat(front, url, held, news, now), self._directory.fronts(now)
+        self, front: str, url: str, held: Sequence[str], news: Sequence[Entry], gone: Sequence[str], machine: str
+    ) -> Told:
+        """See `Directory.beat`."""
+        return self._directory.beat(front, url, held, news, time.monotonic(), gone=gone, machine=machine)
 
     def release(self, front: str, session_id: str) -> None:
         """See `Directory.release`."""
@@ -71,9 +70,9 @@ class DirectoryActor:
         """See `Directory.find`."""
         return self._directory.find(session_id, time.monotonic())
 
-    def address(self, front: str) -> str | None:
-        """See `Directory.address`."""
-        return self._directory.address(front)
+    def front(self, name: str) -> Front | None:
+        """See `Directory.front`."""
+        return self._directory.front(name)
 
     def adopt(self, front: str, session_id: str) -> Entry | Refused:
         """See `Directory.adopt`."""

@@ -89,7 +89,7 @@ class Refused:
     """What the directory cannot do, and why, in words that clients may read.
 
     Attributes:
-        kind: taken, unknown or alive.
+        kind: taken, unknown, alive or unready.
     """
 
     kind: str
