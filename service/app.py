@@ -7,7 +7,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -382,7 +382,8 @@ def _keep_together(hosts: Front, engine: Engine, opened: AsyncExitStack) -> None
     place = engine.first_device or ""
 
     def leave(why: str) -> None:
-        loop.call_soon_threadsafe(engine.leave, place, why)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(engine.leave, place, why)
 
     hosts.told = leave
     # Last of all: robots are held by then, and nobody asks any more.

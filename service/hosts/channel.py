@@ -92,18 +92,18 @@ class Channel:
     def end(self, words: Words) -> None:
         """Say a last thing, if it can be said at once, and close."""
         if self._lock.acquire(timeout=1.0):
-            with suppress(ChannelClosed):
+            with suppress(OSError, ChannelClosed):
                 self._connection.settimeout(1.0)
                 self._send(words, {})
+            self._lock.release()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _send(self, words: Words, arrays: Arrays) -> None:
-        held = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        shapes = [[name, array.dtype.name, list(array.shape)] for name, array in held.items()]
+        shapes = [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()]
         spoken: Any = msgpack.packb([words, shapes])
-        data = [array.reshape(-1).view(np.uint8).data for array in held.values()]
+        data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays.values()]
         head = _LENGTHS.pack(len(spoken) + sum(len(piece) for piece in data), len(spoken))
         code = _code(self._sending, self._sent, head, spoken, *data)
         self._sent += 1

@@ -146,13 +146,12 @@ class Crew:
         self._is_lost.set()
         if not self._is_closed:
             logger.error("the hosts are not together any more: %s", why)
+            self._told(_words_for(why))
         for outcome in waiting:
             with suppress(InvalidStateError):
                 outcome.set_exception(HostsLost(_words_for(why)))
         for link in self._links:
             threading.Thread(target=link.channel.end, args=({"do": "end", "why": why},), daemon=True).start()
-        if not self._is_closed:
-            self._told(_words_for(why))
 
     def close(self) -> None:
         """Send the followers home; they end."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxmodels
+from jaxmodels.errors import JaxModelsError
 from service.hosts.channel import BEAT, SILENCE, greet_follower
 from service.hosts.crew import Asked, Crew, Link
 from service.hosts.errors import ChannelClosed, HostsLost
@@ -134,6 +135,9 @@ class Front:
             if loading.asked is not None:
                 loading.asked.wait()
         except BaseException:
+            if loading.asked is not None:
+                with suppress(JaxModelsError):
+                    loading.asked.wait()  # what is being loaded cannot be dropped yet
             crew.tell({"do": "drop", "policy": number})
             raise
         return SharedPolicy(crew, local, number)

@@ -7,6 +7,8 @@ from service.hosts.front import AUTO, HostOptions
 from service.settings import Settings, SettingsError
 
 LEAST = 16
+# To listen on all addresses of a machine; nobody can be sent there.
+ANYWHERE = ("0.0.0.0", "[::]", "*")
 
 
 def host_options(settings: Settings) -> HostOptions | None:
@@ -22,6 +24,8 @@ def host_options(settings: Settings) -> HostOptions | None:
             f"hosts_count: found {settings.hosts_count} with engine {settings.engine}; wanted one of the two"
         )
     host, port = read_address("hosts_address", settings.hosts_address)
+    if host in ANYWHERE and settings.hosts_coordinator is None:
+        raise SettingsError(f"hosts_address: found {settings.hosts_address}; wanted an address that other hosts reach")
     coordinator = settings.hosts_coordinator or f"{host}:{port + 1}"
     if coordinator != AUTO:
         read_address("hosts_coordinator", coordinator)

@@ -1,0 +1,272 @@
+"""Two processes with four devices each, made out of one processor, as one computer."""
+
+import base64
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.compiling import FLAGS
+
+POLICY = Path(__file__).parents[3] / "service" / "demo" / "policy"
+# What a front does, without a server; it starts its follower itself.
+SCRIPT = """
+import gc, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+
+import numpy as np
+
+import jaxmodels
+from jaxmodels.checkpoints import lerobot
+from jaxmodels.checkpoints.contents import Checkpoint
+from jaxmodels.errors import ConfigError, JaxModelsError, ObservationError
+from jaxmodels.features import ACTION, ENVIRONMENT_STATE, Feature
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.act.model import Act
+from jaxmodels.weights import blueprint
+from service.hosts.errors import HostsLost
+from service.hosts.front import Front, HostOptions
+
+port, coordinator, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+secret = Path(os.environ["ROBOJAX_HOSTS_SECRET_FILE"]).read_bytes().strip()
+follower = subprocess.Popen([sys.executable, "-m", "service.cli", "follow", f"127.0.0.1:{port}"])
+lost = []
+try:
+    front = Front(HostOptions(2, "127.0.0.1", port, f"127.0.0.1:{coordinator}", secret, 60.0), lambda folder: None)
+    front.told = lost.append
+    assert front.begin() == "hosts"
+
+    seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
+    small = dict(dim_model=256, n_heads=2, dim_feedforward=512, n_encoder_layers=1, n_decoder_layers=1, use_vae=False)
+    config = ActConfig(input_features=seen, output_features=given, chunk_size=8, n_action_steps=8, **small)
+    shapes = blueprint(lambda rngs: Act(config, rngs=rngs)).shapes
+    stats = {ENVIRONMENT_STATE: dict(mean=np.zeros(4), std=np.ones(4)), ACTION: dict(mean=np.zeros(6), std=np.ones(6))}
+    normalization = from_stats(seen, given, config.normalization_mapping, stats)
+    for seed in (0, 1):
+        rng = np.random.default_rng(seed)
+        weights = {name: 0.1 * rng.standard_normal(leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
+        lerobot.write(folder / str(seed), Checkpoint(config, weights, normalization))
+    observation = {ENVIRONMENT_STATE: np.ones((1, 4), np.float32)}
+
+    def check(policy, seed):
+        alone = jaxmodels.load_policy(folder / str(seed), device="cpu:0").act(observation)
+        difference = np.abs(policy.act(observation) - alone).max() / np.abs(alone).max()
+        assert difference < 1e-5, difference
+        return difference
+
+    policy = front.load(str(folder / "0"))
+    assert not policy.is_compiled()
+    policy.compile()
+    assert policy.is_compiled() and policy.device == "hosts" and policy.rehearse() > 0
+    print("difference", check(policy, 0))
+    held = sum(part.data.nbytes for weight in policy.local._weights for part in weight.addressable_shards)
+    print("held", held / sum(weight.nbytes for weight in policy.local._weights))
+
+    # Other weights, in the same programs, while the first ones act.
+    end, chunks = threading.Event(), []
+    def act():
+        while not end.is_set():
+            chunks.append(policy.act(observation))
+    acting = threading.Thread(target=act)
+    acting.start()
+    other = front.load(str(folder / "1"), like=policy)
+    assert other.local._programs is policy.local._programs and other.is_compiled()
+    print("difference", check(other, 1))
+    policy.compile(2)
+    end.set()
+    acting.join()
+    assert len(chunks) > 1 and all(np.array_equal(chunk, chunks[0]) for chunk in chunks)
+
+    # What cannot be done harms nobody.
+    (folder / "broken").mkdir()
+    for refused, wrong in (
+        (JaxModelsError, lambda: front.load(str(folder / "broken"))),
+        (ObservationError, lambda: policy.act({})),
+        (ObservationError, lambda: policy.compile(1, {"front": (4, 4)})),
+        (ConfigError, lambda: policy.on("cpu:0")),
+    ):
+        try:
+            wrong()
+        except refused:
+            continue
+        raise SystemExit("it was taken")
+    del policy
+    gc.collect()
+    check(other, 1)
+
+    # A host that hangs, and is gone then.
+    os.kill(follower.pid, signal.SIGSTOP)
+    raised = []
+    def wait():
+        try:
+            other.act(observation)
+        except HostsLost as error:
+            raised.append((time.monotonic(), str(error)))
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.3)
+    assert not raised
+    killed = time.monotonic()
+    follower.kill()
+    waiting.join(10)
+    ((at, why),) = raised
+    assert at - killed < 5 and "host 1 (127.0.0.1) is gone" in why, why
+    assert lost == [why]
+    print("well")
+finally:
+    follower.kill()
+    sys.stdout.flush()
+os._exit(0)  # after an error, too: what is printed says which
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    secret = tmp_path / "secret"
+    secret.write_text("of all hosts, in this test\n")
+    secret.chmod(0o600)
+    more = {"ROBOJAX_HOSTS_SECRET_FILE": str(secret), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return (
+        os.environ
+        | more
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=4", *FLAGS]),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "ROBOJAX_COMPILE_CACHE": "off",
+        }
+    )
+
+
+def test_a_policy_over_two_hosts_does_what_it_does_on_one(environment: dict[str, str], tmp_path: Path) -> None:
+    port, coordinator = free_ports(2)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(port), str(coordinator), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["well"] in lines, done.stdout + done.stderr[-3000:]
+    (held,) = (float(line[1]) for line in lines if line[0] == "held")
+    assert 0.5 <= held < 0.55
+
+
+class Hosts:
+    """``robojax serve`` and ``robojax follow``, on this machine both."""
+
+    def __init__(self, environment: dict[str, str], folder: Path):
+        self.port, address, coordinator = free_ports(3)
+        serve = ["serve", "--port", str(self.port), "--state", "off", "--devices", "all", "--placement", "shard"]
+        serve += ["--hosts-count", "2", "--hosts-address", f"127.0.0.1:{address}"]
+        serve += ["--hosts-coordinator", f"127.0.0.1:{coordinator}", "--engine-batch-sizes", "1"]
+        self.log = folder / "log"
+        self.front = self._start(environment, serve)
+        self.follower = self._start(environment, ["follow", f"127.0.0.1:{address}"])
+
+    def _start(self, environment: dict[str, str], arguments: list[str]) -> subprocess.Popen[bytes]:
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "service.cli", *arguments], env=environment, stdout=log, stderr=log
+            )
+
+    def ask(self, path: str, body: Any = None, within: float = 60.0) -> tuple[int, Any]:
+        """Status and answer, as soon as there is one."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}
+        )
+        until = time.monotonic() + within
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=within) as answer:
+                    return answer.status, json.load(answer)
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, json.load(error)
+            except urllib.error.URLError:
+                assert time.monotonic() < until, self.log.read_text()[-3000:]
+                assert self.front.poll() is None, self.log.read_text()[-3000:]
+                time.sleep(0.1)
+
+
+@pytest.fixture
+def hosts(environment: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
+    found = Hosts(environment, tmp_path)
+    yield found
+    for process in (found.follower, found.front):
+        process.kill()
+        process.wait(10)
+
+
+def seen() -> dict[str, Any]:
+    picture = io.BytesIO()
+    Image.new("RGB", (96, 96), "gray").save(picture, "PNG")
+    state = [0.0, -90.0, 90.0, 0.0, 0.0, 10.0]
+    return {"images": {"front": base64.b64encode(picture.getvalue()).decode()}, "state": state}
+
+
+NEW = {
+    "session_id": "arm",
+    "policy_path": str(POLICY),
+    "transport_server_url": "direct",
+    "camera_names": ["front"],
+}
+
+
+def test_a_server_of_two_hosts_answers_and_says_when_one_is_gone(hosts: Hosts, tmp_path: Path) -> None:
+    status, found = hosts.ask("/sessions", NEW)
+    assert status == 200, found
+    status, answer = hosts.ask("/sessions/arm/act", seen())
+    assert status == 200, answer
+    assert np.shape(answer["actions"])[1] == 6
+    assert hosts.ask("/health")[1]["device"] == "hosts"
+
+    hosts.follower.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    status, answer = hosts.ask("/sessions/arm/act", seen(), within=10)
+    assert time.monotonic() - killed < 5
+    assert (status, answer["code"]) == (503, "hosts_lost")
+    assert "host 1 (127.0.0.1) is gone" in answer["detail"]
+    status, health = hosts.ask("/health", within=5)
+    assert status == 200
+    (device,) = health["engine"]["devices"]
+    assert "host 1 (127.0.0.1) is gone" in device["failed"]
+    shutil.copytree(POLICY, tmp_path / "another")
+    new = NEW | {"session_id": "another", "policy_path": str(tmp_path / "another")}
+    status, answer = hosts.ask("/sessions", new, within=10)
+    assert "host 1 (127.0.0.1) is gone" in json.dumps(answer)
+
+    hosts.front.terminate()
+    assert hosts.front.wait(10) == 0
+
+
+def test_followers_end_with_the_server(hosts: Hosts) -> None:
+    hosts.ask("/health")
+    hosts.front.terminate()
+    assert hosts.front.wait(10) == 0
+    assert hosts.follower.wait(10) == 0, hosts.log.read_text()[-2000:]
