@@ -107,7 +107,7 @@ class EngineActor:
                     like=None if before is None else before.served.policy,
                 )
             )
-        except (PolicyError, PolicyFailed) as error:
+        except (PolicyError, PolicyFailed, JaxModelsError) as error:
             return Refusal("policy", str(error))
         except OSError as error:
             return Refusal("engine", f"{self._name} cannot write its policy cache ({error.strerror})")
