@@ -66,7 +66,7 @@ async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
             stack.callback(fronts[-1].end)
         a, b = (one.url() for one in fronts)
         async with asyncio.timeout(120):
-            while min(len(call(f"{url}/cluster")["engines"]["engines"]) for url in (a, b)) < 3:
+            while min(len(call(f"{url}/cluster")["engines"]["engines"]) for url in (a, b)) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
         for number in range(ROBOTS):
             session((a, b)[number % 2], f"robot-{number}")

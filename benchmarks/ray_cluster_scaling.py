@@ -64,8 +64,14 @@ async def _at_rate(engine: Engine, served: Served, seconds: float) -> dict[str, 
             total.append((await engine.submit(served, observation, due=due, asker=asker)).total)
             misses += time.monotonic() > due
 
+    used = time.process_time()
     await asyncio.gather(*(ride(number / ROBOTS / RATE) for number in range(ROBOTS)))
-    return {"robots": ROBOTS, "answers": len(total), "misses": misses, "answer_ms": percentiles(np.asarray(total))}
+    used = time.process_time() - used
+    figures = {
+        "answer_ms": percentiles(np.asarray(total)),
+        "front_cpu_ms_per_answer": round(1e3 * used / len(total), 3),
+    }
+    return {"robots": ROBOTS, "answers": len(total), "misses": misses, **figures}
 
 
 async def _flat_out(engine: Engine, served: Served, seconds: float) -> dict[str, Any]:
