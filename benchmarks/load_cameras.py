@@ -67,7 +67,7 @@ def _l4(scene: Scene, folder: Path, before: Any) -> Row:
     def load() -> None:
         nonlocal seconds
         began = time.monotonic()
-        scene.create("big", 0, ["front"], folder / "big")
+        scene.create("big", 0, ["front"], folder / "big", degrade=True)
         seconds = time.monotonic() - began
 
     time.sleep(1)
