@@ -36,6 +36,11 @@ class DeviceHealth:
         self._failures[device] = self._failures.get(device, 0) + 1
         return self._failures[device] >= ALLOWED and self.take_out(device, what)
 
+    def forget(self, device: str) -> None:
+        """It left, and no other one will have its name."""
+        self._failures.pop(device, None)
+        self._out.pop(device, None)
+
     def take_out(self, device: str, what: str) -> bool:
         """It is known that it does not work; whether it is out from now on."""
         if device in self._out:

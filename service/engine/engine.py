@@ -104,6 +104,7 @@ class Engine:
             self._lanes = {number: Lane(name, niceness, stuck_after) for number, name in enumerate(names)}
         self._patience = patience if are_elsewhere else 0.0
         self._joined = asyncio.Event()
+        self._is_closed = False
         self._joining: set[asyncio.Task[None]] = set()
         self._health = DeviceHealth()
         self._named = dict(self._devices)  # devices of the lanes, as policies call them
@@ -146,7 +147,12 @@ class Engine:
         first, *others = usable
         if self._devices and policy.device != self._devices[first]:
             policy = policy.on(self._devices[first])  # where it was loaded is out by now
-        copies = {first: policy, **{lane: policy.on(self._devices[lane]) for lane in others}}
+        copies = {first: policy}
+        for lane in others:
+            try:
+                copies[lane] = policy.on(self._devices[lane])
+            except (DeviceGone, KeyError):  # it left meanwhile
+                logger.warning("a device left while a policy was copied to it")
         self._named |= {lane: copy.device for lane, copy in copies.items()}
         return tuple(Replica(copy, lane) for lane, copy in copies.items())
 
@@ -162,12 +168,15 @@ class Engine:
         return self._devices[usable[0]] if self._devices and usable else None
 
     def _ready(self, served: Served) -> None:
-        for device in self._health.out:  # one that went out while it was being loaded
-            served.leave_out(device)
+        served.keep(self._works)  # but one that went out while it was being loaded
         there = {replica.lane for replica in served.replicas}
-        for number in self._lanes.keys() - there:  # one that joined meanwhile
-            self._join(number, [served])
+        for number in sorted(self._lanes.keys() - there):  # one that joined meanwhile
+            if not self._health.is_out(self._named.get(number, "")):
+                self._join(number, [served])
         self._growth.want(served)
+
+    def _works(self, replica: Replica) -> bool:
+        return replica.lane in self._lanes and not self._health.is_out(replica.policy.device)
 
     # Devices that come and go.
 
@@ -177,6 +186,8 @@ class Engine:
         Args:
             device: what policies call it, a name that no other one had.
         """
+        if self._is_closed:
+            return
         number = next(self._numbers)
         self._lanes[number], self._devices[number], self._named[number] = lane, device, device
         self._join(number, self._store.all)
@@ -187,19 +198,20 @@ class Engine:
         task.add_done_callback(self._joining.discard)
 
     async def _extend(self, number: int, loaded: Sequence[Served]) -> None:
-        device = self._devices[number]
+        device = self._devices.get(number)
         for served in loaded:
+            if device is None or number not in self._lanes or self._health.is_out(device):
+                return  # it left
             try:
                 replica = await self._store.copy(served, device, number)
             except Exception as error:
                 logger.error("%s cannot be used for a policy: %s", device, in_short(error), exc_info=error)
                 let_go(error)
                 continue
-            if number in self._lanes and not self._health.is_out(device):
+            if self._works(replica):
                 served.add(replica)
-                for gone in self._health.out:
-                    served.leave_out(gone)
-        self._joined.set()
+                served.keep(self._works)
+                self._joined.set()
 
     def leave(self, device: str, why: str) -> None:
         """Ask nothing of a device any more; what it was asked, others are."""
@@ -207,7 +219,7 @@ class Engine:
             return
         logger.warning("device %s is not used any more: %s", device, why)
         for served in self._store.all:
-            served.leave_out(device)
+            served.keep(self._works)
 
     @property
     def failed(self) -> Collection[str]:
@@ -221,6 +233,9 @@ class Engine:
             del self._devices[number], self._named[number]
             if lane is not None:
                 await lane.close(1.0)
+        for served in self._store.all:
+            served.keep(self._works)
+        self._health.forget(device)
 
     def _may_grow(self) -> bool:
         is_quiet = time.monotonic() >= self._asked_at + QUIET
@@ -299,7 +314,7 @@ class Engine:
         is_alone = asker is not None and asker in self._suspects
         usable = self._working(served) or await self._until_one_works(served)
         replica = self._least(usable)
-        elsewhere = [one for one in usable if one.policy.device != replica.policy.device]
+        elsewhere = self._elsewhere(usable, replica)
         lane = self._lanes[replica.lane]
         try:
             inference = await lane.ask(replica, observation, due, is_alone=is_alone, may_move=bool(elsewhere))
@@ -309,23 +324,33 @@ class Engine:
         except (JaxModelsError, InputRefused, LaneClosed) as error:
             _refuse(error)
         except Exception as error:
-            if not elsewhere:
+            # Some may have left while this one was waited for.
+            if not (elsewhere := self._elsewhere(self._working(served), replica)):
                 _refuse(error)
-            return await self._ask_another(replica, self._least(elsewhere), observation, due, error)
+            other = self._least(elsewhere)
+            try:
+                return await self._ask_another(replica, other, observation, due, error)
+            except DeviceGone as gone:
+                self.leave(other.policy.device, str(gone))
+                return await self._ask(served, observation, due, asker)
         self._health.answered(replica.policy.device)
         return inference
 
     def _working(self, served: Served) -> Sequence[Replica]:
-        working = [
-            one for one in served.replicas if one.lane in self._lanes and not self._health.is_out(one.policy.device)
-        ]
+        working = list(filter(self._works, served.replicas))
         return working if working or self._patience else served.replicas
+
+    @staticmethod
+    def _elsewhere(usable: Sequence[Replica], replica: Replica) -> Sequence[Replica]:
+        return [one for one in usable if one.policy.device != replica.policy.device]
 
     async def _until_one_works(self, served: Served) -> Sequence[Replica]:
         """Nothing is lost by waiting: the robot is held when its plan runs dry."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
                 while not (working := self._working(served)):
+                    if self._is_closed:
+                        raise LaneClosed("the server is ending")
                     self._joined.clear()
                     await self._joined.wait()
                 return working
@@ -342,6 +367,8 @@ class Engine:
         """What one device did not answer is asked of another one; whose fault it was shows by that."""
         try:
             inference = await self._lanes[other.lane].ask(other, observation, due, is_alone=True)
+        except DeviceGone:
+            raise
         except Exception as error:
             # Neither: it is the observation, or the policy.
             is_another = isinstance(why, Overdue) or isinstance(error, LaneClosed | InputRefused)
@@ -360,7 +387,7 @@ class Engine:
                 exc_info=why,
             )
             for loaded in self._store.all:
-                loaded.leave_out(device)
+                loaded.keep(self._works)
         return inference
 
     def _least(self, replicas: Sequence[Replica]) -> Replica:
@@ -458,6 +485,8 @@ class Engine:
 
     async def close(self) -> None:
         """End the device threads; waits a second for an inference that is running. Whoever waits is told."""
+        self._is_closed = True
+        self._joined.set()
         self._store.close()
         self._growth.close()
         for task in self._joining:

@@ -164,11 +164,12 @@ class Served:
     def add(self, replica: Replica) -> None:
         """It runs on one more device, where it was made ready for all that it is ready for here."""
         self.replicas = (*self.replicas, replica)
+        self._compiled.clear()
 
-    def leave_out(self, device: str) -> None:
-        """Nothing is asked of a device any more, unless there is no other one."""
-        if others := tuple(replica for replica in self.replicas if replica.policy.device != device):
-            self.replicas, self.policy = others, others[0].policy
+    def keep(self, works: Callable[[Replica], bool]) -> None:
+        """Nothing is asked any more of copies that do not work, unless none does."""
+        if len(working := tuple(filter(works, self.replicas))) not in (0, len(self.replicas)):
+            self.replicas, self.policy = working, working[0].policy
             self._compiled.clear()
 
     def is_compiled(self, sizes: Sizes) -> bool:

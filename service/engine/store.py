@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from jaxmodels.errors import JaxModelsError
+from service.engine.device_lane import DeviceGone
 from service.engine.served import Frames, LoadPolicy, Policy, Replica, Served, Sizes, in_words
 from service.engine.worker import call_in_thread
 from service.errors import PolicyError, PolicyFailed
@@ -149,8 +150,14 @@ class Store:
 
     async def _compile(self, served: Served, sizes: Sizes) -> None:
         def compile_all() -> None:
-            for replica in served.replicas:
-                replica.prepare(1, sizes)
+            gone = []
+            for replica in (replicas := served.replicas):
+                try:
+                    replica.prepare(1, sizes)
+                except DeviceGone as error:  # it is asked nothing any more, as soon as that is noticed
+                    gone.append(error)
+            if len(gone) == len(replicas):
+                raise gone[0]
 
         try:
             async with self.building:
