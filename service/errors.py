@@ -180,6 +180,12 @@ class NoDevice(ServiceError):
     code = "no_device"
 
 
+class NoEngine(NoDevice):
+    """The cluster whose engines policies are to run in cannot be joined, or has none."""
+
+    code = "no_engine"
+
+
 class ModelError(ServiceError):
     """A model cannot be loaded."""
 

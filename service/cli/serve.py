@@ -43,7 +43,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     # Most of what takes long to import is not needed to refuse.
     from service.app import create_app
     from service.doors.sockets import openpi_app
-    from service.errors import ModelError, NoDevice
+    from service.errors import ModelError, NoDevice, NoEngine
     from service.updates.webhooks import StartFailed
 
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
@@ -62,6 +62,13 @@ def serve(config: Path | None, **flags: Any) -> None:
                 f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs{also}). Ctrl-C ends it."
             ),
             beside,
+        )
+    except NoEngine as error:
+        fail(
+            Code.USAGE,
+            "the server cannot start",
+            str(error),
+            "docs/cluster.md says how a cluster is made; without --engine policies run here",
         )
     except NoDevice as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --devices all takes those there are")

@@ -104,7 +104,8 @@ class Cluster:
             )
             self._pool = find_pool(self._options, self._bounds)
         except (RayError, ConnectionError, OSError, ValueError, RuntimeError, TimeoutError) as error:
-            raise CannotJoin(f"{self._address}: {str(error).splitlines()[0] if str(error) else error!r}") from error
+            text = str(error).strip("'\"") or repr(error)
+            raise CannotJoin(text.splitlines()[0]) from error
 
     async def _begin(self) -> str:
         return await asyncio.wait_for(self._pool.begin.remote(self.front, self._options, self._bounds), 60)

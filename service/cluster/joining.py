@@ -11,9 +11,10 @@ from service.cluster.front import FrontOfCluster
 from service.cluster.messages import EngineOptions
 from service.cluster.remote_policy import RemoteLoader
 from service.cluster.scaling import Bounds
+from service.edge.origins import Origins
 from service.engine.engine import Engine
 from service.engine.progress import Durations
-from service.errors import NoDevice
+from service.errors import NoEngine
 from service.sessions.request import NewSession
 from service.sessions.sessions import Sessions
 from service.settings import Settings
@@ -54,7 +55,7 @@ class Joining:
             stuck_after=settings.stuck_after,
         )
         self.load = RemoteLoader(self.cluster, settings.policy_bytes)
-        self.forwarding = Forwarding()
+        self.forwarding = Forwarding(Origins(settings.origins))
         self._own: tuple[str, int] = ("127.0.0.1", settings.port)
         self._front: FrontOfCluster | None = None
 
@@ -65,7 +66,7 @@ class Joining:
             own: address and port that this server listens on.
 
         Raises:
-            NoDevice: the cluster cannot be joined, or has no engine.
+            NoEngine: the cluster cannot be joined, or has no engine.
         """
         if own is not None:
             self._own = (str(own[0]), int(str(own[1])))
@@ -82,20 +83,20 @@ class Joining:
             await self.cluster.open(engine)
         except CannotJoin as error:
             await self.cluster.close()
-            raise NoDevice(f"engine {settings.engine}: {error}") from error
+            raise NoEngine(f"engine {settings.engine}: {error}") from error
         return engine
 
     async def share(self, sessions: Sessions) -> FrontOfCluster:
         """Tell other fronts of these sessions.
 
         Raises:
-            NoDevice: the directory does not answer.
+            NoEngine: the directory does not answer.
         """
         front = FrontOfCluster(self._name, self._url, sessions)
         try:
             await asyncio.wait_for(front.open(), PATIENCE)
         except TimeoutError:
-            raise NoDevice(f"the directory of the cluster has not answered for {PATIENCE:g} s") from None
+            raise NoEngine(f"the directory of the cluster has not answered for {PATIENCE:g} s") from None
         self._front = self.forwarding.front = front
         return front
 
