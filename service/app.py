@@ -134,6 +134,8 @@ def create_app(
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
     watch(app)
     guard.watch(app)
+    # After the guard and before the doors, which refuse whatever session is not here.
+    shared = None if settings.engine == "here" else _Shared(app)
     install_errors(app)
     for prefix in PREFIXES:
         app.blueprint(api(prefix, Origins(settings.origins)))
@@ -146,7 +148,6 @@ def create_app(
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
     destinations = None if transport else _destinations(app)
-    shared = None if settings.engine == "here" else _Shared(app)
     hosts = _hosts(settings)
     if hosts is not None:
         load = load or hosts.load
