@@ -92,13 +92,17 @@ class RemoteLane:
         self.asked_at = now
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
-        self._sender.submit(self._send, "act", arguments, partial(_hand_over, loop, outcome))
+        self._sender.submit(self._post, arguments, partial(_hand_over, loop, outcome), outcome)
         found = await self._in_time(outcome, may_move=may_move)
         total = time.monotonic() - now
         inference = _inference(found, total)
         self._took.learn(1, total)
         replica.costs.learn(inference.batch, inference.compute)
         return inference
+
+    def _post(self, arguments: tuple[Any, ...], done: Callable[[Any], None], outcome: asyncio.Future[Any]) -> None:
+        if not outcome.done():  # sending may have hung, and whoever waited was told so
+            self._send("act", arguments, done)
 
     async def _in_time(self, outcome: asyncio.Future[Any], *, may_move: bool) -> Any:
         usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
@@ -119,35 +123,34 @@ class RemoteLane:
         """The engine is gone: whoever waits for it is told now, whatever Ray will say later."""
         self._gone = why
         for outcome in tuple(self._open):
-            if not outcome.done():
-                outcome.set_exception(DeviceGone(why))
+            _settle(outcome, DeviceGone(why))
 
     async def close(self, within: float) -> bool:
         """Nobody is left waiting."""
         self._is_closed = True
         for outcome in tuple(self._open):
-            if not outcome.done():
-                outcome.set_exception(LaneClosed("the server is ending"))
+            _settle(outcome, LaneClosed("the server is ending"))
         self._sender.shutdown(wait=False, cancel_futures=True)
         return True
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[Any], found: Any) -> None:
-    def settle() -> None:
-        if outcome.done():
-            return
-        if isinstance(found, BaseException):
-            outcome.set_exception(found)
-            outcome.exception()  # whoever waited may have gone to another engine
-        else:
-            outcome.set_result(found)
-
     try:
-        loop.call_soon_threadsafe(settle)
+        loop.call_soon_threadsafe(_settle, outcome, found)
     except RuntimeError:
         # The loop has ended, and whoever waited with it.
         if not loop.is_closed():
             raise
+
+
+def _settle(outcome: asyncio.Future[Any], found: Any) -> None:
+    if outcome.done():
+        return
+    if isinstance(found, BaseException):
+        outcome.set_exception(found)
+        outcome.exception()  # whoever waited may have gone to another engine
+    else:
+        outcome.set_result(found)
 
 
 def _inference(found: Any, total: float) -> Inference:

@@ -1,0 +1,247 @@
+"""Requests to an engine elsewhere: answered, late, refused, or told at once that there will be no answer."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster import remote_lane
+from service.cluster.messages import EngineFacts, Loaded, Refusal
+from service.cluster.parcels import Parcel
+from service.cluster.remote_lane import RemoteLane
+from service.cluster.remote_policy import RemotePolicy, _Shipped
+from service.engine.device_lane import DeviceGone, InputRefused, LaneClosed, Overdue
+from service.engine.scripted_policy import SO100_REQUIREMENTS
+from service.engine.served import Inference, InferenceStuck, Replica
+from service.errors import PolicyFailed
+
+OBSERVATION = {"observation.state": np.zeros((1, 6), np.float32)}
+
+
+class Engine:
+    """The other end: keeps what it is asked until the test answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+        self.done: list[Callable[[Any], None]] = []
+        self.threads: set[str] = set()
+        self.answers: list[Any] = []
+
+    def send(self, method: str, arguments: tuple[Any, ...], done: Callable[[Any], None]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.asked.append((method, arguments))
+        if self.answers:
+            done(self.answers.pop(0))
+        else:
+            self.done.append(done)
+
+    async def until_asked(self, times: int = 1) -> None:
+        async with asyncio.timeout(5):
+            while len(self.asked) < times:  # noqa: ASYNC110 - it is another thread that sends
+                await asyncio.sleep(0.001)
+
+
+def chunk() -> np.ndarray:
+    found = np.ones((1, 20, 6), np.float32)
+    found.flags.writeable = False  # as what comes out of an object store
+    return found
+
+
+def answered(**seconds: float) -> Inference:
+    told = {"queue": 0.01, "to_device": 0.02, "compute": 0.03, "to_host": 0.04, "total": 0.1} | seconds
+    return Inference(chunk(), batch=4, **told)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def replica() -> Replica:
+    loaded = Loaded("handle", SO100_REQUIREMENTS, "cpu:0", ())
+    return Replica(RemotePolicy(_Shipped(None, Parcel("", ())), "one", loaded, None), 0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+async def lane(engine: Engine) -> AsyncIterator[RemoteLane]:
+    unheard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, about: unheard.append(about))
+    lane = RemoteLane("one", engine.send, stuck_after=0.3)
+    yield lane
+    await lane.close(1.0)
+    async with asyncio.timeout(5):
+        while [one for one in threading.enumerate() if one.name.startswith("engine one")]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    gc.collect()
+    assert unheard == []
+
+
+async def test_an_answer_is_handed_on_and_the_way_counts_as_waiting(
+    engine: Engine, lane: RemoteLane, replica: Replica
+) -> None:
+    asking = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
+    await engine.until_asked()
+    assert lane.asked == 1
+    await asyncio.sleep(0.12)
+    engine.done[0](answered())
+    found = await asking
+    assert found.queue + found.to_device + found.compute + found.to_host == pytest.approx(found.total)
+    assert (found.to_device, found.compute, found.to_host, found.batch) == (0.02, 0.03, 0.04, 4)
+    assert found.total > 0.12
+    assert lane.asked == 0
+    assert replica.costs.is_known
+
+
+async def test_a_chunk_may_be_written_to(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+    engine.answers = [answered()]
+    found = await lane.ask(replica, OBSERVATION, None)
+    found.chunk[0, 0] = 7.0
+
+
+async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
+    engine: Engine, lane: RemoteLane, replica: Replica
+) -> None:
+    engine.answers = [answered(), answered()]
+    await lane.ask(replica, OBSERVATION, None)
+    await lane.ask(replica, OBSERVATION, lane.asked_at + 3600)
+    (method, (handle, observation, none)), (_, (_, _, due)) = engine.asked
+    assert (method, handle, list(observation), none) == ("act", "handle", ["observation.state"], None)
+    assert 3590 < due <= 3600
+    assert all(name.startswith("engine one") for name in engine.threads)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("input", InputRefused),
+        ("failed", PolicyFailed),
+        ("policy", PolicyFailed),
+        ("stuck", InferenceStuck),
+        ("unknown", DeviceGone),
+        ("engine", DeviceGone),
+    ],
+)
+async def test_each_refusal_is_the_error_that_it_is(
+    kind: Any, error: type[Exception], engine: Engine, lane: RemoteLane, replica: Replica
+) -> None:
+    engine.answers = [Refusal(kind, "why")]
+    with pytest.raises(error, match="why") as found:
+        await lane.ask(replica, OBSERVATION, None)
+    assert found.type is error
+    assert lane.asked == 0
+
+
+async def test_an_error_on_the_way_is_raised(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+    engine.answers = [DeviceGone("its process ended"), RuntimeError("the engine raised ValueError")]
+    with pytest.raises(DeviceGone):
+        await lane.ask(replica, OBSERVATION, None)
+    with pytest.raises(RuntimeError):
+        await lane.ask(replica, OBSERVATION, None)
+
+
+async def test_where_another_engine_may_be_asked_it_soon_is(
+    engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lane, "UNKNOWN", 0.02)
+    with pytest.raises(Overdue, match=r"one has not answered for 0.02 s"):
+        await lane.ask(replica, OBSERVATION, None, may_move=True)
+    assert lane.asked == 1, "it owes an answer"
+    engine.done[0](answered())
+    await asyncio.sleep(0.01)
+    assert lane.asked == 0
+
+
+async def test_what_it_usually_takes_says_what_is_late(
+    engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lane, "OVERDUE", 0.02)
+    monkeypatch.setattr(remote_lane, "UNKNOWN", 60.0)
+    engine.answers = [answered() for _ in range(8)]
+    for _ in range(8):
+        await lane.ask(replica, OBSERVATION, None)
+    with pytest.raises(Overdue):
+        await lane.ask(replica, OBSERVATION, None, may_move=True)
+
+
+async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+    with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
+        await lane.ask(replica, OBSERVATION, None)
+
+
+async def test_of_an_engine_that_is_gone_whoever_waits_is_told_at_once(
+    engine: Engine, lane: RemoteLane, replica: Replica
+) -> None:
+    waiting = [asyncio.create_task(lane.ask(replica, OBSERVATION, None)) for _ in range(3)]
+    await engine.until_asked(3)
+    lane.fail("it ended")
+    for one in waiting:
+        with pytest.raises(DeviceGone, match="it ended"):
+            await one
+    with pytest.raises(DeviceGone, match="it ended"):
+        await lane.ask(replica, OBSERVATION, None)
+    assert len(engine.asked) == 3
+    engine.done[0](answered())  # too late
+
+
+async def test_whoever_waits_is_told_that_the_server_ends(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+    waiting = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
+    await engine.until_asked()
+    assert await lane.close(1.0)
+    with pytest.raises(LaneClosed):
+        await waiting
+    with pytest.raises(LaneClosed):
+        await lane.ask(replica, OBSERVATION, None)
+
+
+@pytest.mark.parametrize("end", ["fail", "close"])
+async def test_what_nobody_waits_for_any_more_ends_without_a_word(
+    end: str, engine: Engine, lane: RemoteLane, replica: Replica
+) -> None:
+    asking = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
+    await engine.until_asked()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert lane.asked == 1
+    await lane.close(1.0) if end == "close" else lane.fail("it ended")
+    await asyncio.sleep(0)
+    assert lane.asked == 0
+
+
+async def test_what_waits_to_be_sent_to_an_engine_that_is_gone_is_not_sent(
+    engine: Engine, lane: RemoteLane, replica: Replica
+) -> None:
+    gate = threading.Event()
+    send = engine.send
+
+    def slow(*arguments: Any) -> None:
+        gate.wait(10)
+        send(*arguments)
+
+    lane._send = slow
+    asking = [asyncio.create_task(lane.ask(replica, OBSERVATION, None)) for _ in range(5)]
+    await asyncio.sleep(0.01)
+    lane.fail("it ended")
+    gate.set()
+    await asyncio.gather(*asking, return_exceptions=True)
+    await engine.until_asked()
+    await lane.close(1.0)
+    await asyncio.sleep(0.02)
+    assert len(engine.asked) == 1
+
+
+async def test_it_says_what_the_engine_said_last(lane: RemoteLane) -> None:
+    lane.facts = EngineFacts(load=0.5, waiting=3, batches={1: 2, 4: 8})
+    assert (lane.load(0.0), lane.waiting, lane.batches) == (0.5, 3, {1: 2, 4: 8})
+
+
+def test_what_needs_no_ray_does_not_import_it() -> None:
+    modules = ("directory", "scaling", "parcels", "messages", "remote_lane", "remote_policy")
+    program = "import sys\n" + "".join(f"import service.cluster.{name}\n" for name in modules)
+    subprocess.run([sys.executable, "-c", f"{program}assert 'ray' not in sys.modules"], check=True)
