@@ -27,6 +27,21 @@ def fleets(found: Mapping[str, Any]) -> str:
     return "machines like this one: " + ", ".join(f"{row['machines']} for {row['robots']:,} robots" for row in rows)
 
 
+def ray_latency(found: Mapping[str, Any]) -> str:
+    added = {size: sides["added_ms"]["p50"] for size, sides in found["sizes"].items()}
+    return "added to a chunk, median: " + ", ".join(f"{ms:.1f} ms at {size}" for size, ms in added.items())
+
+
+def ray_cluster(found: Mapping[str, Any]) -> str:
+    broken = found["failures"]
+    node, listed = broken["a node is killed"], broken["listed"]
+    return (
+        f"a machine: {node['robots_held']} of {node['robots']} held, the longest pause "
+        f"{node['longest_pause_s'] * 1e3:.0f} ms; a front: {len(listed['interrupted'])} sessions interrupted, "
+        f"{len(listed['lost'])} lost, adopted in {broken['adopted_in_s']:g} s"
+    )
+
+
 def isolation(found: Mapping[str, Any]) -> str:
     beside = {case: one.get("p99_ratio_to_seven_alone") for case, one in found["cases"].items()}
     said = [f"{ratio:.2f} when it {case}" for case, ratio in beside.items() if ratio is not None]

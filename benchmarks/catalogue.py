@@ -88,6 +88,24 @@ ALL: Sequence[Benchmark] = (
         quick=("--most", "1000", "--seconds", "5"),
     ),
     Benchmark(
+        "ray_latency",
+        "What does an engine in another process cost, per chunk?",
+        "The same policy in this process and in an engine of a Ray on this machine, by turns; 'added' is the way there "
+        "and back.",
+        (1.5, 0.7),
+        answers.ray_latency,
+        ("--rounds", "1", "--count", "40"),
+    ),
+    Benchmark(
+        "ray_cluster",
+        "What do robots see when a machine or a front of a cluster dies?",
+        "Three nodes of Ray on this machine, two fronts, sixteen robots: the longest pause between two commands of a "
+        "robot, and what became of sessions.",
+        (3.5, 1.5),
+        answers.ray_cluster,
+        ("--only", "failures", "--seconds", "5"),
+    ),
+    Benchmark(
         "isolation",
         "Does one failing session disturb the others?",
         "Lateness of seven sessions while an eighth raises, answers with NaN or stalls; 1.0 means unchanged.",

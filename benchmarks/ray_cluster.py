@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def main() -> None:
     parser.add_argument("--only", choices=["scaling", "failures"], help="one half")
     parser.add_argument("--output", type=Path, default=RESULTS / "ray_cluster.json")
     options = parser.parse_args()
+    if find_spec("ray") is None:
+        parser.error("Ray is not installed: pip install 'robojax[ray]'")
     quiet = quietness()
     figures: dict[str, Any] = {}
     if options.only != "failures":

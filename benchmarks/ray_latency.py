@@ -11,6 +11,7 @@ import argparse
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,6 @@ import numpy as np
 import jaxmodels
 from benchmarks import pictures
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
-from service.cluster.cluster import Cluster
-from service.cluster.messages import EngineOptions
-from service.cluster.remote_policy import RemoteLoader
-from service.cluster.scaling import Bounds
 from service.engine.engine import Engine, Served
 
 SIZES = {"96x96": (96, 96), "480x640": (480, 640)}
@@ -47,6 +44,12 @@ async def asked(engine: Engine, served: Served, size: tuple[int, int], count: in
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """By turns, so that both have the machine as it was."""
+    # Here, so that main can say what is missing.
+    from service.cluster.cluster import Cluster
+    from service.cluster.messages import EngineOptions
+    from service.cluster.remote_policy import RemoteLoader
+    from service.cluster.scaling import Bounds
+
     here = Engine()
     there = Engine(are_elsewhere=True)
     cluster = Cluster("local", "benchmark", EngineOptions(), Bounds())
@@ -98,6 +101,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=150, help="questions of each side, size and round")
     parser.add_argument("--output", type=Path, default=RESULTS / "ray_latency.json")
     options = parser.parse_args()
+    if find_spec("ray") is None:
+        parser.error("Ray is not installed: pip install 'robojax[ray]'")
     quiet = quietness()
     found = asyncio.run(measure(options))
     question = (__doc__ or "").splitlines()[0]
