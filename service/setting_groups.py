@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, FiniteFloat
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from service.setting_values import Amounts, Counts, Names, Ranges, Seconds, Sources, Steps
+from service.setting_values import Address, Amounts, Counts, Names, Ranges, Seconds, Sources, Steps, Where
 
 PREFIX = "ROBOJAX_"
 
@@ -233,9 +233,8 @@ class PolicySettings(Group):
 class ClusterSettings(Group):
     """Cluster"""
 
-    engine: str = Field(
+    engine: Where = Field(
         default="here",
-        pattern=r"^(here|ray-local|ray-auto|ray://[^/@\s]+:\d+)$",
         description="Where policies run: here, in this process; ray-local, in processes beside this one, on a Ray that "
         "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in one of "
         "which it is none, through Ray's client server there.",
@@ -265,9 +264,8 @@ class ClusterSettings(Group):
         description="What the other fronts of a cluster call this one, the same after a restart; default: "
         "its host's name and its port.",
     )
-    front_url: str | None = Field(
+    front_url: Address | None = Field(
         default=None,
-        pattern=r"^https?://[^/@\s]+$",
         description="Where the other fronts of a cluster reach this one; default: the address it listens on.",
     )
 

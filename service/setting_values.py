@@ -71,6 +71,20 @@ def _amounts(value: object) -> object:
     return {name.strip(): amount.strip() for name, _, amount in pairs}
 
 
+def _engine(value: str) -> str:
+    if not re.fullmatch(r"here|ray-local|ray-auto|ray://[^/@\s]+:\d+", value):
+        raise ValueError("here, ray-local, ray-auto or ray://HOST:PORT")
+    return value
+
+
+def _address(value: str) -> str:
+    if not re.fullmatch(r"https?://[^/@\s]+", value):
+        raise ValueError("http://HOST:PORT or https://HOST:PORT, without a path")
+    return value
+
+
+Where = Annotated[str, AfterValidator(_engine)]
+Address = Annotated[str, AfterValidator(_address)]
 Amounts = Annotated[Mapping[str, Annotated[FiniteFloat, Field(gt=0)]], NoDecode, BeforeValidator(_amounts)]
 Sources = Annotated[Mapping[str, tuple[str, str | None]], NoDecode, BeforeValidator(_sources)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]

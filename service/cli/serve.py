@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -200,6 +200,8 @@ def _default(value: object) -> str:
     shown = (
         ",".join(map(str, value))
         if isinstance(value, tuple)
+        else ",".join(f"{name}={amount:g}" for name, amount in value.items())
+        if isinstance(value, Mapping)
         else str(value).lower()
         if isinstance(value, bool)
         else value
@@ -216,6 +218,8 @@ def _metavar(annotation: Any) -> str:
         return "NUMBER"
     if get_origin(annotation) is tuple:
         return "A,B"
+    if get_origin(annotation) is Mapping and "tuple" not in str(annotation):
+        return "NAME=NUMBER"
     return "JSON" if "Mapping" in str(annotation) else "TEXT"
 
 

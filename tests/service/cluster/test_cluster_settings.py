@@ -1,0 +1,43 @@
+"""The flags of a cluster, and what is said where Ray is not installed."""
+
+import sys
+
+import pytest
+
+from service.app import create_app
+from service.settings import Settings, SettingsError, load_settings
+
+
+@pytest.mark.parametrize("engine", ["here", "ray-local", "ray-auto", "ray://10.0.0.5:10001"])
+def test_where_engines_may_be(engine: str) -> None:
+    assert load_settings({"engine": engine}).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"engine": "ray"}, "wanted here, ray-local, ray-auto or ray://HOST:PORT"),
+        ({"engine": "ray://user@host:1"}, "wanted here, ray-local"),
+        ({"engine": "ray-local\n"}, "wanted here, ray-local"),
+        ({"engines": "3", "engines_most": "2"}, "found 3 and 2; wanted engines <= engines_most"),
+        ({"engine_resources": "GPU"}, "wanted NAME=AMOUNT with commas between, not 'GPU'"),
+        ({"engine_resources": "GPU=0"}, "greater than 0"),
+        ({"front_url": "http://10.0.0.5:8001/api"}, "without a path"),
+        ({"front_url": "ftp://10.0.0.5"}, "wanted http://HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_says_what_can(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(SettingsError, match=says.replace("://", ".*")):
+        load_settings(flags)
+
+
+def test_resources_are_read_from_a_flag() -> None:
+    assert load_settings({"engine_resources": "TPU=4, CPU=8"}).engine_resources == {"TPU": 4.0, "CPU": 8.0}
+
+
+def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("service.cluster")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SettingsError, match=r"engine: ray-local needs Ray .*pip install 'robojax\[ray\]'"):
+        create_app(Settings(engine="ray-local", state="off"))
