@@ -16,7 +16,7 @@ class Kept:
     def __init__(self, records: SessionRecords, record: SessionRecord):
         self.record = record
         self._records = records
-        self._is_dropped = False
+        self._is_dropped = self._is_given_up = False
         records.put(record)
 
     def __contains__(self, room: object) -> bool:
@@ -25,9 +25,10 @@ class Kept:
 
     async def add(self, room: str) -> None:
         """This room is about to be made: whoever comes after a kill has to know whose it is."""
-        if room not in self.record.made and not self._is_dropped:
+        if room not in self.record.made and not self._is_given_up:
             self.record = replace(self.record, made=(*self.record.made, room))
-            self._records.put(self.record)
+            if not self._is_dropped:
+                self._records.put(self.record)
         # Rooms that are made again when a link comes back must not wait for a disk to be repaired.
         with suppress(NotKept):
             await self._records.written()
@@ -52,6 +53,12 @@ class Kept:
         elif not self._is_dropped:
             self.record = replace(self.record, is_shut_down=True)
             self._records.put(self.record)
+
+    def give_up(self) -> None:
+        """Forget it, and leave its rooms as they are: they are another server's now."""
+        self.drop()
+        self._is_given_up = True
+        self.record = replace(self.record, made=())
 
     def drop(self) -> None:
         """Forget it."""

@@ -76,7 +76,7 @@ class Ledger:
         if isinstance(session, Interrupted):
             self._records.drop(session.id)
         else:
-            self._kept.pop(session.id).drop()
+            self._kept.pop(session.id).give_up()
         self._records.unlatch(session.id)
 
     def delete(self, session: Session | Interrupted) -> Orphan | None:

@@ -237,7 +237,8 @@ class RoomsLink:
     async def close(self) -> None:
         """Leave every room and remove those this link made; what cannot be removed is named in the log."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
-        made = list(self._made.items())
+        # Those that were given to another server meanwhile are not ours any more.
+        made = [(room, kind) for room, kind in self._made.items() if self._known is None or room in self._known]
         try:
             async with asyncio.timeout(self._pace.leave):
                 gone = await asyncio.gather(*(self._remove(room, kind) for room, kind in made), return_exceptions=True)

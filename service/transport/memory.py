@@ -171,16 +171,16 @@ class MemoryTransport:
         if self.refuse is not None:
             raise self.refuse
         link = MemoryLink(rooms, cameras, inbox, self._clock)
-        ours = set()
+        ours: dict[str, str] = {}
         for room in link._named(None):
             name = f"{rooms.workspace_id}/{room}"
             if name not in self.existing:
                 if made is not None:
                     await made.add(room)
                 self.existing.add(name)
-                ours.add(name)
+                ours[name] = room
             elif made is not None and room in made:
-                ours.add(name)
+                ours[name] = room
         self.links.append(link)
         link.come_up()
         try:
@@ -189,7 +189,7 @@ class MemoryTransport:
             link.is_closed = True
             if self.leaving is not None:
                 await self.leaving.wait()
-            self.existing -= ours
+            self.existing -= {name for name, room in ours.items() if made is None or room in made}
 
     async def clear(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]

@@ -1,0 +1,121 @@
+"""A session goes from one server to another: held here, interrupted there, and its rooms are left as they are."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from service.engine.engine import Engine
+from service.engine.scripted_policy import ScriptedLoader
+from service.errors import MoveRefused, SessionExists
+from service.sessions.records import SessionRecords
+from service.sessions.session_record import from_json
+from service.sessions.sessions import NewSession, Sessions
+from service.transport.memory import MemoryTransport
+
+NEW = NewSession("arm", "policy", "memory://", owner="alice")
+
+
+class Servers:
+    """Two, with the same rooms."""
+
+    def __init__(self) -> None:
+        self.transport = MemoryTransport()
+        self.here, self.there = (
+            Sessions(
+                transport=self.transport,
+                load=ScriptedLoader(),
+                engine=Engine(switch_interval=None),
+                records=SessionRecords(),
+            )
+            for _ in range(2)
+        )
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[Servers]:
+    servers = Servers()
+    yield servers
+    for one in (servers.here, servers.there):
+        await one.close()
+
+
+async def test_nothing_is_written_down_of_one_that_nobody_was_promised(servers: Servers) -> None:
+    assert servers.here.record_of("arm") is None
+    await servers.here.create(NEW)
+    record = servers.here.record_of("arm")
+    assert record is not None
+    assert record.is_ready
+    assert from_json(record.as_json()) == record
+
+
+async def test_one_that_is_given_up_is_held_and_its_rooms_stay(servers: Servers) -> None:
+    await servers.here.create(NEW)
+    await servers.here.start("arm")
+    rooms = set(servers.transport.existing)
+    await servers.here.give_up("arm")
+    assert servers.here.list() == []
+    assert servers.transport.links[0].is_closed
+    assert servers.transport.existing == rooms != set()
+    assert servers.here.record_of("arm") is None
+    await servers.here.give_up("arm")
+
+
+async def test_the_rooms_of_one_that_is_deleted_go_as_before(servers: Servers) -> None:
+    await servers.here.create(NEW)
+    await servers.here.delete("arm")
+    assert servers.transport.existing == set()
+
+
+async def test_one_that_is_taken_in_moves_nothing_before_it_is_restarted_and_then_has_its_rooms(
+    servers: Servers,
+) -> None:
+    await servers.here.create(NEW)
+    record = servers.here.record_of("arm")
+    assert record is not None
+    await servers.here.give_up("arm")
+    session = await servers.there.take_in(record, None)
+    assert (str(session.stage), session.new.owner) == ("interrupted", "alice")
+    with pytest.raises(MoveRefused):
+        await servers.there.start("arm")
+    await servers.there.restart("arm")
+    assert [session.id for session in servers.there.list()] == ["arm"]
+    await servers.there.delete("arm")
+    assert servers.transport.existing == set(), "they are that server's now"
+
+
+async def test_the_latch_of_an_emergency_stop_comes_along(servers: Servers) -> None:
+    await servers.here.create(NEW)
+    await servers.here.emergency_stop("a hand")
+    record = servers.here.record_of("arm")
+    assert record is not None
+    await servers.here.give_up("arm")
+    session = await servers.there.take_in(record, "a hand")
+    assert session.latch == "a hand"
+    with pytest.raises(MoveRefused):
+        await servers.there.restart("arm")
+    await servers.there.reset("arm")
+    await servers.there.restart("arm")
+    # The other one has no part in it any more.
+    await servers.there.delete("arm")
+    await servers.here.create(NEW)
+    await servers.here.start("arm")
+
+
+async def test_one_whose_id_is_there_is_not_taken_in(servers: Servers) -> None:
+    await servers.here.create(NEW)
+    await servers.there.create(replace(NEW, owner="bob"))
+    record = servers.here.record_of("arm")
+    assert record is not None
+    with pytest.raises(SessionExists):
+        await servers.there.take_in(record, None)
+
+
+async def test_an_interrupted_one_can_be_given_up_too(servers: Servers) -> None:
+    await servers.here.create(NEW)
+    record = servers.here.record_of("arm")
+    assert record is not None
+    await servers.there.take_in(record, None)
+    await servers.there.give_up("arm")
+    assert servers.there.list() == []
+    assert servers.transport.existing != set()
