@@ -71,7 +71,10 @@ def serve(config: Path | None, **flags: Any) -> None:
             "docs/cluster.md says how a cluster is made; without --engine policies run here",
         )
     except NoDevice as error:
-        fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --devices all takes those there are")
+        then = "robojax serve --devices all takes those there are"
+        if settings.hosts_count > 1:
+            then = "docs/several_hosts.md says how several hosts are started"
+        fail(Code.USAGE, "the server cannot start", str(error), then)
     except ModelError as error:
         fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
     except StartFailed as error:

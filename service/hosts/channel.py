@@ -96,6 +96,10 @@ class Channel:
                 self._connection.settimeout(1.0)
                 self._send(words, {})
             self._lock.release()
+        self.close()
+
+    def close(self) -> None:
+        """Whoever sends or receives hears that it is closed."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -75,9 +75,15 @@ class Follower:
         Raises:
             ChannelClosed: the front is gone. A thread may still wait for what never comes: the process has to end.
         """
-        self._channel.send({"versions": versions()})
-        for work in (self._run, self._build, self._beat):
-            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+        try:
+            self._channel.send({"versions": versions()})
+            for work in (self._run, self._build, self._beat):
+                threading.Thread(target=work, name=work.__name__, daemon=True).start()
+            return self._listen()
+        finally:
+            self._channel.close()
+
+    def _listen(self) -> str | None:
         while True:
             words, arrays = self._channel.receive()
             match words["do"]:

@@ -161,8 +161,11 @@ class Front:
         logger.info("waiting for %d more hosts at %s:%d", options.count - 1, options.host, options.port)
         with listener:
             listener.settimeout(BEAT)
-            while free := set(range(1, options.count)) - links.keys():
+            while True:
                 _drop_silent(links)
+                free = set(range(1, options.count)) - links.keys()
+                if not free:
+                    return [links[number] for number in sorted(links)]
                 if time.monotonic() > until:
                     for link in links.values():
                         link.channel.end({"do": "end", "why": "other hosts did not come"})
@@ -172,7 +175,6 @@ class Front:
                     connection, address = listener.accept()
                     if link := self._welcome(connection, address[0], min(free)):
                         links[min(free)] = link
-        return [links[number] for number in sorted(links)]
 
     def _welcome(self, connection: socket.socket, address: str, number: int) -> Link | None:
         """A follower, if it is one."""
@@ -207,6 +209,7 @@ def _drop_silent(links: dict[int, Link]) -> None:
             link.channel.beat()
         except ChannelClosed as error:
             logger.warning("%s is gone again: %s", link.name, error)
+            link.channel.close()
             del links[number]
 
 

@@ -1,6 +1,7 @@
 """GET /, GET /health and GET /ready."""
 
 import time
+from typing import Any
 
 from sanic import HTTPResponse
 
@@ -60,6 +61,10 @@ async def readiness(request: Request) -> HTTPResponse:
         waiting_for.append("JAX cannot be imported; the server's log says more")
     if context.sessions.is_closing:
         waiting_for.append("the server is shutting down")
+    devices: Any = context.sessions.engine.facts()["devices"]
+    failed = [device["failed"] for device in devices]
+    if failed and all(failed):
+        waiting_for.append(f"no device works: {failed[0]}")
     loading = [
         {
             "progress": session.progress.word,

@@ -256,6 +256,8 @@ def test_a_server_of_two_hosts_answers_and_says_when_one_is_gone(hosts: Hosts, t
     assert status == 200
     (device,) = health["engine"]["devices"]
     assert "host 1 (127.0.0.1) is gone" in device["failed"]
+    status, answer = hosts.ask("/ready", within=5)
+    assert (status, answer["code"]) == (503, "not_ready")
     shutil.copytree(POLICY, tmp_path / "another")
     new = NEW | {"session_id": "another", "policy_path": str(tmp_path / "another")}
     status, answer = hosts.ask("/sessions", new, within=10)
