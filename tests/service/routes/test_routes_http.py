@@ -51,7 +51,8 @@ async def test_every_route_answers_under_api_too(server, route):
         async with server.http.request(route.method, prefix + path) as answer:
             statuses.append((answer.status, answer.content_type))
     assert statuses[0] == statuses[1]
-    assert statuses[0][0] in (200, 404, 422)
+    # A server of its own takes no session over.
+    assert statuses[0][0] in (200, 404, 422) or (path.endswith("/adopt") and statuses[0][0] == 409)
 
 
 async def test_what_is_not_there_is_404_in_json(server):
