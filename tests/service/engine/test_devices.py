@@ -151,6 +151,8 @@ async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thr
 
 @pytest.mark.parametrize("devices", [(), ("a",), ("a", "a")])
 async def test_any_number_of_devices_is_closed(devices: tuple[str, ...]) -> None:
+    before = set(threading.enumerate())  # another test's may still be busy
     engine = Engine(switch_interval=None, devices=devices)
+    assert len(set(threading.enumerate()) - before) == max(len(devices), 1)
     await engine.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("device")]
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("device")]
