@@ -112,6 +112,12 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
         raise SettingsError(
             f"hosts_count ({where}): found {settings.hosts_count}; wanted --devices all --placement shard with it"
         )
+    if settings.hosts_count > 1 and settings.engine != "here":
+        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("hosts_count", "engine"))
+        raise SettingsError(
+            f"{where}: found {settings.hosts_count} and {settings.engine}; wanted one of the two: a policy over "
+            "several hosts, or engines of a cluster"
+        )
     if settings.rate > settings.max_rate:
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))
         raise SettingsError(f"{where}: found {settings.rate:g} and {settings.max_rate:g}; wanted rate <= max_rate")

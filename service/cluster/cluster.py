@@ -10,8 +10,8 @@ from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+import ray  # pyright: ignore[reportMissingImports] - an extra
+from ray.exceptions import GetTimeoutError, RayActorError, RayError  # pyright: ignore[reportMissingImports]
 
 from jaxmodels.errors import CheckpointError
 from service.cluster.messages import EngineOptions

@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-from ray.experimental import internal_kv
+import ray  # pyright: ignore[reportMissingImports] - an extra
+from ray.experimental import internal_kv  # pyright: ignore[reportMissingImports]
 
 from service.cluster.directory import Directory, DirectoryRefused, Entry, Front, Told
 from service.cluster.messages import Refused

@@ -245,6 +245,6 @@ def _cache() -> Path:
 
 
 def _get(piece: Any) -> bytes:
-    import ray
+    import ray  # pyright: ignore[reportMissingImports] - an extra
 
     return ray.get(piece)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from ray.exceptions import RayError
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from yarl import URL
 
 from service.auth.caller import Caller

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import ray
-from ray.exceptions import RayActorError, RayError
+import ray  # pyright: ignore[reportMissingImports] - an extra
+from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
 
 from service.cluster.engine_actor import EngineActor
 from service.cluster.messages import Begun, EngineFacts, EngineOptions, Refusal
