@@ -50,8 +50,13 @@ def pack(folder: Path, put: Callable[[bytes], Any]) -> Parcel:
         put: gives a piece to the object store.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: it has none, or its weights are in a form that does not travel.
     """
+    if (folder / "orbax").is_dir() and not (folder / "model.safetensors").exists():
+        raise CheckpointError(
+            f"{folder.name}: its weights are Orbax's, which are not sent to engines; load it here and save it again "
+            "(jaxmodels.load_policy(path).save(path)) to have them as model.safetensors"
+        )
     digest = hashlib.sha256()
     files = []
     for path in _files(folder):

@@ -62,6 +62,15 @@ def test_only_files_of_policies_are_packed(folder: Path) -> None:
     assert {name for name, _ in pack(folder, same).files} == set(FILES)
 
 
+def test_weights_that_do_not_travel_are_refused_before_anything_is_sent(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "orbax").mkdir()
+    sent: list[bytes] = []
+    with pytest.raises(CheckpointError, match=r"Orbax's, which are not sent to engines.*\.save\(path\)"):
+        pack(folder, sent.append)
+    assert not sent
+
+
 def test_a_folder_without_any_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="none of the files of a policy is in it"):
         pack(tmp_path, same)
