@@ -8,6 +8,7 @@ from service.errors import MoveRefused
 from service.routes.answers import answer
 from service.routes.body import read_body
 from service.routes.context import Request
+from service.routes.ownership import session_of
 from service.routes.route import Route
 from service.schemas import AdoptRequest
 
@@ -28,6 +29,7 @@ async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
     """
     front = request.app.ctx.front
     if front is None:
+        session_of(request, session_id)  # what is not theirs is not there
         raise MoveRefused("this server shares its sessions with no other one; --engine ray-auto joins a cluster")
     body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
     session = await front.adopt(session_id, caller_of(request), force=body.force)

@@ -114,7 +114,13 @@ def test_a_recording_that_is_asked_to_end_leaves_nothing(tmp_path: Path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
 def test_ctrl_c_while_its_workers_begin_is_no_traceback(tmp_path: Path):
     command = [sys.executable, "-m", "service.cli", "record-demo", str(tmp_path / "pick"), "--workers", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+    # What a shell starts in the background ignores Ctrl-C, and so does what that starts.
+    here = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, here)
+    with running:
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
         deadline = time.monotonic() + 60
         while "spawn_main" not in "".join(map(_command_line, children.read_text().split())):
