@@ -258,7 +258,7 @@ class Recordings:
             self._making[name] = "making"
             command = (sys.executable, "-m", "service.recording.export", str(path), str(folder))
             try:
-                code, said = await _run(command)
+                code, said = await run_process(command)
             except OSError as error:
                 self._making[name] = FAILED
                 logger.error("no dataset was made of recording %s: %s", name, error.strerror)
@@ -300,7 +300,7 @@ class Recordings:
             )
 
 
-async def _run(command: Sequence[str]) -> tuple[int, bytes]:
+async def run_process(command: Sequence[str]) -> tuple[int, bytes]:
     """A process's exit code and what it complained of; it is ended when this is cancelled.
 
     Begun in a thread: uvloop forks on the event loop, which then stands still for 10 ms and more while the pages of
@@ -309,13 +309,16 @@ async def _run(command: Sequence[str]) -> tuple[int, bytes]:
     nothing = subprocess.DEVNULL
     start = partial(subprocess.Popen, command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE)
     starting = call_in_thread(start, name="a dataset's start")
+    talking: asyncio.Future[tuple[bytes, bytes]] | None = None
     try:
         child = await asyncio.shield(starting)
-        _, said = await call_in_thread(child.communicate, name="a dataset")
+        talking = call_in_thread(child.communicate, name="a dataset")
+        _, said = await asyncio.shield(talking)
     except asyncio.CancelledError:
         child = await starting
         child.terminate()
-        await call_in_thread(child.wait, name="a dataset's end")
+        # To its end, whoever listens: what it writes to is closed by that.
+        await (talking or call_in_thread(child.communicate, name="a dataset's end"))
         raise
     return child.returncode, said
 

@@ -1,12 +1,14 @@
 import asyncio
 import json
 import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
 
 from service.recording.mcap_reader import McapSource
+from service.recording.recordings import run_process
 from service.recording.sources import open_source
 
 NAMES = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
@@ -140,3 +142,21 @@ async def test_names_are_never_paths(serve, tmp_path, name):
     async with serve(recordings=str(tmp_path / "kept")) as server, server.http.delete(f"/recordings/{name}") as answer:
         assert answer.status in (400, 404, 405)
     assert (tmp_path / "secret.mcap").exists()
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3])
+async def test_a_process_that_is_ended_leaves_nothing_open(after):
+    pipes, begin = [], subprocess.Popen.__init__
+
+    def remember(self, *how, **more):
+        begin(self, *how, **more)
+        pipes.append(self.stderr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", remember)
+        running = asyncio.create_task(run_process([sys.executable, "-c", "import time; time.sleep(60)"]))
+        await asyncio.sleep(after)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert [pipe.closed for pipe in pipes] == [True]
