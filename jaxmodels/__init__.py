@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jaxmodels.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from jaxmodels.caches import cache_folder, user_cache
     from jaxmodels.description import read_requirements
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.finding import POLICY_FILES, find_policy
@@ -27,6 +28,7 @@ __all__ = [
     "TemporalEnsembler",
     "Transformer2DConfig",
     "Transformer2DModel",
+    "cache_folder",
     "find_policy",
     "is_model",
     "join_hosts",
@@ -34,6 +36,7 @@ __all__ = [
     "load_policy",
     "name_devices",
     "read_requirements",
+    "user_cache",
 ]
 
 _HOMES = {
@@ -44,6 +47,7 @@ _HOMES = {
     "TemporalEnsembler": "jaxmodels.ensembling",
     "Transformer2DConfig": "jaxmodels.transformer2d",
     "Transformer2DModel": "jaxmodels.transformer2d",
+    "cache_folder": "jaxmodels.caches",
     "find_policy": "jaxmodels.finding",
     "is_model": "jaxmodels.loaded_model",
     "join_hosts": "jaxmodels.hosts",
@@ -51,5 +55,6 @@ _HOMES = {
     "load_policy": "jaxmodels.loading",
     "name_devices": "jaxmodels.placement",
     "read_requirements": "jaxmodels.description",
+    "user_cache": "jaxmodels.caches",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

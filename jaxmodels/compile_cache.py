@@ -3,35 +3,27 @@
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
+from jaxmodels.caches import cache_folder
+
 VARIABLE = "ROBOJAX_COMPILE_CACHE"
-OFF = ("", "0", "off", "none", "false")
 
 logger = logging.getLogger(__name__)
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """``ROBOJAX_COMPILE_CACHE`` (a folder, or ``off``), else ``robojax/xla`` in the user's cache folder."""
-    asked = environment.get(VARIABLE)
-    if asked is not None:
-        return None if asked.lower() in OFF else Path(asked).expanduser()
-    home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "robojax" / "xla"
 
 
 def use_compile_cache() -> Path | None:
     """Switches JAX's persistent cache on, unless whoever started us configured one; gives its folder.
 
+    It is ``ROBOJAX_COMPILE_CACHE`` (a folder, or ``off``), else ``robojax/xla`` in the user's cache folder.
     A folder that cannot be written only costs compile time, so it is said in the log and nothing is cached.
     """
     configured = jax.config.values.get("jax_compilation_cache_dir")
     if configured:
         return Path(configured)
-    folder = cache_folder(os.environ)
+    folder = cache_folder("xla", os.environ.get(VARIABLE))
     if folder is None:
         return None
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxmodels.caches import cache_folder
 from jaxmodels.data.dataset import Dataset
 from jaxmodels.data.frames import resize_frames
 
@@ -21,7 +22,6 @@ except ImportError:  # not on Windows
     fcntl = None
 
 VARIABLE = "ROBOJAX_FRAME_CACHE"
-OFF = ("", "0", "off", "none", "false")
 # Of all datasets together. A 96x96 frame has 28 kB, one of 480x640 0.9 MB.
 LIMIT = 32 << 30
 # Left on the disk for everybody else.
@@ -32,13 +32,9 @@ SUFFIX, UNFINISHED = ".frames", ".partial"
 logger = logging.getLogger(__name__)
 
 
-def cache_folder() -> Path | None:
+def frames_folder() -> Path | None:
     """``ROBOJAX_FRAME_CACHE`` (a folder, or ``off``), else ``robojax/frames`` in the user's cache folder."""
-    asked = os.environ.get(VARIABLE)
-    if asked is not None:
-        return None if asked.lower() in OFF else Path(asked).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "robojax" / "frames"
+    return cache_folder("frames", os.environ.get(VARIABLE))
 
 
 def cached_frames(

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxmodels.data.dataset import Dataset
-from jaxmodels.data.frame_cache import LIMIT, cache_folder, cached_frames
+from jaxmodels.data.frame_cache import LIMIT, cached_frames, frames_folder
 from jaxmodels.data.frames import resize_frames
 from jaxmodels.data.sampler import Sampler
 from jaxmodels.errors import DatasetError
@@ -102,7 +102,7 @@ class Loader:
         self._sampler = Sampler(len(dataset), batch_size, seed)
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._ahead = max(self._workers + 2 if ahead is None else ahead, 1)
-        folder = cache_folder() if cache is True else cache or None
+        folder = frames_folder() if cache is True else cache or None
         self._sizes = {one.name: (one.shape[1], one.shape[2]) for one in policy.cameras}
         self._cached = {
             name: None

@@ -20,14 +20,14 @@ from jaxmodels.training.export import normalization_of, write_policy
 from jaxmodels.training.layout import Layout, find_layout
 from jaxmodels.training.placed import Placed, host_weights, place, resolve, setup
 from jaxmodels.training.reports import Progress, Reports
-from jaxmodels.training.run_folder import METRICS, claim, cut_metrics
+from jaxmodels.training.run_folder import METRICS, POLICY, claim, cut_metrics, writing
 from jaxmodels.training.snapshots import POLICY as SNAPSHOT
 from jaxmodels.training.snapshots import Snapshots
 from jaxmodels.training.start import Start
 from jaxmodels.training.step import COUNT, State
 from jaxmodels.training.watch import Watch
 
-POLICY, CHECKPOINTS, CURVE = "policy", "checkpoints", "loss.png"
+CHECKPOINTS, CURVE = "checkpoints", "loss.png"
 
 
 def train(
@@ -65,30 +65,34 @@ def train(
         CheckpointError: weights to start from do not fit the policy.
         OSError: something cannot be written, e.g. because the disk is full; a later run can go on from what was.
     """
-    use_compile_cache()
-    config = resolve(config, start.policy)
-    layout = find_layout(device, config.data, config.fsdp, config.batch_size, config.gradient_accumulation_steps)
-    is_first = jax.process_index() == 0
-    if is_first:
-        claim(output, setup(dataset, start.policy, config), resume=resume)
-    loader = _loader(dataset, start.policy, config, on_decoding)
-    normalization = normalization_of(dataset, start, use_imagenet_stats=config.use_imagenet_stats)
-    example = layout.put_batch(loader.at(0))
-    placed = place(dataset, start, normalization, config, layout, example)
-    run = _Run(dataset, start, config, output, layout, normalization, placed)
-    with Snapshots(output / CHECKPOINTS, keep=config.keep_checkpoints) as snapshots:
-        newest = snapshots.newest
-        state = placed.state if newest is None else snapshots.restore(newest, placed.state)
-        first = 0 if newest is None else newest
-        before = cut_metrics(output, first) if is_first else 0.0
-        with Reports(output, first=first, tensorboard=config.tensorboard, is_writing=is_first) as reports:
-            state = run.steps(state, first, before, loader, snapshots, reports, on_progress)
-        if newest != config.steps:
-            run.save(snapshots, state)
-    run.write(output / POLICY, state)
-    if is_first:
-        draw_curve(output / METRICS, output / CURVE)
-    return output / POLICY
+    with writing(output):
+        use_compile_cache()
+        config = resolve(config, start.policy)
+        layout = find_layout(device, config.data, config.fsdp, config.batch_size, config.gradient_accumulation_steps)
+        is_first = jax.process_index() == 0
+        if is_first:
+            claim(output, setup(dataset, start.policy, config), resume=resume)
+        loader = _loader(dataset, start.policy, config, on_decoding)
+        normalization = normalization_of(dataset, start, use_imagenet_stats=config.use_imagenet_stats)
+        example = layout.put_batch(loader.at(0))
+        placed = place(dataset, start, normalization, config, layout, example)
+        run = _Run(dataset, start, config, output, layout, normalization, placed)
+        with Snapshots(output / CHECKPOINTS, keep=config.keep_checkpoints) as snapshots:
+            newest = snapshots.newest
+            state = placed.state if newest is None else snapshots.restore(newest, placed.state)
+            first = 0 if newest is None else newest
+            if newest is not None:
+                # A kill may have come between the two parts of a checkpoint. Every process has to gather: none looks.
+                run.write(snapshots.folder(newest) / SNAPSHOT, state)
+            before = cut_metrics(output, first) if is_first else 0.0
+            with Reports(output, first=first, tensorboard=config.tensorboard, is_writing=is_first) as reports:
+                state = run.steps(state, first, before, loader, snapshots, reports, on_progress)
+            if newest != config.steps:
+                run.save(snapshots, state)
+        run.write(output / POLICY, state)
+        if is_first:
+            draw_curve(output / METRICS, output / CURVE)
+        return output / POLICY
 
 
 class _Run:

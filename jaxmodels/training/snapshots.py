@@ -16,11 +16,13 @@ from jaxmodels.checkpoints import orbax
 
 STATE, POLICY, LAST = "training_state", "pretrained_model", "last"
 
+REMOVED = ".removed-"  # begins the name of what is being removed, in which files are missing already
+
 Tree = TypeVar("Tree")
 
 
 class Snapshots:
-    """The checkpoints of a folder.
+    """The checkpoints of a folder; what a killed run began and nobody will finish is removed.
 
     Args:
         keep: how many of the newest stay.
@@ -35,6 +37,8 @@ class Snapshots:
         self._pending: int | None = None
 
     def __enter__(self) -> "Snapshots":
+        if jax.process_index() == 0:
+            self._tidy()
         return self
 
     def __exit__(
@@ -70,6 +74,7 @@ class Snapshots:
             for name, leaf in _leaves(wanted).items()
         }
         found = orbax.restore(self.folder(step) / STATE, leaves)
+        self._pending = step  # the link to it may not have been made
         return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in sorted(found)])
 
     def _whole(self) -> list[int]:
@@ -86,7 +91,21 @@ class Snapshots:
         os.replace(link, self._folder / LAST)
         self._pending = None
         for step in self._whole()[: -self._keep]:
-            shutil.rmtree(self.folder(step), ignore_errors=True)
+            self._remove(self.folder(step))
+
+    def _remove(self, folder: Path) -> None:
+        # Under another name first: one that was removed in part would look whole.
+        removed = folder.with_name(f"{REMOVED}{folder.name}")
+        shutil.rmtree(removed, ignore_errors=True)
+        os.replace(folder, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _tidy(self) -> None:
+        for draft in (*self._folder.glob(f"{REMOVED}*"), *self._folder.glob(f"*/.{POLICY}-*")):
+            shutil.rmtree(draft, ignore_errors=True)
+        for folder in self._folder.glob("[0-9]*"):
+            if folder.name.isdigit() and not (folder / STATE).is_dir():
+                self._remove(folder)
 
 
 def _leaves(state: Any) -> dict[str, Any]:

@@ -94,6 +94,12 @@ def new_policy(
     read: dict[str, Any] = dict(_features(dataset, image_size))
     read |= dict(chosen.small) if preset == SMALL else {}
     read |= values or {}
+    of_policy = (values or {}).get("text_encoder")
+    if text_encoder is not None and of_policy is not None:
+        raise ConfigError(
+            f"text_encoder is {str(text_encoder)!r}, and {of_policy!r} among the policy's fields; "
+            "wanted one of --text_encoder=<a CLIP> and --policy.text_encoder=small"
+        )
     text = None if text_encoder is None else read_clip_text(_folder(text_encoder, None, on_progress))
     if text is not None:
         read["text_encoder"] = text.config.to_json()
@@ -165,5 +171,8 @@ def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str,
 def _text_encoder(name: str) -> dict[str, Any]:
     made = {"small": TextConfig.small, "clip": TextConfig.clip}
     if name not in made:
-        raise ConfigError(f"text_encoder is {name!r}; known: {', '.join(made)}, or an object of its fields, or null")
+        raise ConfigError(
+            f"text_encoder is {name!r}; known: {', '.join(made)}, or an object of its fields, or null; the folder or "
+            "repo of a CLIP is given as --text_encoder, without policy"
+        )
     return made[name]().to_json()

@@ -2,11 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,9 @@ from jaxmodels.training.schedules import scheduler_preset
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 from tests.jaxmodels.conftest import seeded_weights
+from tests.jaxmodels.lerobots_python import LEROBOT, WITHOUT, lerobot
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "lerobot_act_training"
-# A Python that has lerobot 0.4.4, when it is not this one.
-LEROBOT = os.environ.get("ROBOJAX_LEROBOT_PYTHON") or (sys.executable if find_spec("lerobot") else None)
 SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
 CASES = ("no_vae", "vae", pytest.param("camera_and_vae", marks=SLOW))
 RUNS = ("preset", "fast")
@@ -129,12 +125,9 @@ def golden(request: pytest.FixtureRequest) -> Training:
 def lerobots_own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recorded now, with other weights and batches than the golden ones."""
     if LEROBOT is None:
-        pytest.skip("no lerobot; ROBOJAX_LEROBOT_PYTHON names a Python that has it")
+        pytest.skip(WITHOUT)
     folder = tmp_path_factory.mktemp("lerobot")
-    command = [LEROBOT, "-W", "ignore", "-B", str(GOLDEN / "record.py"), str(folder), "1"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
+    lerobot("-W", "ignore", "-B", GOLDEN / "record.py", folder, 1, timeout=900)
     return folder
 
 

@@ -66,7 +66,9 @@ def plain(q: Array, k: Array, v: Array) -> Array:
 def test_attention_is_softmax_of_scaled_products(shape: tuple[int, ...]) -> None:
     q, k, v = inputs(*shape)
     np.testing.assert_allclose(jax.jit(attend)(q, k, v), formula(q, k, v), atol=2e-6)
-    np.testing.assert_allclose(attend(q, k, v, scale=1.0), formula(q * np.float32(np.sqrt(shape[-1])), k, v), atol=2e-6)
+    # Scores as large as above: the result is off by what float32 rounds of them, which depends on the processor.
+    scaled = q / np.float32(np.sqrt(shape[-1]))
+    np.testing.assert_allclose(attend(scaled, k, v, scale=1.0), formula(q, k, v), atol=2e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -125,6 +125,15 @@ def test_every_delay_runs_in_one_program(policy, monkeypatch: pytest.MonkeyPatch
         assert np.isfinite(policy.act({**seen(), **plan([delay] * 3, [CHUNK] * 3)})).all()
 
 
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+def test_bfloat16_is_near(solver: str) -> None:
+    made = checkpoint(dataclasses.replace(CONFIG, flow_solver=solver))
+    wanted, found = (jaxmodels.Policy(made, dtype=dtype).act(seen()) for dtype in ("float32", "bfloat16"))
+    assert found.dtype == np.float32
+    assert not np.array_equal(found, wanted)
+    assert np.abs(found - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
 def test_cameras_are_looked_at_and_a_diffusion_continues_a_plan_too() -> None:
     cameras = tuple(Feature(f"observation.images.{name}", "VISUAL", (3, 32, 32)) for name in ("front", "wrist"))
     config = dataclasses.replace(CONFIG, input_features=cameras, objective="diffusion", prefix_through_model=False)

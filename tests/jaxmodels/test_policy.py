@@ -12,7 +12,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot
-from jaxmodels.compile_cache import cache_folder, use_compile_cache
+from jaxmodels.compile_cache import use_compile_cache
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 
 
@@ -229,11 +229,16 @@ def test_a_path_that_is_neither_folder_nor_repo_is_refused(tmp_path: Path, confi
         jaxmodels.load_policy(tmp_path / "policy", revision="main")
 
 
-def test_the_compile_cache_is_where_the_environment_says() -> None:
-    assert cache_folder({"HOME": "/h", "XDG_CACHE_HOME": "/x"}) == Path("/x/robojax/xla")
-    assert cache_folder({}) == Path.home() / ".cache/robojax/xla"
-    assert cache_folder({"ROBOJAX_COMPILE_CACHE": "/c"}) == Path("/c")
-    assert cache_folder({"ROBOJAX_COMPILE_CACHE": "off"}) is None
+@pytest.mark.usefixtures("no_programs")
+@pytest.mark.parametrize(("asked", "kept"), [(None, "robojax/xla"), ("here", "here"), ("off", None)])
+def test_the_compile_cache_is_where_the_environment_says(
+    asked: str | None, kept: str | None, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ROBOJAX_COMPILE_CACHE", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", asked if asked == "off" else str(tmp_path / asked))
+    assert use_compile_cache() == (None if kept is None else tmp_path / kept)
 
 
 @pytest.mark.usefixtures("no_programs")
@@ -285,6 +290,7 @@ def test_public_names_are_exactly_these() -> None:
         "TemporalEnsembler",
         "Transformer2DConfig",
         "Transformer2DModel",
+        "cache_folder",
         "find_policy",
         "is_model",
         "join_hosts",
@@ -292,6 +298,7 @@ def test_public_names_are_exactly_these() -> None:
         "load_policy",
         "name_devices",
         "read_requirements",
+        "user_cache",
     ]
     assert {name for name in dir(jaxmodels) if name in jaxmodels.__all__} == set(jaxmodels.__all__)
     for name in jaxmodels.__all__:

@@ -1,20 +1,15 @@
 """Parity with lerobot 0.4.4 itself: what it writes is read to the same numbers here, what is written here by it."""
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from jaxmodels.data import Loader, open_dataset
 from tests.jaxmodels.data.demonstrations import ACTION, FRONT, LENGTHS, STATE, TASKS, level, policy, spans
+from tests.jaxmodels.lerobots_python import LEROBOT, WITHOUT, lerobot
 
-# A Python that has lerobot 0.4.4, when it is not this one.
-LEROBOT = os.environ.get("ROBOJAX_LEROBOT_PYTHON") or (sys.executable if find_spec("lerobot") else None)
-pytestmark = pytest.mark.skipif(LEROBOT is None, reason="no lerobot; ROBOJAX_LEROBOT_PYTHON names a Python that has it")
+pytestmark = pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)
 # Levels of 255. Between two decoders of the same video: how colours are made of luma and chroma is rounded differently.
 DECODER, CODEC = 2, 4
 
@@ -57,17 +52,6 @@ np.savez(sys.argv[2], state=np.stack([row["observation.state"] for row in rows])
 """
 
 
-def lerobot(*arguments):
-    run = subprocess.run(
-        [str(LEROBOT), "-c", *map(str, arguments)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-
-
 @pytest.fixture(scope="module", params=["written here", "video", "image"])
 def both(written, request, tmp_path_factory):
     """A dataset of either side, read by both."""
@@ -79,8 +63,8 @@ def both(written, request, tmp_path_factory):
         episodes = [{"rows": list(span), "task": task} for span, task in zip(spans(), TASKS, strict=True)]
         told = {"kind": request.param, "camera": FRONT, "episodes": episodes}
         told |= {"state": STATE.tolist(), "action": ACTION.tolist(), "levels": [level(row) for row in range(20)]}
-        lerobot(WRITE, dataset, json.dumps(told))
-    lerobot(READ, dataset, folder / "seen.npz", FRONT)
+        lerobot("-c", WRITE, dataset, json.dumps(told))
+    lerobot("-c", READ, dataset, folder / "seen.npz", FRONT)
     with np.load(folder / "seen.npz") as seen:
         return open_dataset(dataset), dict(seen)
 

@@ -1,5 +1,6 @@
 """Every policy type there is, trained: instructions reach it, frozen parts stay, and the policy can be used."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot
+from jaxmodels.checkpoints.clip_text import read_clip_text
 from jaxmodels.data import Dataset, open_dataset
 from jaxmodels.errors import ConfigError, DatasetError
 from jaxmodels.policies import policy_types
@@ -16,6 +18,7 @@ from jaxmodels.training import Start, TrainingConfig, new_policy, policy_fields,
 from jaxmodels.training.instructions import read_instructions
 from tests.jaxmodels.training.conftest import TINY, write_demos
 
+CLIP = Path(__file__).parents[2] / "golden" / "clip_text"  # a small one with random weights
 TEXT = {"kind": "small", "length": 24, "width": 8, "n_layers": 1, "n_heads": 2, "hidden": 16}
 
 
@@ -69,6 +72,35 @@ def test_a_text_encoder_learns_unless_it_is_frozen(
     train(told, again, few, tmp_path / "again")
     moved = lerobot.read(tmp_path / "again" / "policy").weights
     assert any((moved[f"text.{name}"] != array).any() for name, array in text.items())
+
+
+def test_a_clip_from_a_folder_reads_the_tasks_and_stays_as_it_is(
+    told: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    folder = tmp_path / "clip"
+    shutil.copytree(CLIP / "quick", folder)
+    shutil.copy(CLIP / "tokenizer.json", folder)
+    start = new_policy(told, "diffusion2d", text_encoder=folder, values=TINY["diffusion2d"])
+    train(told, start, config(steps=2, log_freq=1), tmp_path / "run")
+    weights = lerobot.read(tmp_path / "run" / "policy").weights
+    for name, array in read_clip_text(folder).weights.items():
+        np.testing.assert_array_equal(weights[f"text.{name}"], array, err_msg=name)
+    policy = jaxmodels.load_policy(tmp_path / "run" / "policy")
+    observation: dict[str, Any] = {
+        "observation.state": np.zeros((1, 2), np.float32),
+        "observation.images.front": np.zeros((1, 16, 16, 3), np.uint8),
+    }
+    there, elsewhere = (policy.act({**observation, "task": [task]}) for task in told.tasks)
+    assert (there != elsewhere).any()
+
+
+def test_a_clip_and_another_text_encoder_are_not_both_taken(told: Dataset, tmp_path: Path) -> None:
+    values = {**TINY["diffusion2d"], "text_encoder": "small"}
+    with pytest.raises(ConfigError, match=r"'small' among the policy's fields; wanted one of --text_encoder"):
+        new_policy(told, "diffusion2d", text_encoder=tmp_path, values=values)
+    with pytest.raises(ConfigError, match=r"folder or repo of a CLIP is given as --text_encoder"):
+        new_policy(told, "diffusion2d", values={**TINY["diffusion2d"], "text_encoder": "openai/clip"})
 
 
 def test_a_frozen_text_encoder_without_weights_is_refused(told: Dataset) -> None:

@@ -23,6 +23,16 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "discrete": {"num_vector_embeds": 11, "sample_size": 4},
     "patches": {"in_channels": 3, "out_channels": 5, "patch_size": 2, "sample_size": 8},
 }
+# What PixArt takes: a kind, and the fields that make it one.
+SINGLE: tuple[str, Mapping[str, Any]] = (
+    "patches",
+    {
+        "norm_type": "ada_norm_single",
+        "cross_attention_dim": 24,
+        "caption_channels": 18,
+        "use_additional_conditions": True,
+    },
+)
 
 
 def live_tolerance() -> float:

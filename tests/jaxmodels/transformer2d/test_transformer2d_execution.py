@@ -11,25 +11,18 @@ import pytest
 from flax import nnx
 
 from jaxmodels.transformer2d import Transformer2DModel
+from tests.jaxmodels.transformer2d.conftest import SINGLE
 
 pytestmark = pytest.mark.fully_compiled
 TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1
 STEADY = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
-KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
+KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "continuous": ("continuous", {"cross_attention_dim": 20}),
     "continuous ada": ("continuous", {"cross_attention_dim": 20, "norm_type": "ada_norm", "num_embeds_ada_norm": 9}),
     "continuous only cross": ("continuous", {"cross_attention_dim": 20, "only_cross_attention": True}),
     "discrete": ("discrete", {"cross_attention_dim": 20, "num_embeds_ada_norm": 9}),
     "zero": ("patches", {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 9, "cross_attention_dim": 20}),
-    "single": (
-        "patches",
-        {
-            "norm_type": "ada_norm_single",
-            "cross_attention_dim": 24,
-            "caption_channels": 18,
-            "use_additional_conditions": True,
-        },
-    ),
+    "single": SINGLE,
 }
 
 

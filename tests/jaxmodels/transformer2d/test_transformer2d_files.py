@@ -10,28 +10,20 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
-from tests.jaxmodels.transformer2d.conftest import live_tolerance
+from tests.jaxmodels.transformer2d.conftest import SINGLE, live_tolerance
 
 torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
 TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
-KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
+KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "continuous": ("continuous", {"cross_attention_dim": 20}),
     "continuous linear": ("continuous", {"cross_attention_dim": 20, "use_linear_projection": True}),
     "continuous gated": ("continuous", {"cross_attention_dim": 20, "attention_type": "gated", "attention_bias": True}),
     "continuous only cross": ("continuous", {"cross_attention_dim": 20, "only_cross_attention": True}),
     "discrete": ("discrete", {"cross_attention_dim": 20, "num_embeds_ada_norm": 9, "attention_bias": True}),
     "zero": ("patches", {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 9, "norm_elementwise_affine": False}),
-    "single": (
-        "patches",
-        {
-            "norm_type": "ada_norm_single",
-            "cross_attention_dim": 24,
-            "caption_channels": 18,
-            "use_additional_conditions": True,
-        },
-    ),
+    "single": SINGLE,
 }
 
 

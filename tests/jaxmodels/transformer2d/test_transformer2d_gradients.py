@@ -10,24 +10,16 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from tests.jaxmodels.transformer2d.conftest import live_tolerance
+from tests.jaxmodels.transformer2d.conftest import SINGLE, live_tolerance
 
 torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
 TOLERANCE = live_tolerance()  # largest absolute difference, of gradients no larger than about 1
-KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
+KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "continuous of many tokens": ("continuous", {"cross_attention_dim": 20, "num_layers": 1}),
     "continuous gated": ("continuous", {"cross_attention_dim": 20, "attention_type": "gated", "attention_bias": True}),
     "discrete": ("discrete", {"cross_attention_dim": 20, "norm_type": "ada_norm", "num_embeds_ada_norm": 9}),
     "zero": ("patches", {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 9, "norm_elementwise_affine": False}),
-    "single": (
-        "patches",
-        {
-            "norm_type": "ada_norm_single",
-            "cross_attention_dim": 24,
-            "caption_channels": 18,
-            "use_additional_conditions": True,
-        },
-    ),
+    "single": SINGLE,
 }
 
 

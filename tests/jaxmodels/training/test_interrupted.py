@@ -1,0 +1,110 @@
+"""The folder of a run that was killed, or whose disk was full: what is whole stays, the rest is removed."""
+
+import errno
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmodels.errors import TrainingError
+from jaxmodels.training.run_folder import claim, cut_metrics, writing
+from jaxmodels.training.snapshots import LAST, POLICY, STATE, Snapshots
+
+LINES = '{"step": 4, "seconds": 2.5}\n{"step": 8, "seconds": 3.5}\n'
+
+
+@pytest.fixture
+def state() -> dict[str, jax.Array]:
+    return {"weights": jnp.arange(6, dtype=jnp.float32)}
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file can be begun, but nothing goes into it."""
+
+    def write(path: Path, *_: object) -> None:
+        path.open("w").close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write)
+
+
+def test_what_a_killed_run_left_half_written_is_removed_and_what_is_whole_stays(
+    tmp_path: Path, state: dict[str, jax.Array]
+) -> None:
+    with Snapshots(tmp_path, keep=3) as snapshots:
+        snapshots.save(8, state)
+    for draft in (
+        f"000008/.{POLICY}-x1/config.json",
+        f"000016/{STATE}.orbax-checkpoint-tmp/d/0",
+        f"000016/{POLICY}/model.safetensors",
+        f".removed-000004/{STATE}/d/0",
+    ):
+        path = tmp_path / draft
+        path.parent.mkdir(parents=True)
+        path.touch()
+    with Snapshots(tmp_path, keep=3) as snapshots:
+        assert snapshots.newest == 8
+        assert entries(tmp_path) == ["000008", LAST]
+        assert entries(tmp_path / "000008") == [STATE]
+        assert snapshots.restore(8, state)["weights"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_kill_before_the_link_was_made_is_mended_by_the_run_that_goes_on(
+    tmp_path: Path, state: dict[str, jax.Array]
+) -> None:
+    with Snapshots(tmp_path, keep=3) as snapshots:
+        snapshots.save(8, state)
+        snapshots.save(16, state)
+    (tmp_path / LAST).unlink()
+    (tmp_path / LAST).symlink_to("000008")
+    with Snapshots(tmp_path, keep=3) as snapshots:
+        snapshots.restore(16, state)
+    assert (tmp_path / LAST).resolve().name == "000016"
+
+
+def test_a_full_disk_leaves_the_metrics_as_they_were(tmp_path: Path, full_disk: None) -> None:
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.write(LINES)
+    with pytest.raises(OSError, match="No space left"):
+        cut_metrics(tmp_path, 4)
+    assert (tmp_path / "metrics.jsonl").read_text() == LINES
+
+
+def test_a_run_whose_first_file_did_not_fit_can_be_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: None
+) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        claim(tmp_path / "run", {"steps": 4}, resume=False)
+    monkeypatch.undo()
+    claim(tmp_path / "run", {"steps": 4}, resume=False)
+    assert entries(tmp_path / "run") == ["training.json"]
+
+
+def test_a_policy_that_was_half_written_is_removed_by_its_own_run_only(tmp_path: Path) -> None:
+    claim(tmp_path / "run", {"steps": 4}, resume=False)
+    (tmp_path / "run" / ".policy-x1").mkdir()
+    with pytest.raises(TrainingError, match="steps: was 4, now 5"):
+        claim(tmp_path / "run", {"steps": 5}, resume=True)
+    assert ".policy-x1" in entries(tmp_path / "run")
+    claim(tmp_path / "run", {"steps": 4}, resume=True)
+    assert entries(tmp_path / "run") == ["training.json"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError("No space left on device")]
+)
+def test_a_full_disk_names_the_run_and_says_how_to_go_on(tmp_path: Path, error: OSError) -> None:
+    wanted = rf"{tmp_path}: cannot be written \(No space left on device\); make room there.*--resume=true"
+    with pytest.raises(OSError, match=wanted), writing(tmp_path):
+        raise error
+
+
+def test_a_file_that_is_not_there_is_told_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing"), writing(tmp_path):
+        (tmp_path / "nothing").read_text()
