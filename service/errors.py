@@ -186,6 +186,12 @@ class NoEngine(NoDevice):
     code = "no_engine"
 
 
+class FrontNameTaken(NoEngine):
+    """Another server of the cluster has the name that this one is to have."""
+
+    code = "front_name_taken"
+
+
 class ModelError(ServiceError):
     """A model cannot be loaded."""
 

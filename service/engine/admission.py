@@ -1,6 +1,5 @@
 """Whether a device has the time for one more robot, by what its batches were measured to take."""
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,15 +22,6 @@ class Admission:
     share: float
     per_second: float
     text: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Inferences per second that a session was promised; its policy is not kept by it."""
-
-    served: "weakref.ref[Served]"
-    per_second: float
-    share: float
 
 
 def each(costs: Costs, sizes: Iterable[int], rates: Sequence[float], devices: int = 1) -> tuple[float, int]:

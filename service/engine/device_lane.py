@@ -1,5 +1,6 @@
 """What the engine needs of a device, be it a thread of this process or an engine on another machine."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -14,9 +15,11 @@ class Overdue(Exception):
 
     Attributes:
         is_counted: whether it was held against the device already; all members of the batch have this one error.
+        answer: what the device will say all the same, where it can still be heard.
     """
 
     is_counted = False
+    answer: "asyncio.Future[Inference] | None" = None
 
 
 class DeviceGone(Exception):
@@ -45,6 +48,11 @@ class DeviceLane(Protocol):
     @property
     def asked_at(self) -> float:
         """When it was asked last, monotonic."""
+        ...
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it owes an answer for longer than one usually takes: others are asked first."""
         ...
 
     @property

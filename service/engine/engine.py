@@ -6,30 +6,22 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from itertools import count
-from typing import NoReturn
-from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from jaxmodels.errors import JaxModelsError
-from service.engine.admission import Admission, Claim, judge
-from service.engine.device_health import DeviceHealth
-from service.engine.device_lane import DeviceGone, DeviceLane, InputRefused, LaneClosed, Overdue
+from service.engine.admission import Admission
+from service.engine.askers import Askers
+from service.engine.claims import Claims
+from service.engine.device_lane import DeviceLane
+from service.engine.devices import Devices
+from service.engine.dispatch import Dispatch
 from service.engine.growth import Growth
 from service.engine.lane import Lane
 from service.engine.progress import Durations
-from service.engine.served import (
-    Inference,
-    InferenceStuck,
-    LoadPolicy,
-    Policy,
-    Replica,
-    Served,
-    Sizes,
-    in_words,
-)
-from service.engine.store import Store, in_short, let_go
+from service.engine.served import Inference, InferenceStuck, LoadPolicy, Policy, Served, Sizes, in_words
+from service.engine.store import Store
+from service.engine.turnover import Turnover
 from service.engine.worker import call_in_thread
 from service.errors import PolicyFailed
 
@@ -41,8 +33,6 @@ logger = logging.getLogger(__name__)
 TRIAL_WAIT = 1.0
 # Seconds without a question after which nobody is served: clients without a control loop here ask when they like.
 QUIET = 3.0
-# Inferences that go well before one who failed is put together with others again.
-TRUSTED_AFTER = 16
 
 
 class Engine:
@@ -93,24 +83,17 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._asked, self._asked_at = 0, -QUIET
-        self._suspects: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-        self._turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
-        self.load = load
-        self._devices = dict(enumerate(devices))  # as they were named; none where nobody named one
-        self._numbers = count(len(devices) or 1)
-        self._lanes: dict[int, DeviceLane] = {}
+        self._askers = Askers()
+        self._claims = Claims(load)
+        lanes: Sequence[DeviceLane] = ()
         if not are_elsewhere:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
-            self._lanes = {number: Lane(name, niceness, stuck_after) for number, name in enumerate(names)}
-        self._patience = patience if are_elsewhere else 0.0
-        self._joined = asyncio.Event()
-        self._is_closed = False
-        self._joining: set[asyncio.Task[None]] = set()
-        self._health = DeviceHealth()
-        self._named = dict(self._devices)  # devices of the lanes, as policies call them
-        self._claims: dict[object, Claim] = {}
+            lanes = [Lane(name, niceness, stuck_after) for name in names]
+        self._devices = Devices(lanes, devices, patience if are_elsewhere else 0.0)
         self._growth = Growth(batch_sizes, self._may_grow, niceness)
-        self._store = Store(self._replicas, self._ready, niceness)
+        self._store = Store(self._devices.replicas, self._ready, niceness)
+        self._turnover = Turnover(self._devices, self._store)
+        self._dispatch = Dispatch(self._devices, self._turnover)
 
     @property
     def building(self) -> asyncio.Semaphore:
@@ -139,46 +122,14 @@ class Engine:
         """
         return self._store.policy(load, path, revision, on_progress, folder=folder, like=like)
 
-    def _replicas(self, policy: Policy) -> tuple[Replica, ...]:
-        """One for each device; a policy that came on another device than the first one's is put there, too."""
-        usable = self._usable()
-        if not usable:
-            raise DeviceGone("no device is there that the policy could run on")
-        first, *others = usable
-        if self._devices and policy.device != self._devices[first]:
-            policy = policy.on(self._devices[first])  # where it was loaded is out by now
-        copies = {first: policy}
-        for lane in others:
-            try:
-                copies[lane] = policy.on(self._devices[lane])
-            except (DeviceGone, KeyError):  # it left meanwhile
-                logger.warning("a device left while a policy was copied to it")
-        self._named |= {lane: copy.device for lane, copy in copies.items()}
-        return tuple(Replica(copy, lane) for lane, copy in copies.items())
-
-    def _usable(self) -> list[int]:
-        """Numbers of the lanes whose devices work; the first of this process when none does."""
-        found = [lane for lane in tuple(self._lanes) if not self._health.is_out(self._named.get(lane, ""))]
-        return found or ([] if self._patience else [0])
-
     @property
     def first_device(self) -> str | None:
         """Where a policy is loaded before it is copied, as it was named; None where nobody named one."""
-        usable = self._usable()
-        return self._devices[usable[0]] if self._devices and usable else None
+        return self._devices.first
 
     def _ready(self, served: Served) -> None:
-        served.keep(self._works)  # but one that went out while it was being loaded
-        there = {replica.lane for replica in served.replicas}
-        for number in sorted(self._lanes.keys() - there):  # one that joined meanwhile
-            if not self._health.is_out(self._named.get(number, "")):
-                self._join(number, [served])
+        self._turnover.loaded(served)
         self._growth.want(served)
-
-    def _works(self, replica: Replica) -> bool:
-        return replica.lane in self._lanes and not self._health.is_out(replica.policy.device)
-
-    # Devices that come and go.
 
     def join(self, device: str, lane: DeviceLane) -> None:
         """Have policies run on one more device, too, as soon as those that are loaded were put there.
@@ -186,56 +137,24 @@ class Engine:
         Args:
             device: what policies call it, a name that no other one had.
         """
-        if self._is_closed:
-            return
-        number = next(self._numbers)
-        self._lanes[number], self._devices[number], self._named[number] = lane, device, device
-        self._join(number, self._store.all)
-
-    def _join(self, number: int, loaded: Sequence[Served]) -> None:
-        task = asyncio.create_task(self._extend(number, loaded), name=f"join {self._devices.get(number)}")
-        self._joining.add(task)
-        task.add_done_callback(self._joining.discard)
-
-    async def _extend(self, number: int, loaded: Sequence[Served]) -> None:
-        device = self._devices.get(number)
-        for served in loaded:
-            if device is None or number not in self._lanes or self._health.is_out(device):
-                return  # it left
-            try:
-                replica = await self._store.copy(served, device, number)
-            except Exception as error:
-                logger.error("%s cannot be used for a policy: %s", device, in_short(error), exc_info=error)
-                let_go(error)
-                continue
-            if self._works(replica):
-                served.add(replica)
-                served.keep(self._works)
-                self._joined.set()
+        self._turnover.join(device, lane)
 
     def leave(self, device: str, why: str) -> None:
         """Ask nothing of a device any more; what it was asked, others are."""
-        if not self._health.take_out(device, why):
-            return
-        logger.warning("device %s is not used any more: %s", device, why)
-        for served in self._store.all:
-            served.keep(self._works)
+        self._turnover.leave(device, why)
+
+    async def complete(self, device: str) -> None:
+        """Put on a device what is loaded and could not be put there before; without an error where it cannot again."""
+        await self._turnover.complete(device)
 
     @property
     def failed(self) -> Collection[str]:
         """Names of devices that are not asked any more."""
-        return self._health.out
+        return self._devices.health.out
 
     async def forget(self, device: str) -> None:
         """Let go of a device that left."""
-        for number in [number for number, named in self._devices.items() if named == device]:
-            lane = self._lanes.pop(number, None)
-            del self._devices[number], self._named[number]
-            if lane is not None:
-                await lane.close(1.0)
-        for served in self._store.all:
-            served.keep(self._works)
-        self._health.forget(device)
+        await self._turnover.forget(device)
 
     def _may_grow(self) -> bool:
         is_quiet = time.monotonic() >= self._asked_at + QUIET
@@ -278,122 +197,16 @@ class Engine:
             PolicyFailed: the policy raised.
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
         """
-        if asker is None:
-            return await self._submit(served, observation, due, None)
-        turn = self._turns.get(asker)
-        if turn is None:
-            turn = self._turns[asker] = asyncio.Lock()
-        async with turn:
-            return await self._submit(served, observation, due, asker)
-
-    async def _submit(
-        self, served: Served, observation: Mapping[str, np.ndarray], due: float | None, asker: object | None
-    ) -> Inference:
-        self._asked += 1
-        self._idle.clear()
-        try:
-            inference = await self._ask(served, observation, due, asker)
-        except Exception:
-            if asker is not None:
-                self._suspects[asker] = TRUSTED_AFTER
-            raise
-        finally:
-            self._asked -= 1
-            self._asked_at = time.monotonic()
-            if not self._asked:
-                self._idle.set()
-        if asker in self._suspects:
-            left = self._suspects.pop(asker)
-            if left > 1:
-                self._suspects[asker] = left - 1
-        return inference
-
-    async def _ask(
-        self, served: Served, observation: Mapping[str, np.ndarray], due: float | None, asker: object | None
-    ) -> Inference:
-        is_alone = asker is not None and asker in self._suspects
-        usable = self._working(served) or await self._until_one_works(served)
-        replica = self._least(usable)
-        elsewhere = self._elsewhere(usable, replica)
-        lane = self._lanes[replica.lane]
-        try:
-            inference = await lane.ask(replica, observation, due, is_alone=is_alone, may_move=bool(elsewhere))
-        except DeviceGone as error:
-            self.leave(replica.policy.device, str(error))
-            return await self._ask(served, observation, due, asker)
-        except (JaxModelsError, InputRefused, LaneClosed) as error:
-            _refuse(error)
-        except Exception as error:
-            # Some may have left while this one was waited for.
-            if not (elsewhere := self._elsewhere(self._working(served), replica)):
-                _refuse(error)
-            other = self._least(elsewhere)
+        async with self._askers.turn(asker) as is_alone:
+            self._asked += 1
+            self._idle.clear()
             try:
-                return await self._ask_another(replica, other, observation, due, error)
-            except DeviceGone as gone:
-                self.leave(other.policy.device, str(gone))
-                return await self._ask(served, observation, due, asker)
-        self._health.answered(replica.policy.device)
-        return inference
-
-    def _working(self, served: Served) -> Sequence[Replica]:
-        working = list(filter(self._works, served.replicas))
-        return working if working or self._patience else served.replicas
-
-    @staticmethod
-    def _elsewhere(usable: Sequence[Replica], replica: Replica) -> Sequence[Replica]:
-        return [one for one in usable if one.policy.device != replica.policy.device]
-
-    async def _until_one_works(self, served: Served) -> Sequence[Replica]:
-        """Nothing is lost by waiting: the robot is held when its plan runs dry."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience):
-                while not (working := self._working(served)):
-                    if self._is_closed:
-                        raise LaneClosed("the server is ending")
-                    self._joined.clear()
-                    await self._joined.wait()
-                return working
-        raise PolicyFailed(f"no engine has been there for {self._patience:g} s that the policy could run on")
-
-    async def _ask_another(
-        self,
-        failed: Replica,
-        other: Replica,
-        observation: Mapping[str, np.ndarray],
-        due: float | None,
-        why: Exception,
-    ) -> Inference:
-        """What one device did not answer is asked of another one; whose fault it was shows by that."""
-        try:
-            inference = await self._lanes[other.lane].ask(other, observation, due, is_alone=True)
-        except DeviceGone:
-            raise
-        except Exception as error:
-            # Neither: it is the observation, or the policy.
-            is_another = isinstance(why, Overdue) or isinstance(error, LaneClosed | InputRefused)
-            _refuse(error if is_another else why)
-        device, what = failed.policy.device, f"it raises {type(why).__name__}"
-        if isinstance(why, Overdue):
-            if why.is_counted:
-                return inference
-            why.is_counted, what = True, "it does not answer in time"
-        if self._health.failed(device, what):
-            logger.error(
-                "device %s is not used any more: %s, and %s answers what it does not",
-                device,
-                self._health.why(device),
-                other.policy.device,
-                exc_info=why,
-            )
-            for loaded in self._store.all:
-                loaded.keep(self._works)
-        return inference
-
-    def _least(self, replicas: Sequence[Replica]) -> Replica:
-        """Where fewest wait; of those, who was not asked for the longest."""
-        lanes = self._lanes
-        return min(replicas, key=lambda replica: (lanes[replica.lane].asked, lanes[replica.lane].asked_at))
+                return await self._dispatch.ask(served, observation, due, is_alone=is_alone)
+            finally:
+                self._asked -= 1
+                self._asked_at = time.monotonic()
+                if not self._asked:
+                    self._idle.set()
 
     def admit(self, served: Served, per_second: float, *, who: object = None) -> Admission:
         """Whether there is time for so many more inferences per second of this policy; promises nothing.
@@ -401,30 +214,19 @@ class Engine:
         Args:
             who: whose claim is to be another one; it counts no more.
         """
-        mine, others = [], 0.0
-        for holder, claim in self._claims.items():
-            if holder is who:
-                continue
-            if claim.served() is served:
-                mine.append(claim.per_second)
-            else:
-                others += claim.share
-        limit = float("inf") if self.load is None else self.load
-        return judge(served, per_second, mine, others, limit=limit)
+        return self._claims.admit(served, per_second, who=who)
 
     def claim(self, who: object, served: Served, per_second: float) -> None:
         """Promise somebody so many inferences per second, until ``release``."""
-        share = self.admit(served, per_second, who=who).share
-        self._claims[who] = Claim(ref(served), per_second, share)
+        self._claims.claim(who, served, per_second)
 
     def move_claim(self, who: object, served: Served) -> None:
         """What was promised to somebody is of another policy from now on, which may take more or less of the time."""
-        if who in self._claims:
-            self.claim(who, served, self._claims[who].per_second)
+        self._claims.move(who, served)
 
     def release(self, who: object) -> None:
         """Nothing is promised to them any more."""
-        self._claims.pop(who, None)
+        self._claims.release(who)
 
     async def until_idle(self) -> None:
         """Wait until no session waits for an inference: what has time begins only then."""
@@ -460,48 +262,20 @@ class Engine:
         loaded = self._store.all
         return {
             "device": next((served.policy.device for served in loaded), None),
-            "devices_failed": list(self._health.out),
-            "devices": [self._figures(number, lane, loaded) for number, lane in self._lanes.items()],
+            "devices_failed": list(self._devices.health.out),
+            "devices": self._devices.facts(loaded),
             "policies_loaded": len(loaded),
             "policies_loading": self._store.loading,
-            "inferences_waiting": sum(lane.waiting for lane in self._lanes.values()),
-            "threads_replaced": sum(lane.abandoned for lane in self._lanes.values()),
+            "inferences_waiting": self._devices.waiting,
+            "threads_replaced": self._devices.abandoned,
             "batch_sizes_to_compile": self._growth.left,
-            "promised_per_second": round(sum(claim.per_second for claim in self._claims.values()), 2),
-            "promised_load": round(sum(claim.share for claim in self._claims.values()), 4),
-        }
-
-    def _figures(self, number: int, lane: DeviceLane, loaded: Sequence[Served]) -> dict[str, object]:
-        here = [replica for served in loaded for replica in served.replicas if replica.lane == number]
-        device = self._named.get(number)
-        return {
-            "device": device,
-            "failed": None if device is None else self._health.why(device),
-            "waiting": lane.waiting,
-            "load": round(lane.load(time.monotonic()), 4),
-            "batches": {str(size): count for size, count in sorted(lane.batches.items())},
-            "batch_ms": [replica.costs.milliseconds() for replica in here],
+            "promised_per_second": round(self._claims.per_second, 2),
+            "promised_load": round(self._claims.share, 4),
         }
 
     async def close(self) -> None:
         """End the device threads; waits a second for an inference that is running. Whoever waits is told."""
-        self._is_closed = True
-        self._joined.set()
         self._store.close()
         self._growth.close()
-        for task in self._joining:
-            task.cancel()
-        ended = await asyncio.gather(*(lane.close(1.0) for lane in self._lanes.values()))
-        if not all(ended):
-            logger.warning("the device thread is still busy; it is left behind")
-
-
-def _refuse(error: Exception) -> NoReturn:
-    """Tell a session of an error, in words that it may hear."""
-    if isinstance(error, PolicyFailed):
-        raise error
-    if isinstance(error, JaxModelsError):
-        raise PolicyFailed(f"the policy refused its input: {error}") from error
-    logger.error("a policy raised", exc_info=error)
-    let_go(error)
-    raise PolicyFailed(f"the policy raised {type(error).__name__} {in_short(error)}") from error
+        self._turnover.close()
+        await self._devices.close()

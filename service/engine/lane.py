@@ -94,7 +94,10 @@ class Lane:
         abandoned: threads left behind in a batch that did not return in time.
         asked_at: when it was asked last, monotonic.
         batches: how many there were of each size.
+        is_late: never; a batch that takes too long is left aside, and the thread after it is as good as another's.
     """
+
+    is_late = False
 
     def __init__(self, name: str = "device", niceness: int = 0, stuck_after: float = 5.0):
         self.stuck_after = stuck_after

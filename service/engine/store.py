@@ -121,6 +121,8 @@ class Store:
         async with self.building:
             try:
                 replicas = await call_in_thread(load_and_compile, "policy-loader", self._niceness)
+            except PolicyFailed:
+                raise  # it is not the policy: what it was to run on is gone
             except JaxModelsError as error:
                 raise PolicyError(f"policy {path!r} cannot be loaded: {error}") from error
             except Exception as error:

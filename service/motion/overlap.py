@@ -7,7 +7,7 @@ real-time chunking: Black et al., arXiv 2506.07339.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -104,7 +104,8 @@ class Ensembled:
 class Crossfaded:
     """The plan leads over into the new chunk: the first actions weigh little, after ``steps`` of them it is all new.
 
-    Where less is left of the plan, it leads over as fast as that lasts.
+    Where less is left of the plan, it leads over as fast as that lasts. Real-time chunking with ``sends_plan``: the
+    chunk begins with what will be over, and what follows differs the less from the plan, the nearer it is.
     """
 
     steps: int
@@ -123,8 +124,7 @@ class Crossfaded:
 
 
 REPLACE = Weighted("replace", 1.0)
-RTC = Weighted("rtc", 1.0, sends_plan=True)
-ENSEMBLE, CROSSFADE = "ensemble", "crossfade"
+ENSEMBLE, CROSSFADE, RTC = "ensemble", "crossfade", "rtc"
 # Chosen by benchmarks/smoothness.py.
 DEFAULT = CROSSFADE
 # By the names that requests know them by.
@@ -139,7 +139,8 @@ OVERLAPS: Mapping[str, Overlap] = MappingProxyType(
             Weighted("conservative", 0.3),
             Ensembled(),
             Crossfaded(6),
-            RTC,
+            # What follows the actions that were given is only suggested to the policy: the seam is led over, too.
+            Crossfaded(6, RTC, sends_plan=True),
         )
     }
 )
@@ -177,7 +178,8 @@ def overlap_of(
         raise ValueError(
             f"overlap {name!r} has no coefficient; leave temporal_ensemble_coeff out, or ask for 'ensemble'"
         )
-    return Crossfaded(max(round(CROSSFADED * action_rate), 1)) if name == CROSSFADE else OVERLAPS[name]
+    found = OVERLAPS[name]
+    return replace(found, steps=max(round(CROSSFADED * action_rate), 1)) if isinstance(found, Crossfaded) else found
 
 
 def _listed(names: list[str]) -> str:

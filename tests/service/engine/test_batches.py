@@ -3,9 +3,10 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from service.engine.engine import Engine, Inference, InferenceStuck, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.stacking import ALIGNMENT, Stacks, shape_of
 from service.errors import PolicyFailed
+from tests import waiting
+
+until = partial(waiting.until, within=10.0)
 
 Ask = tuple[dict[str, np.ndarray], object]
 
@@ -77,12 +81,6 @@ async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> Async
         await until(lambda: engine.facts()["batch_sizes_to_compile"] == 0)
         yield engine, served
     await engine.close()
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not claim():  # noqa: ASYNC110 - it is another thread's
-            await asyncio.sleep(0.002)
 
 
 async def all_waiting(engine: Engine, served: Served, policy: Held, asks: list[Ask]) -> list[asyncio.Task[Inference]]:

@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from service.engine.device_health import ALLOWED
 from service.engine.engine import Engine, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.errors import PolicyFailed
+from tests import waiting
+
+until = partial(waiting.until, within=30.0)
 
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
@@ -53,11 +57,6 @@ class House:
 
     def acted(self, device: str) -> int:
         return self.on[device].acted
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    while not is_so():  # noqa: ASYNC110 - it is another thread that makes it so
-        await asyncio.sleep(0.005)
 
 
 @pytest.fixture

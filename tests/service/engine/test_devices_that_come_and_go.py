@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import pytest
 from service.engine.device_lane import DeviceGone, LaneClosed, Overdue
 from service.engine.engine import Engine, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
-from service.engine.served import Inference, Replica
+from service.engine.served import Inference, InferenceStuck, Replica
 from service.errors import PolicyError, PolicyFailed
+from tests import waiting
+
+until = partial(waiting.until, within=10.0)
 
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
@@ -29,6 +33,7 @@ class ScriptedLane:
     """
 
     abandoned = waiting = 0
+    is_late = False
 
     def __init__(self) -> None:
         self.failures: list[Exception | asyncio.Event] = []
@@ -125,12 +130,6 @@ class House:
     async def settled(self) -> None:
         """All that joined have what is loaded."""
         await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("join ")])
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():  # noqa: ASYNC110 - it is another thread that makes it so
-            await asyncio.sleep(0.002)
 
 
 def where(served: Served) -> list[str]:
@@ -245,6 +244,77 @@ async def test_of_three_two_may_fail_at_one_moment(house: House) -> None:
     assert house.acted()["a"] + house.acted()["c"] == 1
 
 
+class LateLane(ScriptedLane):
+    """Its first answer is late: `said` is what it says in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: asyncio.Future[Inference] = asyncio.get_running_loop().create_future()
+
+    async def ask(self, *args: object, **more: object) -> Inference:
+        self.acted += 1
+        late = Overdue("a is slow")
+        late.is_counted, late.answer = True, self.said
+        raise late
+
+    def answer(self) -> Inference:
+        inference = Inference(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.0, 0.0, 0.0)
+        self.said.set_result(inference)
+        return inference
+
+
+def put_late(house: House, served: Served) -> LateLane:
+    lane = LateLane()
+    house.engine._devices.lanes[served.replicas[0].lane] = house.lanes["a"] = lane
+    return lane
+
+
+@pytest.mark.parametrize("what", ["waits", "is stuck", "is gone", "left meanwhile"])
+async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(house: House, what: str) -> None:
+    house.join("a", "b")
+    served = await house.load()
+    late = put_late(house, served)
+    house.lanes["b"].asked_at = 1.0
+    if what == "left meanwhile":
+        house.engine.leave("b", "it ended")
+        served.replicas = tuple(served.replicas[:1])
+    else:
+        never = asyncio.Event()
+        house.lanes["b"].failures = [
+            {"waits": never, "is stuck": InferenceStuck("did not return"), "is gone": DeviceGone("b ended")}[what]
+        ]
+    asking = asyncio.create_task(house.engine.submit(served, OBSERVATION))
+    await asyncio.sleep(0.01)
+    assert not asking.done()
+    assert house.lanes["b"].asked == (what == "waits")
+    wanted = late.answer()
+    async with asyncio.timeout(5):
+        assert await asking is wanted
+    await asyncio.sleep(0)
+    assert house.lanes["b"].asked == 0, "it is not waited for any more"
+    assert house.engine.failed == (("b",) if what in ("is gone", "left meanwhile") else ())
+
+
+async def test_where_neither_has_an_answer_the_robot_hears_of_it(house: House) -> None:
+    house.join("a", "b")
+    served = await house.load()
+    late = put_late(house, served)
+    house.lanes["b"].asked_at = 1.0
+    house.lanes["b"].failures = [InferenceStuck("b did not return")]
+    late.said.set_exception(InferenceStuck("a did not return"))
+    with pytest.raises(InferenceStuck, match="b did not return"):
+        await house.ask(served)
+
+
+async def test_one_that_owes_an_answer_is_asked_last(house: House) -> None:
+    house.join("a", "b")
+    served = await house.load()
+    house.lanes["a"].is_late = True
+    house.lanes["a"].asked, house.lanes["b"].asked = 1, 5
+    await house.ask(served)
+    assert (house.acted()["a"], house.acted()["b"]) == (0, 1)
+
+
 async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: House) -> None:
     house.join("a", "b")
     served = await house.load()
@@ -256,7 +326,7 @@ async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: Hou
             raise Overdue("a is slow")
 
     number = served.replicas[0].lane
-    house.engine._lanes[number] = house.lanes["a"] = Slow()
+    house.engine._devices.lanes[number] = house.lanes["a"] = Slow()
     with pytest.raises(PolicyFailed):
         await house.ask(served)
 
@@ -322,7 +392,7 @@ async def test_after_its_patience_a_request_fails_with_a_text() -> None:
         house.join("a")
         served = await house.load()
         house.engine.leave("a", "it ended")
-        with pytest.raises(PolicyFailed, match=r"no engine has been there for 0.05 s that the policy could run on"):
+        with pytest.raises(InferenceStuck, match=r"no engine has been there for 0.05 s that the policy could run on"):
             await house.ask(served)
     await house.engine.close()
 

@@ -1,8 +1,8 @@
 """A session with a compiled policy instead of a scripted one."""
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,15 @@ from service.engine.engine import Engine
 from service.errors import PolicyError
 from service.sessions.sessions import NewSession, Sessions
 from service.stage import Stage
-from service.transport.memory import MemoryTransport
+from service.transport.memory import MemoryLink, MemoryTransport
+from tests import waiting
+
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
+until = partial(waiting.until, within=30.0)
 
 FRAME = np.random.default_rng(0).integers(0, 255, (32, 32, 3)).astype(np.uint8)
 POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
 NAMES = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compile_cache() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +103,12 @@ def load(
     return jaxmodels.load_policy(path, revision, on_progress=on_progress)
 
 
-async def until(claim: Callable[[], bool], within: float = 30.0) -> None:
-    end = time.monotonic() + within
-    while not claim():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.005)
+async def show(link: MemoryLink) -> None:
+    """What a robot sends, until cancelled."""
+    while True:
+        link.deliver_frame("front", FRAME)
+        link.deliver_joints(POSE)
+        await asyncio.sleep(0.02)
 
 
 async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_process(policy_folder: Path) -> None:
@@ -119,14 +117,7 @@ async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_p
     try:
         session = await sessions.create(NewSession("s", str(policy_folder), "memory://", overlap="replace"))
         link = transport.link
-
-        async def robot() -> None:
-            while True:
-                link.deliver_frame("front", FRAME)
-                link.deliver_joints(POSE)
-                await asyncio.sleep(0.02)
-
-        robot_task = asyncio.create_task(robot())
+        robot_task = asyncio.create_task(show(link))
         await sessions.start("s")
         await until(lambda: len(link.sent) > 30)
         status = session.status()
@@ -192,14 +183,7 @@ async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_fol
             NewSession("s", str(sampled_folder), "memory://", policy_type="diffusion2d", overlap="rtc")
         )
         link = transport.link
-
-        async def robot() -> None:
-            while True:
-                link.deliver_frame("front", FRAME)
-                link.deliver_joints(POSE)
-                await asyncio.sleep(0.02)
-
-        robot_task = asyncio.create_task(robot())
+        robot_task = asyncio.create_task(show(link))
         await sessions.start("s")
         await until(lambda: sum(int(seen[PREFIX_LENGTH][0]) > 0 for seen, _ in answered if PREFIX_LENGTH in seen) > 2)
         assert session.stage is Stage.RUNNING

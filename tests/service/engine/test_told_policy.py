@@ -1,7 +1,6 @@
 """A session with a compiled policy that reads language, from a folder."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,18 +24,11 @@ from service.sessions.sessions import NewSession, Sessions
 from service.transport.memory import MemoryTransport
 
 # Programs are compiled here, which takes a slow machine a minute each.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("no_compile_cache")]
 
 POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
 NEW = NewSession("s", "policy", "memory://", camera_names=(), policy_type="diffusion2d")
 RED, BLUE = "pick up the red cube", "pick up the blue cube"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compile_cache() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """How chunks are joined: by LeRobot's functions, aligned by due time, and with every part of control around them."""
 
 from dataclasses import replace
+from itertools import cycle, pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from jaxmodels import Requirements
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.motion.actions import ActionQueue
 from service.motion.buffer import Snapshot
-from service.motion.overlap import DEFAULT, OVERLAPS, RTC, Crossfaded, Ensembled, overlap_of
+from service.motion.overlap import DEFAULT, OVERLAPS, Crossfaded, Ensembled, Overlap, Weighted, overlap_of
 from service.motion.prefix import prefix_of
 from tests.service.motion.test_control import PACE, POSE, World, plan
 
@@ -94,7 +95,7 @@ def test_a_policy_has_the_overlap_that_is_asked_for_or_its_own_or_the_default() 
     assert overlap_of(replace(ACT, temporal_ensemble_coeff=0.2), "average").name == "average"
     assert overlap_of(ACT, "ensemble") == Ensembled(0.01)
     assert overlap_of(ACT, "ensemble", -0.5) == Ensembled(-0.5)
-    assert overlap_of(replace(ACT, takes_prefix=True), "rtc") is RTC
+    assert overlap_of(replace(ACT, takes_prefix=True), "rtc").sends_plan
     assert overlap_of(ACT, "crossfade", action_rate=50) == Crossfaded(12), "it lasts a time, not so many actions"
 
 
@@ -198,7 +199,9 @@ def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_
         chunks.append((snapshot.seen_at, continuing(snapshot), snapshot))
         return chunks[-1][1]
 
-    world = World(pace=replace(PACE, overlap=RTC, action_steps=8), policy=policy, latency=0.17).begin().run(5.0)
+    world = (
+        World(pace=replace(PACE, overlap=OVERLAPS["rtc"], action_steps=8), policy=policy, latency=0.17).begin().run(5.0)
+    )
     sent = {round((at - 100) / 0.05): command for at, command in world.sent}
     assert len(chunks) > 8
     for seen_at, chunk, snapshot in chunks[2:-1]:
@@ -213,8 +216,25 @@ def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_
     assert world.control.asking["delay_actions"] == 4
 
 
+def test_what_follows_the_given_actions_is_led_over_to() -> None:
+    def largest_step(overlap: Overlap) -> float:
+        sides = cycle((0.15, -0.15))
+
+        def policy(snapshot: Snapshot) -> np.ndarray:
+            chunk = line(snapshot) + np.float32(next(sides))
+            begin = int(snapshot.prefix[PREFIX_DELAY][0])
+            chunk[0, :begin] = snapshot.prefix[PREFIX_ACTIONS][0, :begin]
+            return chunk
+
+        world = World(pace=replace(PACE, overlap=overlap, action_steps=8), policy=policy, latency=0.17).begin().run(5.0)
+        return max(abs(late[0] - early[0]) for early, late in pairwise(world.commands()[20:]))
+
+    assert largest_step(Weighted("replaced", 1.0, sends_plan=True)) == pytest.approx(0.05 + 0.3, abs=1e-3)
+    assert largest_step(OVERLAPS["rtc"]) == pytest.approx(0.05 + 0.3 / 7, abs=1e-3)
+
+
 def test_without_a_plan_a_policy_is_given_none_and_only_real_time_chunking_sends_any() -> None:
-    world = World(pace=replace(PACE, overlap=RTC), latency=1.0).begin().run(0.1)
+    world = World(pace=replace(PACE, overlap=OVERLAPS["rtc"]), latency=1.0).begin().run(0.1)
     [(_, snapshot)] = world.answers
     assert snapshot.prefix[PREFIX_LENGTH].tolist() == snapshot.prefix[PREFIX_DELAY].tolist() == [0]
     assert set(snapshot.prefix) == {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
