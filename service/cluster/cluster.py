@@ -3,53 +3,60 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Protocol
 
 import ray  # pyright: ignore[reportMissingImports] - an extra
-from ray.exceptions import GetTimeoutError, RayActorError, RayError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
 
 from jaxmodels.errors import CheckpointError
+from service.cluster.connection import CannotJoin, Connection, NoAnswer, ask
+from service.cluster.known_engine import KnownEngine, why_gone
+from service.cluster.lacking import Lacking
 from service.cluster.messages import EngineOptions
-from service.cluster.pool import NAMESPACE, Listed, Listing, find_pool
-from service.cluster.remote_lane import RemoteLane
-from service.cluster.remote_policy import RemotePolicy
+from service.cluster.pool import Listed, Listing, find_pool
 from service.cluster.scaling import Bounds
+from service.cluster.shipment import Copy
 from service.engine.device_lane import DeviceGone
 from service.engine.engine import Engine
-from service.errors import ServiceError
+from service.engine.store import in_short
+from service.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at the pool; that an answer of it may take; that the first engine may take until the server
-# starts; after which an engine that the pool goes on listing is used again.
+# Seconds between looks at the pool; that an answer of it may take, and its first one; that joining may take, and
+# letting go at the end; that the first engine may take until the server starts; after which an engine that the pool
+# goes on listing is used again.
 PERIOD = 0.5
-ANSWER = 5.0
+ANSWER = 3.0
+BEGINNING = 60.0
+JOINING, LETTING_GO = 60.0, 3.0
 FIRST = 180.0
 AGAIN = 5.0
-# Seconds between looks whether an engine that something is waited for is still there.
-LOOK = 0.5
+# Seconds in which an engine may be silent while the pool is, too: less than robots wait for an answer, so that they are
+# held until there is an engine, and have no error.
+SILENT = 3.5
+# Seconds in which nothing of the cluster answers, pool nor engines, after which it is joined anew: as long as engines
+# answer, those are used. A machine that stood still is well again before.
+GONE = 10.0
+
+LOST = "the pool of engines does not answer"
+REJOINING = "the cluster is lost; it is joined again as soon as its head answers"
 
 
-class CannotJoin(Exception):
-    """The cluster cannot be joined, or has no engine; the text says what to do."""
+class Connected(Protocol):
+    """Whoever else uses this process's connection to the cluster."""
 
+    def lost(self) -> None:
+        """There is none any more: no handle of before may be used again."""
+        ...
 
-@dataclass(eq=False)
-class _Known:
-    """An engine that this front uses; the same actor has another name when it is used again."""
-
-    name: str
-    listed: Listed
-    lane: RemoteLane
-    joined_at: float
-    is_gone: bool = False
-    asking: asyncio.Task[None] | None = None
-    policies: "WeakSet[RemotePolicy]" = field(default_factory=WeakSet)
+    async def found(self) -> None:
+        """There is one again, to a cluster that may know nothing of this server."""
+        ...
 
 
 class Cluster:
@@ -58,18 +65,28 @@ class Cluster:
     Args:
         address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
         front: this front's name.
+
+    Attributes:
+        also: told when the cluster is lost, and when it was joined again.
     """
 
     def __init__(self, address: str, front: str, options: EngineOptions, bounds: Bounds, *, stuck_after: float = 5.0):
         self.front = front
-        self._address = address
+        self.also: Connected | None = None
+        self._connection = Connection(address)
+        # The processes of a Ray of our own end with the thread that started them: one that is there until the end.
+        self._thread = Worker("cluster")
         self._options, self._bounds = options, bounds
         self._stuck_after = stuck_after
         self._pool: Any = None
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, KnownEngine] = {}
+        self._lacking = Lacking()
         self._times = 0
         self._trouble = ""
+        self._lost = ""
+        self._heard_at = 0.0
         self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._life: asyncio.Task[None] | None = None
 
     async def open(self, engine: Engine) -> None:
@@ -78,14 +95,20 @@ class Cluster:
         Raises:
             CannotJoin: and why.
         """
-        self._engine = engine
-        await asyncio.to_thread(self._connect)
-        differing = await self._begin()
-        if differing:
-            logger.warning("the engines are another front's, whose settings hold: %s", differing)
-        until = time.monotonic() + FIRST
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        try:
+            await asyncio.wait_for(self._connect(), JOINING)
+        except TimeoutError:
+            raise CannotJoin(f"it has not been joined for {JOINING:g} s; `ray status` says more") from None
+        await self._begin()
+        self._heard_at = time.monotonic()
+        until = self._heard_at + FIRST
         while True:
-            await self._look()
+            try:
+                await self._look()
+            except NoAnswer as error:
+                if time.monotonic() - self._heard_at > JOINING:
+                    raise CannotJoin(f"{LOST} ({error}); `ray status` says more") from error
             if self._known:
                 break
             if self._trouble or time.monotonic() > until:
@@ -93,54 +116,96 @@ class Cluster:
             await asyncio.sleep(PERIOD)
         self._life = asyncio.create_task(self._run(), name="cluster")
 
-    def _connect(self) -> None:
-        try:
-            ray.init(
-                self._address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                include_dashboard=False if self._address == "local" else None,
-            )
-            self._pool = find_pool(self._options, self._bounds)
-        except (RayError, ConnectionError, OSError, ValueError, RuntimeError, TimeoutError) as error:
-            text = str(error).strip("'\"") or repr(error)
-            raise CannotJoin(text.splitlines()[0]) from error
+    async def _connect(self) -> None:
+        def connect() -> Any:
+            self._connection.open()
+            return find_pool(self._options, self._bounds)
 
-    async def _begin(self) -> str:
-        return await asyncio.wait_for(self._pool.begin.remote(self.front, self._options, self._bounds), 60)
+        self._pool = await self._thread.submit(connect).outcome
+
+    async def _begin(self) -> None:
+        try:
+            differing = await ask(self._pool, BEGINNING, "begin", self.front, self._options, self._bounds)
+        except NoAnswer as error:
+            raise CannotJoin(f"{LOST} ({error}); `ray status` says more") from error
+        if differing:
+            logger.warning("the engines are another front's, whose settings hold: %s", differing)
 
     async def _run(self) -> None:
-        is_lost = False
+        self._heard_at = time.monotonic()
         while True:
             await asyncio.sleep(PERIOD)
             try:
                 await self._look()
-            except (RayError, TimeoutError) as error:
-                if not is_lost:
-                    logger.warning("the pool of engines does not answer (%s); those known go on", type(error).__name__)
-                is_lost = True
+            except (NoAnswer, CannotJoin) as error:
+                if not self._lost:
+                    logger.warning("%s (%s); engines that are known go on", LOST, error)
+                self._lost = LOST
+                self._doubt()
             except Exception:
                 logger.exception("looking at the cluster failed")
             else:
-                if is_lost:
+                if self._lost:
                     logger.info("the pool of engines answers again")
-                is_lost = False
+                self._lost = ""
+            if time.monotonic() - self._heard_at > GONE:
+                await self._rejoin()
+
+    def _doubt(self) -> None:
+        """Whether engines live the pool finds out; where it does not answer either, robots do not wait for them."""
+        now = time.monotonic()
+        for known in tuple(self._known.values()):
+            if now - known.heard_at > SILENT:
+                self._leave(known, "it does not answer, and neither does the pool")
+
+    async def _rejoin(self) -> None:
+        """Robots are held meanwhile, each when its plan runs dry."""
+        logger.error("nothing of the cluster has answered for %g s: %s", GONE, REJOINING)
+        self._lost = REJOINING
+        for known in tuple(self._known.values()):
+            self._leave(known, "the cluster is lost")
+        said = ""
+        while trouble := await self._join_again():
+            if trouble != said:
+                logger.warning("the cluster cannot be joined again yet: %s", trouble)
+            said = trouble
+            await asyncio.sleep(AGAIN)
+        self._heard_at, self._lost = time.monotonic(), ""
+        logger.warning("the cluster is joined again")
+
+    async def _join_again(self) -> str:
+        """Why it cannot be; nothing when it is."""
+        self._pool = None
+        if self.also is not None:
+            self.also.lost()
+        await self._thread.submit(self._connection.close).outcome
+        try:
+            await self._connect()
+            await self._begin()
+            if self.also is not None:
+                await self.also.found()
+        except CannotJoin as error:
+            return str(error)
+        except Exception as error:  # of a cluster that is coming up, or going down again
+            return in_short(error)
+        return ""
 
     async def _look(self) -> None:
-        listing: Listing | None = await asyncio.wait_for(self._pool.listing.remote(self.front), ANSWER)
+        listing: Listing | None = await ask(self._pool, ANSWER, "listing", self.front)
+        self._heard_at = now = time.monotonic()
         if listing is None:
             await self._begin()  # Ray restarted it
             return
         self._trouble = listing.trouble
-        now, ours = time.monotonic(), version("robojax")
+        ours = version("robojax")
         there = {listed.name: listed for listed in listing.engines}
         assert self._engine is not None
         for known in tuple(self._known.values()):
             if known.listed.name not in there:
                 self._leave(known, "it is not in the cluster any more")
             elif known.name in self._engine.failed and not known.is_gone:
-                known.is_gone, known.joined_at = True, now
+                known.fail("it failed")
+                known.joined_at = now
         for name, listed in there.items():
             known = next((one for one in self._known.values() if one.listed.name == name), None)
             if known is not None and known.is_gone and now - known.joined_at > AGAIN:
@@ -151,9 +216,22 @@ class Cluster:
                 self._trouble = f"engine {name} is robojax {listed.begun.version}, this front {ours}"
             elif known is None:
                 self._join(listed, now)
-        for known in self._known.values():
-            if known.asking is None or known.asking.done():
-                known.asking = asyncio.create_task(self._ask(known))
+        self._complete(now)
+
+    def _complete(self, now: float) -> None:
+        """Engines that could not have a policy try again."""
+        there = {known.name: known for known in self._known.values() if not known.is_gone}
+        self._lacking.keep(there, {copy.loaded.handle for known in there.values() for copy in known.copies})
+        for name in self._lacking.due(now):
+            known = there[name]
+            if known.completing is None or known.completing.done():
+                known.completing = asyncio.create_task(self._try_again(name), name=f"complete {name}")
+
+    async def _try_again(self, name: str) -> None:
+        assert self._engine is not None
+        began = time.monotonic()
+        await self._engine.complete(name)
+        self._lacking.forget(name, began)
 
     def _join(self, listed: Listed, now: float) -> None:
         assert self._engine is not None
@@ -163,15 +241,17 @@ class Cluster:
         )
         if name in self._engine.failed:
             name = f"{name}.{self._times}"
-        lane = RemoteLane(name, self._sender(listed.actor), self._stuck_after)
-        self._known[name] = _Known(name, listed, lane, now)
-        self._engine.join(name, lane)
+        known = self._known[name] = KnownEngine(name, listed, now, self._stuck_after)
+        known.watching = asyncio.create_task(self._watch(known), name=f"watch {name}")
+        self._engine.join(name, known.lane)
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
-    def _leave(self, known: _Known, why: str) -> None:
+    def _leave(self, known: KnownEngine, why: str) -> None:
         assert self._engine is not None
-        known.is_gone = True
         del self._known[known.name]
+        if known.watching is not None and known.watching is not asyncio.current_task():
+            known.watching.cancel()
+        known.fail(why)
         known.lane.fail(why)
         self._engine.leave(known.name, why)
         asyncio.get_running_loop().call_later(1.0, self._forget, known.name)
@@ -181,17 +261,21 @@ class Cluster:
         task = asyncio.get_running_loop().create_task(self._engine.forget(name))
         task.add_done_callback(lambda task: task.exception())
 
-    async def _ask(self, known: _Known) -> None:
-        """How it does, and that its policies are still wanted here."""
-        try:
-            handles = sorted({policy.handle for policy in known.policies})
-            known.lane.facts = await known.listed.actor.facts.remote(handles)
-        except RayActorError as error:
-            if self._known.get(known.name) is known:
-                self._leave(known, f"its process ended ({type(error).__name__})")
-        except RayError as error:
-            logger.warning("%s: %s", known.name, type(error).__name__)
-        await asyncio.sleep(PERIOD)
+    async def _watch(self, known: KnownEngine) -> None:
+        """How it does, and that its policies are still wanted here, as long as it is there."""
+        while True:
+            try:
+                handles = sorted({copy.loaded.handle for copy in known.copies})
+                known.lane.facts = await ask(known.listed.actor, ANSWER, "facts", handles)
+                known.heard_at = self._heard_at = time.monotonic()
+            except NoAnswer as error:
+                cause = error.__cause__
+                if cause is not None and isinstance(cause, RayActorError):
+                    self._leave(known, why_gone(cause))
+                    return
+            except Exception:
+                logger.exception("asking %s how it does failed", known.name)
+            await asyncio.sleep(PERIOD)
 
     def facts(self) -> dict[str, object]:
         """For the API; JSON-ready."""
@@ -210,16 +294,27 @@ class Cluster:
             for known in self._known.values()
             if not known.is_gone
         ]
-        return {"address": self._address, "engines": engines, "trouble": self._trouble or None}
+        trouble = "; ".join(filter(None, (self._lost, self._trouble, self._lacking.words(time.monotonic()))))
+        return {"address": self._connection.address, "engines": engines, "trouble": trouble or None}
 
     async def close(self) -> None:
         """Let go of the cluster; its engines go on for other fronts."""
         if self._life is not None:
             self._life.cancel()
-        if self._pool is not None:
-            with suppress(RayError, TimeoutError):  # it will notice by itself
-                await asyncio.wait_for(self._pool.part.remote(self.front), 1.0)
-        await asyncio.to_thread(ray.shutdown)
+        if not self._lost:
+            with suppress(NoAnswer):  # it will notice by itself
+                await ask(self._pool, 1.0, "part", self.front)
+        for known in self._known.values():
+            known.fail("the server is ending")
+            if known.watching is not None:
+                known.watching.cancel()
+            if known.completing is not None:
+                known.completing.cancel()
+        within = LETTING_GO / 3 if self._lost else LETTING_GO
+        if self._lost != REJOINING:  # in which a thread of its own closes and opens it
+            with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
+                await asyncio.wait_for(self._thread.submit(self._connection.close).outcome, within)
+        self._thread.close(0.0)
 
     @property
     def node_address(self) -> str:
@@ -228,62 +323,54 @@ class Cluster:
 
     # For threads that load.
 
-    def pick(self) -> str:
-        """See `Engines.pick`: the one with the least to do."""
-        known = [one for one in tuple(self._known.values()) if not one.is_gone]
-        if not known:
+    def pick(self) -> tuple[str, Sequence[str]]:
+        """See `Engines.pick`: the one with the least to do, and those that computed nothing for seconds."""
+        there = [one for one in tuple(self._known.values()) if not one.is_gone]
+        if not there:
             raise CheckpointError("no engine of the cluster is there; try again when one is")
-        return min(known, key=lambda one: (one.lane.facts.policies, one.lane.facts.load, one.name)).name
+        first, *others = sorted(there, key=lambda one: (one.lane.facts.policies, one.lane.facts.load, one.name))
+        return first.name, [one.name for one in others if not one.lane.facts.load]
 
-    def call(self, engine: str, method: str, *arguments: Any) -> Any:
-        """See `Engines.call`."""
+    def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
+        """See `Engines.ask`."""
         known = self._known.get(engine)
-        if known is None:
-            raise DeviceGone(f"engine {engine} is not there any more")
-        asked = getattr(known.listed.actor, method).remote(*arguments)
-        while True:
-            try:
-                return ray.get(asked, timeout=LOOK)
-            except GetTimeoutError:
-                if known.is_gone:
-                    raise DeviceGone(f"engine {engine} is not there any more") from None
-            except RayActorError as error:
-                raise DeviceGone(f"engine {engine} ended") from error
-
-    def keep(self, policy: RemotePolicy) -> None:
-        """See `Engines.keep`."""
-        known = self._known.get(policy.device)
         if known is not None:
-            known.policies.add(policy)
+            return known.ask(method, *arguments)
+        answer: Future[Any] = Future()
+        answer.set_exception(DeviceGone(f"engine {engine} is not there any more"))
+        return answer
+
+    def keep(self, copy: Copy) -> None:
+        """See `Engines.keep`."""
+        self._on_loop(lambda: self._keep(copy))
+
+    def _keep(self, copy: Copy) -> None:
+        known = self._known.get(copy.engine)
+        if known is not None:
+            known.copies.add(copy)
+            self._lacking.has(copy.engine, copy.loaded.handle)
+
+    def lacks(self, engine: str, handle: str, why: str) -> None:
+        """See `Engines.lacks`."""
+        logger.warning("%s goes without policy %s: %s", engine, handle[:12], why)
+        self._on_loop(lambda: self._lacking.failed(engine, handle, why, time.monotonic()))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None, "opened before anything is loaded"
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            # The loop has ended, and whoever wanted the policy with it.
+            if not self._loop.is_closed():
+                raise
+
+    @property
+    def connection(self) -> int:
+        """See `Engines.connection`."""
+        return self._connection.number
 
     def put(self, piece: bytes) -> Any:
         """See `Engines.put`."""
+        if self._pool is None:  # Ray would start a cluster of its own
+            raise CheckpointError(f"{REJOINING}; try again then")
         return ray.put(piece)
-
-    def _sender(self, actor: Any) -> Any:
-        def send(method: str, arguments: tuple[Any, ...], done: Any) -> None:
-            def deliver(future: "Future[Any]") -> None:
-                error = future.exception()
-                done(future.result() if error is None else _plain(error))
-
-            try:
-                getattr(actor, method).remote(*arguments).future().add_done_callback(deliver)
-            except Exception as error:
-                done(_plain(error))
-
-        return send
-
-
-def _plain(error: BaseException) -> Exception:
-    """Ray's errors carry what happened in the engine with all its traceback."""
-    if isinstance(error, RayActorError):
-        return DeviceGone(f"its process ended ({type(error).__name__})")
-    if isinstance(error, ServiceError):
-        return error
-    logger.error("an engine raised", exc_info=error)
-    return RuntimeError(f"the engine raised {type(error).__name__}")
-
-
-def address_of(setting: str) -> str:
-    """Ray's address for the setting ``engine``: ray-local, ray-auto, ray://host:port."""
-    return {"ray-local": "local", "ray-auto": "auto"}.get(setting, setting)

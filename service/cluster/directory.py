@@ -5,9 +5,13 @@ are taken, and by whom, is decided here.
 """
 
 import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
+
+from service.sessions.latch import LATCHES, Latch
 
 # Seconds without a word from a front after which its sessions are interrupted; after which an id that was claimed, and
 # of which its front does not speak, is free again; after which a front that left no session is forgotten.
@@ -15,12 +19,14 @@ LEASE = 3.0
 CLAIMED = 10.0
 FORGOTTEN = 3600.0
 
+logger = logging.getLogger(__name__)
+
 
 class DirectoryRefused(Exception):
     """What was asked cannot be; the text is for clients.
 
     Attributes:
-        kind: taken, unknown, alive or unready.
+        kind: taken, named, unknown, alive or unready.
     """
 
     def __init__(self, kind: str, text: str):
@@ -56,12 +62,14 @@ class Front:
         url: where other fronts reach it.
         seen_at: when it last said something, on the directory's clock.
         machine: whose loopback address its own is.
+        life: of all processes that ever run under this name, which one it is.
     """
 
     name: str
     url: str
     seen_at: float = 0.0
     machine: str = ""
+    life: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,7 @@ class Directory:
         self._entries: dict[str, Entry] = {}
         self._fronts: dict[str, Front] = {}
         self._claimed: dict[str, float] = {}
+        self._latches: dict[str, Latch] = {}
         for key, text in store.all().items():
             kind, _, name = key.partition("/")
             told = json.loads(text)
@@ -110,13 +119,19 @@ class Directory:
                 self._claimed[name] = now
             elif kind == "front":
                 self._fronts[name] = Front(**(told | {"seen_at": now}))
+            elif kind == "latch":
+                self._latches[name] = Latch(**told)
 
-    def claim(self, front: str, session_id: str, owner: str | None, now: float) -> None:
+    def claim(self, front: str, life: str, session_id: str, owner: str | None, now: float) -> Latch | None:
         """A session of this id is about to be made there.
 
+        Returns:
+            The emergency stop of one of this id that is gone, whichever front it was on: the new one begins with it.
+
         Raises:
-            DirectoryRefused: another front has one, living or interrupted.
+            DirectoryRefused: another front has one, living or interrupted; or the name of this front is another's.
         """
+        self._check_name(front, life, now)
         there = self._entries.get(session_id)
         if there is not None and not (there.record or there.status or self._lives(there.front, now)):
             # Its front ended before it spoke of it once, so nobody was told that it is there.
@@ -132,38 +147,45 @@ class Directory:
         if there is None or not there.record:
             self._keep(Entry(session_id, front, owner))
         self._claimed[session_id] = now
+        return self._latches.get(session_id)
 
     def beat(
         self,
-        front: str,
-        url: str,
+        said: Front,
         held: Sequence[str],
         news: Sequence[Entry],
         now: float,
         *,
-        gone: Sequence[str] = (),
-        machine: str = "",
+        gone: Mapping[str, str | None] | None = None,
     ) -> Told:
         """A front lives.
 
         Args:
             held: ids of all of its sessions.
             news: those of them that changed since its last beat that was answered.
-            gone: ids that it spoke of before and holds no more. What was ever ready goes only by this: a front that
-                lost its memory has not deleted its sessions.
+            gone: ids that it spoke of before and holds no more, with the text of an emergency stop that nobody has
+                reset. What was ever ready goes only by this: a front that lost its memory has not deleted its sessions.
+
+        Raises:
+            DirectoryRefused: another process lives under this name; nothing is changed.
         """
+        front = said.name
+        self._check_name(front, said.life, now)
         known = self._fronts.get(front)
-        heard = Front(front, url, now, machine)
-        if known is None or (known.url, known.machine) != (url, machine):
+        heard = replace(said, seen_at=now)
+        if known is None or known != replace(said, seen_at=known.seen_at):
             self._store.put(f"front/{front}", json.dumps(asdict(heard)))
         self._fronts[front] = heard
         for entry in news:
             there = self._entries.get(entry.id)
             if (there is None or there.front == front) and entry != there:
                 self._keep(replace(entry, front=front))
-        for session_id in gone:
-            if session_id not in held:
-                self.release(front, session_id)
+                if entry.latch is None and entry.status:
+                    self._unlatch(entry.id)  # its session was made with it, and it was reset there
+        for session_id, latch in (gone or {}).items():
+            there = self._entries.get(session_id)
+            if session_id not in held and there is not None and there.front == front:
+                self._end(there if latch is None else replace(there, latch=latch))
         lost = []
         for session_id in held:
             there = self._entries.get(session_id)
@@ -179,15 +201,30 @@ class Directory:
             if entry.record:
                 left.append(entry)
             else:
-                self._drop(entry.id)
+                self._end(entry)
         self._forget_fronts(now)
         return Told(tuple(lost), tuple(left), self.fronts(now), self._silent(now))
 
-    def release(self, front: str, session_id: str) -> None:
-        """A session that was claimed did not come to be, or is deleted."""
-        there = self._entries.get(session_id)
-        if there is not None and there.front == front:
-            self._drop(session_id)
+    def leave(self, front: str, life: str) -> None:
+        """A front ends in order, with all robots held: its name is free, and its sessions are interrupted."""
+        known = self._fronts.get(front)
+        if known is not None and known.life == life:
+            self._fronts[front] = replace(known, seen_at=-math.inf)
+
+    def unlatch(self, session_id: str, owners: Sequence[str | None] | None) -> bool:
+        """Reset the emergency stop of an id whose session is gone.
+
+        Args:
+            owners: whose may be reset; None: everybody's.
+
+        Returns:
+            Whether there was one.
+        """
+        latch = self._latches.get(session_id)
+        if latch is None or session_id in self._entries or (owners is not None and latch.owner not in owners):
+            return False
+        self._unlatch(session_id)
+        return True
 
     def list(self, now: float) -> Sequence[Entry]:
         """All sessions; those of fronts that died are interrupted."""
@@ -213,12 +250,13 @@ class Directory:
         """What a front said of itself last, living or not."""
         return self._fronts.get(name)
 
-    def adopt(self, front: str, session_id: str, now: float) -> Entry:
+    def adopt(self, front: str, life: str, session_id: str, now: float) -> Entry:
         """A session of a front that died is this front's from now on.
 
         Raises:
-            DirectoryRefused: there is none, or its front lives.
+            DirectoryRefused: there is none, or its front lives; or the name of this front is another's.
         """
+        self._check_name(front, life, now)
         entry = self._entries.get(session_id)
         if entry is None or not (entry.record or entry.status):
             raise DirectoryRefused("unknown", f"Session {session_id} not found")
@@ -244,7 +282,16 @@ class Directory:
             raise DirectoryRefused("unknown", f"Session {session_id} not found")
         if self._lives(entry.front, now):
             raise DirectoryRefused("alive", f"session {session_id!r} is on the front {entry.front}, which lives")
-        self._drop(session_id)
+        self._end(entry)
+
+    def _check_name(self, front: str, life: str, now: float) -> None:
+        known = self._fronts.get(front)
+        if known is not None and known.life != life and self._lives(front, now):
+            raise DirectoryRefused(
+                "named",
+                f"another server has the name {front} in this cluster, at {known.url}, and lives; give each its own "
+                "(--front-name)",
+            )
 
     def _silent(self, now: float) -> Sequence[Front]:
         owning = {entry.front for entry in self._entries.values() if entry.status}
@@ -280,6 +327,23 @@ class Directory:
         if before is None or _lasting(before) != _lasting(entry):
             self._store.put(f"session/{entry.id}", json.dumps(asdict(entry)))
         self._entries[entry.id] = entry
+
+    def _end(self, entry: Entry) -> None:
+        """The session goes; an emergency stop stays with the id."""
+        if entry.latch is not None:
+            latch = Latch(entry.latch, entry.owner)
+            self._store.put(f"latch/{entry.id}", json.dumps(asdict(latch)))
+            self._latches[entry.id] = latch
+            if len(self._latches) > LATCHES:
+                oldest = next(iter(self._latches))
+                logger.error("the emergency stop of session %s is forgotten: more than %d are latched", oldest, LATCHES)
+                self._unlatch(oldest)
+        self._drop(entry.id)
+
+    def _unlatch(self, session_id: str) -> None:
+        if session_id in self._latches:
+            self._store.drop(f"latch/{session_id}")
+            del self._latches[session_id]
 
     def _drop(self, session_id: str) -> None:
         self._store.drop(f"session/{session_id}")

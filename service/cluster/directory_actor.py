@@ -4,12 +4,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports] - an extra
-from ray.experimental import internal_kv  # pyright: ignore[reportMissingImports]
+from ray.experimental import internal_kv  # pyright: ignore[reportMissingImports] - an extra
 
 from service.cluster.directory import Directory, DirectoryRefused, Entry, Front, Told
 from service.cluster.messages import Refused
-from service.cluster.pool import NAMESPACE, ON_THE_HEAD
+from service.cluster.named_actor import find_actor
+from service.sessions.latch import Latch
 
 NAME = "robojax-directory"
 # Of the keys in Ray's own store (GCS), which lives as long as the cluster's head; with Ray's fault tolerance (Redis)
@@ -44,27 +44,27 @@ class DirectoryActor:
     def __init__(self) -> None:
         self._directory = Directory(RayStore(), time.monotonic())
 
-    def claim(self, front: str, session_id: str, owner: str | None) -> Refused | None:
+    def claim(self, front: str, life: str, session_id: str, owner: str | None) -> Latch | Refused | None:
         """See `Directory.claim`."""
-        return _told(lambda: self._directory.claim(front, session_id, owner, time.monotonic()))
+        return _told(lambda: self._directory.claim(front, life, session_id, owner, time.monotonic()))
 
     def beat(
-        self, front: str, url: str, held: Sequence[str], news: Sequence[Entry], gone: Sequence[str], machine: str
-    ) -> Told:
+        self, said: Front, held: Sequence[str], news: Sequence[Entry], gone: Mapping[str, str | None]
+    ) -> Told | Refused:
         """See `Directory.beat`."""
-        return self._directory.beat(front, url, held, news, time.monotonic(), gone=gone, machine=machine)
+        return _told(lambda: self._directory.beat(said, held, news, time.monotonic(), gone=gone))
 
-    def release(self, front: str, session_id: str) -> None:
-        """See `Directory.release`."""
-        self._directory.release(front, session_id)
+    def leave(self, front: str, life: str) -> None:
+        """See `Directory.leave`."""
+        self._directory.leave(front, life)
+
+    def unlatch(self, session_id: str, owners: Sequence[str | None] | None) -> bool:
+        """See `Directory.unlatch`."""
+        return self._directory.unlatch(session_id, owners)
 
     def list(self) -> Sequence[Entry]:
         """See `Directory.list`."""
         return self._directory.list(time.monotonic())
-
-    def of(self, front: str) -> Sequence[Entry]:
-        """See `Directory.of`."""
-        return self._directory.of(front)
 
     def find(self, session_id: str) -> tuple[Entry, str | None] | None:
         """See `Directory.find`."""
@@ -74,9 +74,9 @@ class DirectoryActor:
         """See `Directory.front`."""
         return self._directory.front(name)
 
-    def adopt(self, front: str, session_id: str) -> Entry | Refused:
+    def adopt(self, front: str, life: str, session_id: str) -> Entry | Refused:
         """See `Directory.adopt`."""
-        return _told(lambda: self._directory.adopt(front, session_id, time.monotonic()))
+        return _told(lambda: self._directory.adopt(front, life, session_id, time.monotonic()))
 
     def forget(self, session_id: str) -> Refused | None:
         """See `Directory.forget`."""
@@ -92,14 +92,4 @@ def _told(ask: Any) -> Any:
 
 def find_directory() -> Any:
     """The directory of the cluster that this process is connected to, made if there is none; blocks."""
-    kind: Any = ray.remote(DirectoryActor)
-    return kind.options(
-        name=NAME,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        resources=ON_THE_HEAD,
-        max_restarts=-1,
-        max_task_retries=3,
-    ).remote()
+    return find_actor(NAME, DirectoryActor, retries=3)

@@ -60,6 +60,10 @@ class EngineActor:
         self._beginning = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
 
+    async def node(self) -> str:
+        """The machine that Ray has started it on."""
+        return socket.gethostname()
+
     async def begin(self) -> Begun | Refusal:
         """Import JAX and take its devices; again, it says the same."""
         async with self._beginning:
@@ -86,15 +90,16 @@ class EngineActor:
             task.add_done_callback(lambda task: self._loading.pop(parcel.sha, None))
         return await asyncio.shield(task)
 
-    async def stage(self, sha: str) -> str:
-        """What loading it does now."""
-        return self._stages.get(sha, "reading")
+    async def stage(self, sha: str) -> str | None:
+        """What loading it does now; None when it is not being loaded."""
+        return self._stages.get(sha)
 
     async def _load(self, parcel: Parcel, like: str | None) -> Loaded | Refusal:
         if (held := self._held.get(parcel.sha)) is not None:
             held.wanted_at = time.monotonic()
             return self._loaded(parcel.sha, held)
         engine, stack = self._begun(), AsyncExitStack()
+        self._stages[parcel.sha] = "reading"
         before = self._held.get(like or "")
         try:
             folder = await call_in_thread(partial(unpack, parcel, _cache(), _get), "policy-files")

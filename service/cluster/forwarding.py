@@ -13,6 +13,7 @@ from yarl import URL
 from service.auth.caller import caller_of
 from service.cluster.directory import Entry
 from service.cluster.front import FrontLost, FrontOfCluster, status_of
+from service.cluster.knock import NAME
 from service.edge.origins import Origins
 from service.errors import MoveRefused, UnknownSession
 from service.routes.answers import answer, request_id
@@ -23,8 +24,6 @@ log = logging.getLogger(__name__)
 
 # Who passed a request on: it is not passed on again.
 PASSED = "x-robojax-front"
-# The name of the front that answers, so that one that has its address now is not taken for one that ended.
-NAME = "x-robojax-front-name"
 # Seconds for which it is remembered where a session is; that connecting may take; that the other may take to stop.
 REMEMBERED = 0.5
 CONNECT = 2.0

@@ -5,16 +5,17 @@ import os
 import socket
 from collections.abc import Sequence
 
-from service.cluster.cluster import CannotJoin, Cluster, address_of
+from service.cluster.cluster import Cluster
+from service.cluster.connection import CannotJoin, NoAnswer, address_of
 from service.cluster.forwarding import Forwarding
-from service.cluster.front import FrontOfCluster
+from service.cluster.front import FrontOfCluster, NameTaken
 from service.cluster.messages import EngineOptions
 from service.cluster.remote_policy import RemoteLoader
 from service.cluster.scaling import Bounds
 from service.edge.origins import Origins
 from service.engine.engine import Engine
 from service.engine.progress import Durations
-from service.errors import NoEngine
+from service.errors import FrontNameTaken, NoEngine
 from service.sessions.request import NewSession
 from service.sessions.sessions import Sessions
 from service.settings import Settings
@@ -90,14 +91,17 @@ class Joining:
         """Tell other fronts of these sessions.
 
         Raises:
-            NoEngine: the directory does not answer.
+            NoEngine: the directory does not answer, or another server has the name of this front.
         """
         front = FrontOfCluster(self._name, self._url, sessions)
         try:
             await asyncio.wait_for(front.open(), PATIENCE)
-        except TimeoutError:
-            raise NoEngine(f"the directory of the cluster has not answered for {PATIENCE:g} s") from None
-        self._front = self.forwarding.front = front
+        except NameTaken as error:
+            raise FrontNameTaken(f"front_name {self._name}: {error}") from None
+        except (TimeoutError, NoAnswer) as error:
+            what = f"has not answered for {PATIENCE:g} s" if isinstance(error, TimeoutError) else "does not answer"
+            raise NoEngine(f"the directory of the cluster {what}; `ray status` says more") from None
+        self._front = self.forwarding.front = self.cluster.also = front
         return front
 
     @property

@@ -17,27 +17,25 @@ from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMiss
 
 from service.cluster.engine_actor import EngineActor
 from service.cluster.messages import Begun, EngineFacts, EngineOptions, Refusal
+from service.cluster.named_actor import NAMESPACE, find_actor
+from service.cluster.places import NO_PLACE, lack
 from service.cluster.scaling import Bounds, Scaling
 
 logger = logging.getLogger(__name__)
 
 NAME = "robojax-pool"
-NAMESPACE = "robojax"
 ENGINE = "robojax-engine-"
 # Calls that an actor runs side by side: its work is in threads of its own, and waiting costs nothing.
 AT_ONCE = 4096
-
-# On the cluster's head, whose end is the cluster's: no other machine that fails takes it along.
-ON_THE_HEAD = {"node:__internal_head__": 0.001}
 
 # Seconds between looks at all engines; that one may be silent before it is replaced; that it may take to begin.
 PERIOD = 0.5
 SILENT = 4.0
 BEGINNING = 120.0
-# Seconds that fronts get to let go of an engine that is to go; after which Ray is said to have no place for one; for
-# which no front asked before everything here ends.
+# Seconds that fronts get to let go of an engine that is to go; before another one is made where one refused to begin;
+# for which no front asked before everything here ends.
 PARTING = 5.0
-NO_PLACE = 20.0
+REFUSED = 20.0
 ALONE = 60.0
 
 
@@ -78,6 +76,7 @@ class _Engine:
     facts: EngineFacts = field(default_factory=EngineFacts)
     answered_at: float = 0.0
     state: Literal["coming", "up", "going"] = "coming"
+    node: str = ""
     looking: asyncio.Task[None] | None = None
 
 
@@ -157,8 +156,8 @@ class Pool:
             self._judge(engine, now)
         up = [engine for engine in self._engines.values() if engine.state == "up"]
         coming = [engine for engine in self._engines.values() if engine.state == "coming"]
-        if coming and now - coming[0].made_at > NO_PLACE and coming[0].begun is None:
-            self._trouble = f"Ray has had no place for an engine for {NO_PLACE:g} s; {self._places()}"
+        if trouble := self._lack(now):
+            self._trouble = trouble
         elif len(up) >= self._bounds.least:
             self._trouble = ""
         wanted = self._scaling.wanted(now, [engine.facts for engine in up], len(coming))
@@ -191,11 +190,13 @@ class Pool:
 
     async def _ask(self, engine: _Engine) -> None:
         try:
+            if not engine.node:
+                engine.node = await engine.actor.node.remote()
             if engine.begun is None:
                 begun = await engine.actor.begin.remote()
                 if isinstance(begun, Refusal):
                     self._trouble = begun.text
-                    self._not_before = time.monotonic() + NO_PLACE
+                    self._not_before = time.monotonic() + REFUSED
                     self._remove(engine, begun.text)
                     return
                 engine.begun, engine.state = begun, "up"
@@ -220,12 +221,18 @@ class Pool:
         with suppress(RayError):  # it may have ended already
             ray.kill(engine.actor)
 
-    def _places(self) -> str:
-        wanted = ", ".join(f"{value:g} {name}" for name, value in self._options.resources.items())
-        names = [*self._options.resources]
-        there, free = ray.cluster_resources(), ray.available_resources()
-        has = ", ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in names)
-        return f"an engine wants {wanted} (engine_resources), and free in the cluster are {has}"
+    def _lack(self, now: float) -> str:
+        silent = [engine.made_at for engine in self._engines.values() if not engine.node]
+        if not silent or now - min(silent) < NO_PLACE:
+            return ""
+        return lack(
+            self._options.resources,
+            ray.cluster_resources(),
+            ray.available_resources(),
+            running=len(self._engines) - len(silent),
+            waiting=len(silent),
+            seconds=now - min(silent),
+        )
 
     def _end(self) -> None:
         """Nobody uses this any more."""
@@ -236,14 +243,4 @@ class Pool:
 
 def find_pool(options: EngineOptions, bounds: Bounds) -> Any:
     """The pool of the cluster that this process is connected to, made if there is none; blocks."""
-    kind: Any = ray.remote(Pool)
-    return kind.options(
-        name=NAME,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        resources=ON_THE_HEAD,
-        max_restarts=-1,
-        max_concurrency=AT_ONCE,
-    ).remote(options, bounds)
+    return find_actor(NAME, Pool, options, bounds, at_once=AT_ONCE)

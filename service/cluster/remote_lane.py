@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from service.cluster.handing_over import hand_over, is_heard, settle
 from service.cluster.messages import EngineFacts, Refusal
 from service.cluster.remote_policy import RemotePolicy
 from service.engine.costs import Costs
@@ -43,7 +44,7 @@ class RemoteLane:
         self._send = send
         self._stuck_after = stuck_after
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
-        self._open: set[asyncio.Future[Any]] = set()
+        self._open: dict[asyncio.Future[Any], float] = {}  # with when it was asked, oldest first
         self._took = Costs()
         self._gone: str | None = None
         self._is_closed = False
@@ -52,6 +53,12 @@ class RemoteLane:
     def asked(self) -> int:
         """Requests of this front that nobody has answered yet."""
         return len(self._open)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether an answer to this front has taken longer than usual, and is not there yet."""
+        oldest = next(iter(self._open.values()), None)
+        return oldest is not None and time.monotonic() - oldest > self._usual
 
     @property
     def waiting(self) -> int:
@@ -85,17 +92,38 @@ class RemoteLane:
         assert isinstance(policy, RemotePolicy)
         loop, now = asyncio.get_running_loop(), time.monotonic()
         outcome: asyncio.Future[Any] = loop.create_future()
-        self._open.add(outcome)
+        self._open[outcome] = self.asked_at = now
         # Not when whoever waits gives up: an engine that owes answers has more to do than one that does not, and the
         # next question goes there.
-        outcome.add_done_callback(self._open.discard)
-        self.asked_at = now
+        outcome.add_done_callback(self._open.pop)
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
-        self._sender.submit(self._post, arguments, partial(_hand_over, loop, outcome), outcome)
-        found = await self._in_time(outcome, may_move=may_move)
-        total = time.monotonic() - now
-        inference = _inference(found, total)
+        self._sender.submit(self._post, arguments, partial(hand_over, loop, outcome), outcome)
+        answer = asyncio.create_task(self._answer(outcome, replica, now))
+        answer.add_done_callback(is_heard)
+        if may_move:
+            usual = self._usual
+            done, _ = await asyncio.wait([answer], timeout=usual)
+            if not done:
+                # Not held against the engine: it is asked last while it owes answers, and whether it still lives the
+                # pool finds out. Where one machine is too busy all of its engines stand still, and are well a moment
+                # later.
+                late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
+                late.is_counted, late.answer = True, answer
+                raise late
+        return await answer
+
+    @property
+    def _usual(self) -> float:
+        usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
+        return min(usual, self._stuck_after)
+
+    async def _answer(self, outcome: asyncio.Future[Any], replica: Replica, asked_at: float) -> Inference:
+        done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
+        if not done:
+            raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
+        total = time.monotonic() - asked_at
+        inference = _inference(outcome.result(), total)
         self._took.learn(1, total)
         replica.costs.learn(inference.batch, inference.compute)
         return inference
@@ -104,53 +132,19 @@ class RemoteLane:
         if not outcome.done():  # sending may have hung, and whoever waited was told so
             self._send("act", arguments, done)
 
-    async def _in_time(self, outcome: asyncio.Future[Any], *, may_move: bool) -> Any:
-        usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
-        done, _ = await asyncio.wait(
-            [outcome], timeout=min(usual, self._stuck_after) if may_move else self._stuck_after
-        )
-        if done:
-            return outcome.result()
-        if may_move:
-            # Not held against the engine: it is asked last while it owes answers, and whether it still lives the pool
-            # finds out. Where one machine is too busy all of its engines stand still, and are well a moment later.
-            late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
-            late.is_counted = True
-            raise late
-        raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
-
     def fail(self, why: str) -> None:
         """The engine is gone: whoever waits for it is told now, whatever Ray will say later."""
         self._gone = why
         for outcome in tuple(self._open):
-            _settle(outcome, DeviceGone(why))
+            settle(outcome, DeviceGone(why))
 
     async def close(self, within: float) -> bool:
         """Nobody is left waiting."""
         self._is_closed = True
         for outcome in tuple(self._open):
-            _settle(outcome, LaneClosed("the server is ending"))
+            settle(outcome, LaneClosed("the server is ending"))
         self._sender.shutdown(wait=False, cancel_futures=True)
         return True
-
-
-def _hand_over(loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[Any], found: Any) -> None:
-    try:
-        loop.call_soon_threadsafe(_settle, outcome, found)
-    except RuntimeError:
-        # The loop has ended, and whoever waited with it.
-        if not loop.is_closed():
-            raise
-
-
-def _settle(outcome: asyncio.Future[Any], found: Any) -> None:
-    if outcome.done():
-        return
-    if isinstance(found, BaseException):
-        outcome.set_exception(found)
-        outcome.exception()  # whoever waited may have gone to another engine
-    else:
-        outcome.set_result(found)
 
 
 def _inference(found: Any, total: float) -> Inference:

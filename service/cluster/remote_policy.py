@@ -1,51 +1,13 @@
 """A policy in an engine of the cluster, as the front that asks it sees it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
 from jaxmodels import Requirements, find_policy
-from jaxmodels.errors import CheckpointError, ObservationError
-from service.cluster.messages import Loaded, Refusal, Sizes
-from service.cluster.parcels import Parcel, pack
-from service.engine.device_lane import DeviceGone
-from service.errors import PolicyFailed
-
-Answer = TypeVar("Answer")
-
-
-class Engines(Protocol):
-    """The engines of a cluster, for threads that may wait for them."""
-
-    def pick(self) -> str:
-        """The name of one that works, where a policy is loaded first. Raises CheckpointError: there is none."""
-        ...
-
-    def call(self, engine: str, method: str, *arguments: Any) -> Any:
-        """What its method returns; raises DeviceGone where it is not there any more."""
-        ...
-
-    def keep(self, policy: "RemotePolicy") -> None:
-        """An engine has this policy for us, as long as it is referred to here."""
-        ...
-
-    def put(self, piece: bytes) -> Any:
-        """Hand something to the object store, for any number of engines."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Shipped:
-    """What all copies of one policy share.
-
-    Attributes:
-        parcel: its files; kept as long as a copy may have to be made.
-    """
-
-    engines: Engines
-    parcel: Parcel
+from service.cluster.messages import Sizes
+from service.cluster.shipment import Copy, Engines, Shipment, answered
 
 
 class RemotePolicy:
@@ -55,28 +17,27 @@ class RemotePolicy:
         commit: what its files are called; not its parcel's name, which is of their contents.
     """
 
-    def __init__(self, shipped: _Shipped, engine: str, loaded: Loaded, commit: str | None):
+    def __init__(self, shipment: Shipment, copy: Copy, commit: str | None):
         self.commit = commit
-        self._shipped = shipped
-        self._engine = engine
-        self._loaded = loaded
-        self._compiled = {_key(sizes) for sizes in loaded.compiled}
+        self._shipment = shipment
+        self._copy = copy
+        self._compiled = {_key(sizes) for sizes in copy.loaded.compiled}
         self._timings: Mapping[str, float] = {}
 
     @property
     def requirements(self) -> Requirements:
         """As the engine read them."""
-        return self._loaded.requirements
+        return self._copy.loaded.requirements
 
     @property
     def device(self) -> str:
         """The engine's name."""
-        return self._engine
+        return self._copy.engine
 
     @property
     def handle(self) -> str:
         """What the engine calls it."""
-        return self._loaded.handle
+        return self._copy.loaded.handle
 
     @property
     def timings(self) -> Mapping[str, float]:
@@ -109,11 +70,15 @@ class RemotePolicy:
         return self._call("rehearse", None if cameras is None else dict(cameras))
 
     def on(self, device: str) -> "RemotePolicy":
-        """The same in another engine, to which its files go."""
-        return _load(self._shipped, device, None, self.commit, lambda stage: None)
+        """The same in another engine, which may be making its copy already.
+
+        Raises:
+            CopyRefused, CheckpointError: as of `Shipment.copy`.
+        """
+        return RemotePolicy(self._shipment, self._shipment.copy(device), self.commit)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return answered(self._shipped.engines.call(self._engine, method, self.handle, *arguments))
+        return answered(self._shipment.engines.ask(self.device, method, self.handle, *arguments).result())
 
 
 class RemoteLoader:
@@ -136,44 +101,20 @@ class RemoteLoader:
         like: Any = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> RemotePolicy:
-        """Fetch its files here, send them, and have an engine read them; see `LoadPolicy`."""
+        """Fetch its files here, send them, and have engines read them; see `LoadPolicy`.
+
+        All engines that nobody asks anything load it side by side, the others later, one after the other: robots are
+        answered by those that are not loading. So it is with an update, which is ``like`` what runs.
+        """
         tell = on_progress or (lambda stage: None)
         folder, commit = find_policy(path, revision, on_progress=tell, largest=self._largest)
         tell("reading")
-        shipped = _Shipped(self._engines, pack(folder, self._engines.put))
-        engine = self._engines.pick()
-        before = like.handle if isinstance(like, RemotePolicy) else None
-        return _load(shipped, engine, before, commit, tell)
-
-
-def _load(
-    shipped: _Shipped, engine: str, like: str | None, commit: str | None, tell: Callable[[str], None]
-) -> RemotePolicy:
-    loaded = answered(shipped.engines.call(engine, "load", shipped.parcel, like))
-    tell("compiling")
-    policy = RemotePolicy(shipped, engine, loaded, commit)
-    shipped.engines.keep(policy)
-    return policy
-
-
-def answered(found: Any) -> Any:
-    """What an engine answered, or its refusal as the error that it is.
-
-    Raises:
-        ObservationError: the policy refused its input.
-        CheckpointError: it cannot be loaded.
-        DeviceGone: the engine does not have it any more, or cannot be used.
-        PolicyFailed: it raised.
-    """
-    if not isinstance(found, Refusal):
-        return found
-    if found.kind == "input":
-        raise ObservationError(found.text)
-    if found.kind == "policy":
-        raise CheckpointError(found.text)
-    if found.kind in ("unknown", "engine"):
-        raise DeviceGone(found.text)
-    raise PolicyFailed(found.text)
+        shipment = Shipment(self._engines, folder, is_update=like is not None)
+        engine, idle = self._engines.pick()
+        shipment.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
+        for other in idle if like is None else ():
+            shipment.begin(other)
+        return RemotePolicy(shipment, shipment.first(tell), commit)
 
 
 def _key(sizes: Sizes) -> frozenset[tuple[str, tuple[int, int]]]:

@@ -1,6 +1,7 @@
 """Whose each session of a cluster is: claimed, told of, interrupted, adopted, and never lost."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
+from service.cluster import directory
 from service.cluster.directory import (
     CLAIMED,
     FORGOTTEN,
@@ -17,9 +19,11 @@ from service.cluster.directory import (
     Directory,
     DirectoryRefused,
     Entry,
+    Front,
     MemoryStore,
     Told,
 )
+from service.sessions.latch import Latch
 
 
 def entry(session_id: str, front: str, owner: str | None = "alice", **more: object) -> Entry:
@@ -40,15 +44,18 @@ class Cluster:
     def restart(self) -> None:
         self.directory = Directory(self.store, self.now)
 
-    def beat(self, front: str, *entries: Entry, gone: tuple[str, ...] = (), held: tuple[str, ...] = ()) -> Told:
+    def beat(
+        self, front: str, *entries: Entry, gone: Sequence[str] = (), held: Sequence[str] = (), life: str = "1"
+    ) -> Told:
         ids = (*held, *(one.id for one in entries))
-        return self.directory.beat(front, f"http://{front}", ids, entries, self.now, gone=gone)
+        said = Front(front, f"http://{front}", life=life)
+        return self.directory.beat(said, ids, entries, self.now, gone=dict.fromkeys(gone))
 
-    def claim(self, front: str, session_id: str, owner: str | None = "alice") -> None:
-        self.directory.claim(front, session_id, owner, self.now)
+    def claim(self, front: str, session_id: str, owner: str | None = "alice", life: str = "1") -> Latch | None:
+        return self.directory.claim(front, life, session_id, owner, self.now)
 
-    def adopt(self, front: str, session_id: str) -> Entry:
-        return self.directory.adopt(front, session_id, self.now)
+    def adopt(self, front: str, session_id: str, life: str = "1") -> Entry:
+        return self.directory.adopt(front, life, session_id, self.now)
 
     def find(self, session_id: str) -> tuple[Entry, str | None] | None:
         return self.directory.find(session_id, self.now)
@@ -122,14 +129,101 @@ def test_a_claim_of_a_front_that_died_before_it_spoke_of_it_is_free_again_in_a_w
     assert found[0].front == "b"
 
 
-def test_a_released_claim_is_free_at_once_but_only_its_own_front_releases_it(cluster: Cluster) -> None:
+def test_a_claim_whose_session_is_gone_is_free_at_once_but_only_its_own_front_says_so(cluster: Cluster) -> None:
     cluster.claim("a", "arm")
-    cluster.directory.release("b", "arm")
+    cluster.beat("b", gone=("arm",))
     with pytest.raises(DirectoryRefused):
         cluster.claim("b", "arm")
-    cluster.directory.release("a", "arm")
+    cluster.beat("a", gone=("arm", "nothing"))
     cluster.claim("b", "arm")
-    cluster.directory.release("a", "nothing")
+
+
+def test_of_two_servers_of_one_name_the_second_is_refused_whatever_it_says(cluster: Cluster) -> None:
+    cluster.beat("a", entry("arm", "a"))
+    before = dict(cluster.store.texts)
+    for attempt in (
+        lambda: cluster.beat("a", entry("leg", "a"), gone=("arm",), life="2"),
+        lambda: cluster.claim("a", "leg", life="2"),
+        lambda: cluster.adopt("a", "arm", life="2"),
+    ):
+        with pytest.raises(DirectoryRefused) as error:
+            attempt()
+        assert refusal(error) == (
+            "named",
+            "another server has the name a in this cluster, at http://a, and lives; give each its own (--front-name)",
+        )
+    assert (cluster.statuses(), cluster.store.texts) == ({"arm": "running"}, before)
+
+
+def test_a_name_is_free_when_its_front_has_been_silent_and_then_its_first_server_is_refused(cluster: Cluster) -> None:
+    cluster.beat("a", entry("arm", "a"))
+    cluster.now += LEASE
+    assert cluster.beat("a", life="2").left == (entry("arm", "a"),)
+    cluster.restart()
+    for attempt in (lambda: cluster.beat("a", held=("arm",)), lambda: cluster.claim("a", "leg")):
+        with pytest.raises(DirectoryRefused, match="has the name a"):
+            attempt()
+    cluster.claim("a", "leg", life="2")
+
+
+def test_a_front_that_leaves_is_over_at_once(cluster: Cluster) -> None:
+    cluster.beat("a", entry("arm", "a"))
+    cluster.directory.leave("a", "2")
+    assert cluster.statuses() == {"arm": "running"}, "another process of this name says nothing of this one"
+    cluster.directory.leave("a", "1")
+    cluster.directory.leave("nobody", "1")
+    assert cluster.statuses() == {"arm": "interrupted"}
+    assert cluster.beat("a", life="2").left == (entry("arm", "a"),)
+    cluster.directory.leave("a", "2")
+    assert cluster.adopt("b", "arm").front == "b"
+
+
+def test_an_emergency_stop_stays_with_the_id_on_whatever_front_it_is_made_next(cluster: Cluster) -> None:
+    cluster.beat("a", entry("arm", "a", latch="a hand"))
+    cluster.beat("a", gone=("arm",))
+    cluster.restart()
+    assert cluster.claim("b", "arm", "bob") == Latch("a hand", "alice")
+    cluster.beat("b", entry("arm", "b", "bob", latch="a hand"))
+    cluster.beat("b", gone=("arm",))
+    assert cluster.claim("a", "arm", "bob") == Latch("a hand", "bob")
+    cluster.beat("a", entry("arm", "a", "bob", latch="a hand"))
+    cluster.beat("a", entry("arm", "a", "bob"))  # it was reset
+    cluster.beat("a", gone=("arm",))
+    assert cluster.claim("b", "arm") is None
+    assert not any(key.startswith("latch/") for key in cluster.store.texts)
+
+
+def test_an_emergency_stop_that_was_not_told_in_time_is_told_with_the_end(cluster: Cluster) -> None:
+    cluster.beat("a", entry("arm", "a"))
+    said = Front("a", "http://a", life="1")
+    cluster.directory.beat(said, [], [], cluster.now, gone={"arm": "a hand"})
+    assert cluster.claim("b", "arm") == Latch("a hand", "alice")
+
+
+def test_an_emergency_stop_outlives_a_session_of_a_dead_front_that_is_deleted(cluster: Cluster) -> None:
+    cluster.beat("a", entry("arm", "a", latch="a hand"))
+    cluster.now += LEASE
+    cluster.directory.forget("arm", cluster.now)
+    assert cluster.claim("b", "arm") == Latch("a hand", "alice")
+
+
+def test_the_emergency_stop_of_a_gone_session_is_reset_by_whose_it_is(cluster: Cluster) -> None:
+    unlatch = cluster.directory.unlatch
+    cluster.beat("a", entry("arm", "a", latch="a hand"))
+    assert not unlatch("arm", None), "its session is there, and is reset itself"
+    cluster.beat("a", gone=("arm",))
+    assert not unlatch("arm", ("bob",))
+    assert unlatch("arm", ("alice",))
+    assert not unlatch("arm", None)
+    assert cluster.claim("b", "arm") is None
+
+
+def test_emergency_stops_of_gone_sessions_have_an_end(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "LATCHES", 2)
+    for session_id in ("one", "two", "three"):
+        cluster.beat("a", entry(session_id, "a", latch="a hand"))
+        cluster.beat("a", gone=(session_id,))
+    assert {key for key in cluster.store.texts if key.startswith("latch/")} == {"latch/two", "latch/three"}
 
 
 def test_a_claim_alone_is_not_listed(cluster: Cluster) -> None:
@@ -297,7 +391,7 @@ def test_a_front_that_is_restarted_under_its_name_has_its_sessions_again(cluster
     cluster.beat("a", entry("arm", "a"))
     cluster.now += 2 * LEASE
     assert [one.record for one in cluster.directory.of("a")] == ['{"new": 1}']
-    told = cluster.directory.beat("a", "http://elsewhere", ["arm"], [], cluster.now)
+    told = cluster.directory.beat(Front("a", "http://elsewhere", life="2"), ["arm"], [], cluster.now)
     assert (told.lost, told.left) == ((), ())
     found = cluster.find("arm")
     assert found is not None
@@ -355,10 +449,11 @@ IDS = ("arm", "leg")
 
 
 @dataclass
-class Front:
+class Server:
     """What a front has in memory; its robots move as long as it is awake."""
 
     name: str
+    life: str = "1"
     held: set[str] = field(default_factory=set)
     spoken_of: set[str] = field(default_factory=set)
 
@@ -372,18 +467,24 @@ class Sharing(RuleBasedStateMachine):
     def begin(self):
         self.store, self.now = MemoryStore(), 0.0
         self.directory = Directory(self.store, self.now)
-        self.awake = {name: Front(name) for name in "abc"}
+        self.awake = {name: Server(name) for name in "abc"}
+        self.awake["twin of a"] = Server("a", "2")
         self.acknowledged: set[str] = set()
-        return multiple("a", "b", "c")
+        return multiple(*self.awake)
 
     def beat(self, name: str, *, is_heard: bool = True) -> None:
         front = self.awake[name]
         gone = sorted(front.spoken_of - front.held)
         front.spoken_of |= front.held
         held = sorted(front.held)
-        told = self.directory.beat(
-            name, f"http://{name}", held, [entry(one, name) for one in held], self.now, gone=gone
-        )
+        said = Front(front.name, f"http://{name}", life=front.life)
+        news = [entry(one, front.name) for one in held]
+        try:
+            told = self.directory.beat(said, held, news, self.now, gone=dict.fromkeys(gone))
+        except DirectoryRefused:
+            if is_heard:
+                front.held, front.spoken_of = set(), set()
+            return
         if is_heard:
             front.spoken_of = set(held)
             front.held -= {session_id for session_id, _ in told.lost}
@@ -403,7 +504,7 @@ class Sharing(RuleBasedStateMachine):
             return
         front = self.awake[name]
         try:
-            self.directory.claim(name, session_id, "alice", self.now)
+            self.directory.claim(front.name, front.life, session_id, "alice", self.now)
         except DirectoryRefused:
             return
         front.held.add(session_id)
@@ -413,23 +514,25 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(name=fronts, session_id=st.sampled_from(IDS))
     def fail_to_make(self, name: str, session_id: str) -> None:
-        if session_id not in self.awake[name].held:
+        front = self.awake[name]
+        if session_id not in front.held:
             with suppress(DirectoryRefused):
-                self.directory.claim(name, session_id, "alice", self.now)
+                self.directory.claim(front.name, front.life, session_id, "alice", self.now)
 
     @rule(name=fronts, session_id=st.sampled_from(IDS))
     def delete(self, name: str, session_id: str) -> None:
         if session_id in self.awake[name].held:
             self.awake[name].held.discard(session_id)
-            if session_id not in {one.id for one in self.directory.of(name)}:
+            if session_id not in {one.id for one in self.directory.of(self.awake[name].name)}:
                 return  # it was adopted by another front, and is there
             self.acknowledged.discard(session_id)
 
     @rule(name=fronts, session_id=st.sampled_from(IDS), is_heard=st.booleans(), after=st.sampled_from([0.0, LEASE]))
     def adopt(self, name: str, session_id: str, is_heard: bool, after: float) -> None:
         self.now += after
+        self.awake[name].spoken_of.discard(session_id)
         try:
-            self.directory.adopt(name, session_id, self.now)
+            self.directory.adopt(self.awake[name].name, self.awake[name].life, session_id, self.now)
         except DirectoryRefused:
             return
         if is_heard:
@@ -445,8 +548,8 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(name=fronts)
     def die_and_come_back_without_memory(self, name: str) -> None:
-        self.awake[name] = Front(name)
-        self.awake[name].held = {one.id for one in self.directory.of(name) if one.record}
+        before = self.awake[name]
+        self.awake[name] = Server(before.name, before.life + "'")
         self.beat(name)
 
     @rule()
@@ -457,7 +560,7 @@ class Sharing(RuleBasedStateMachine):
     def an_acknowledged_session_is_there(self) -> None:
         if not hasattr(self, "awake"):
             return
-        there = {one.id for name in self.awake for one in self.directory.of(name) if one.record}
+        there = {one.id for name in "abc" for one in self.directory.of(name) if one.record}
         held = {session_id for front in self.awake.values() for session_id in front.held}
         assert self.acknowledged <= there | held, f"lost: {self.acknowledged - there - held}"
 

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -19,10 +21,12 @@ from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
 from service.cluster import directory_actor, forwarding, front, joining
+from service.cluster.connection import ask
 from service.cluster.directory import LEASE, Directory, MemoryStore
 from service.cluster.directory_actor import DirectoryActor
-from service.cluster.forwarding import NAME, PASSED, Forwarding
-from service.cluster.front import FrontOfCluster
+from service.cluster.forwarding import PASSED, Forwarding
+from service.cluster.front import FrontOfCluster, NameTaken
+from service.cluster.knock import NAME
 from service.edge.origins import Origins
 from service.engine.engine import Engine
 from service.engine.progress import Durations
@@ -58,23 +62,19 @@ class Handle:
 
     def __init__(self, actor: Any):
         self._actor = actor
+        self._thread = ThreadPoolExecutor(1)  # as an actor has it: one call after the other
         self.is_lost = False
 
     def __getattr__(self, name: str) -> Any:
-        handle = self
+        def call(*arguments: Any) -> Any:
+            if self.is_lost:
+                raise TimeoutError
+            return getattr(self._actor, name)(*arguments)
 
-        class Method:
-            @staticmethod
-            def remote(*arguments: Any) -> Awaitable[Any]:
-                async def answer() -> Any:
-                    await asyncio.sleep(0)
-                    if handle.is_lost:
-                        raise TimeoutError
-                    return getattr(handle._actor, name)(*arguments)
+        def remote(*arguments: Any) -> Any:
+            return SimpleNamespace(future=lambda: self._thread.submit(call, *arguments))
 
-                return answer()
-
-        return Method
+        return SimpleNamespace(remote=remote)
 
 
 class Front:
@@ -332,7 +332,7 @@ async def test_of_a_session_whose_front_died_it_is_told_how_it_stood(cluster: Cl
 
 
 async def test_an_id_of_a_front_that_died_before_it_told_of_it_is_no_session(cluster: Cluster) -> None:
-    await cluster.handle.claim.remote("a", "arm", None)
+    await ask(cluster.handle, 3.0, "claim", "a", cluster.a.front._process, "arm", None)
     await cluster.lose(cluster.a)
     assert (await cluster.b.call("GET", "/sessions/arm"))[0] == 404
     assert (await cluster.b.call("DELETE", "/sessions/arm"))[0] == 200
@@ -453,7 +453,7 @@ async def test_a_front_whose_session_was_adopted_gives_it_up_when_it_comes_back(
 async def test_an_adoption_whose_answer_is_lost_is_made_good(cluster: Cluster) -> None:
     await cluster.a.create("arm")
     await cluster.lose(cluster.a)
-    await cluster.handle.adopt.remote("b", "arm")  # and its answer does not come
+    await ask(cluster.handle, 3.0, "adopt", "b", cluster.b.front._process, "arm")  # and its answer does not come
     assert (await cluster.b.call("POST", "/sessions/arm/adopt"))[0] == 200
     await cluster.b.front._beat()
     assert await cluster.b.listed() == {"arm": "interrupted"}
@@ -491,7 +491,85 @@ async def test_a_record_that_cannot_be_read_keeps_no_front_from_starting(cluster
     await cluster.a.create("arm")
     there = cluster.handle._actor._directory._entries
     there["leg"] = type(there["arm"])("leg", "a", record="{}", status={"status": "running"})
+    await cluster.a.front.close()
     again = FrontOfCluster("a", cluster.a.url, cluster.a.app.ctx.sessions)
     await again.open()
     await again.close()
     assert set(there) == {"arm"}
+
+
+async def test_a_second_server_of_one_name_does_not_start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    await cluster.a.create("arm")
+    monkeypatch.setattr(front, "LEASE", 0.0)
+    monkeypatch.setattr(front, "PERIOD", 0.01)
+    for url in (cluster.b.url, cluster.a.front.url):  # another address: a is asked; the same one: the directory knows
+        twin = FrontOfCluster("a", url, cluster.b.app.ctx.sessions)
+        with pytest.raises(NameTaken, match=r"another server has the name a.*--front-name"):
+            await twin.open()
+        await twin.close()
+    await cluster.beat()
+    assert await cluster.b.listed() == {"arm": "ready"}
+
+
+async def test_one_that_is_silent_in_the_cluster_keeps_its_name_while_it_answers(cluster: Cluster) -> None:
+    await cluster.a.create("arm")
+    await cluster.lose(cluster.a)
+    twin = FrontOfCluster("a", cluster.b.url, cluster.b.app.ctx.sessions)
+    with pytest.raises(NameTaken, match=f"answers at {cluster.a.front.url}"):
+        await twin.open()
+
+
+async def test_a_server_that_is_started_again_waits_for_its_name(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "PERIOD", 0.01)
+    again = FrontOfCluster("a", cluster.a.front.url, cluster.b.app.ctx.sessions)  # as after a kill: nothing was said
+    starting = asyncio.create_task(again.open())
+    await asyncio.sleep(0.1)
+    assert not starting.done()
+    cluster.clock.ahead += LEASE
+    await starting
+    await again.close()
+
+
+async def test_a_front_whose_name_was_taken_gives_up_what_it_had(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cluster.a.create("arm")
+    await cluster.lose(cluster.a)
+    twin = FrontOfCluster("a", cluster.a.front.url, cluster.b.app.ctx.sessions)
+    await twin.open()
+    assert await cluster.b.listed() == {"arm": "interrupted"}
+    await cluster.a.front.tell()
+    await asyncio.gather(*cluster.a.front._leaving)
+    assert cluster.a.app.ctx.sessions.list() == []
+    assert "gives up its sessions" in caplog.text
+    assert "has the name a" in cluster.a.front.facts()["trouble"]  # type: ignore[operator]
+    status, told = await cluster.a.create("leg")
+    assert (status, told["code"]) == (503, "front_name_taken")
+    # The name is free again: it has what was taken from it, and moves nothing.
+    cluster.b.app.ctx.sessions._sessions.clear()
+    await twin.close()
+    await cluster.a.front._beat()
+    assert {session.id: str(session.stage) for session in cluster.a.app.ctx.sessions.list()} == {"arm": "interrupted"}
+
+
+async def test_an_emergency_stop_follows_a_deleted_id_to_another_front(cluster: Cluster) -> None:
+    for session_id in ("arm", "leg"):
+        await cluster.a.create(session_id)
+        assert (await cluster.a.call("POST", f"/sessions/{session_id}/emergency_stop", json={"reason": "hand"}))[
+            0
+        ] == 200
+        assert (await cluster.a.call("DELETE", f"/sessions/{session_id}"))[0] == 200
+    assert (await cluster.b.create("arm"))[0] == 200
+    assert (await cluster.a.listed()) == {"arm": "stopped"}
+    status, told = await cluster.b.call("POST", "/sessions/arm/start")
+    assert (status, told["code"]) == (409, "move_refused")
+    assert "hand" in told["detail"]
+    status, told = await cluster.a.call("POST", "/debug/sessions/arm/reset")
+    assert (status, told["session_id"]) == (200, "arm")
+    # One whose session is nowhere is reset anywhere, once.
+    assert (await cluster.b.call("POST", "/debug/sessions/leg/reset"))[0] == 200
+    assert (await cluster.b.call("POST", "/debug/sessions/leg/reset"))[0] == 404
+    assert (await cluster.b.create("leg"))[0] == 200
+    assert (await cluster.b.listed())["leg"] == "ready"

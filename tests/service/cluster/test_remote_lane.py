@@ -13,9 +13,9 @@ import pytest
 
 from service.cluster import remote_lane
 from service.cluster.messages import EngineFacts, Loaded, Refusal
-from service.cluster.parcels import Parcel
 from service.cluster.remote_lane import RemoteLane
-from service.cluster.remote_policy import RemotePolicy, _Shipped
+from service.cluster.remote_policy import RemotePolicy
+from service.cluster.shipment import Copy
 from service.engine.device_lane import DeviceGone, InputRefused, LaneClosed, Overdue
 from service.engine.scripted_policy import SO100_REQUIREMENTS
 from service.engine.served import Inference, InferenceStuck, Replica
@@ -61,7 +61,7 @@ def answered(**seconds: float) -> Inference:
 @pytest.fixture
 def replica() -> Replica:
     loaded = Loaded("handle", SO100_REQUIREMENTS, "cpu:0", ())
-    return Replica(RemotePolicy(_Shipped(None, Parcel("", ())), "one", loaded, None), 0)  # type: ignore[arg-type]
+    return Replica(RemotePolicy(None, Copy("one", loaded), None), 0)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -158,6 +158,33 @@ async def test_where_another_engine_may_be_asked_it_soon_is(
     assert lane.asked == 0
 
 
+async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_first_until_then(
+    engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lane, "UNKNOWN", 0.02)
+    assert not lane.is_late
+    with pytest.raises(Overdue) as late:
+        await lane.ask(replica, OBSERVATION, None, may_move=True)
+    assert lane.is_late
+    engine.done[0](answered())
+    assert late.value.answer is not None
+    found = await late.value.answer
+    assert found.total > 0.02
+    assert not lane.is_late
+
+
+async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
+    engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lane, "UNKNOWN", 0.02)
+    with pytest.raises(Overdue) as late:
+        await lane.ask(replica, OBSERVATION, None, may_move=True)
+    assert late.value.answer is not None
+    with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
+        await late.value.answer
+    assert lane.is_late, "it owes it for ever"
+
+
 async def test_what_it_usually_takes_says_what_is_late(
     engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +269,6 @@ async def test_it_says_what_the_engine_said_last(lane: RemoteLane) -> None:
 
 
 def test_what_needs_no_ray_does_not_import_it() -> None:
-    modules = ("directory", "scaling", "parcels", "messages", "remote_lane", "remote_policy")
+    modules = ("directory", "scaling", "parcels", "messages", "remote_lane", "remote_policy", "shipment", "lacking")
     program = "import sys\n" + "".join(f"import service.cluster.{name}\n" for name in modules)
     subprocess.run([sys.executable, "-c", f"{program}assert 'ray' not in sys.modules"], check=True)

@@ -1,5 +1,7 @@
 """A policy in an engine elsewhere stands where one of this process stands."""
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
+from service.cluster import shipment
 from service.cluster.messages import Loaded, Refusal
 from service.cluster.parcels import Parcel
-from service.cluster.remote_policy import RemoteLoader, RemotePolicy, answered
+from service.cluster.remote_policy import RemoteLoader, RemotePolicy
+from service.cluster.shipment import Copy, answered
 from service.engine.device_lane import DeviceGone
 from service.engine.scripted_policy import SO100_REQUIREMENTS
 from service.errors import PolicyFailed
@@ -20,19 +24,32 @@ SIZES = {"front": (48, 64)}
 class Engines:
     """Of this process; each has what it was sent."""
 
+    connection = 1
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.likes: list[str | None] = []
         self.parcels: list[Parcel] = []
-        self.kept: list[RemotePolicy] = []
+        self.kept: list[Copy] = []
+        self.lacking: list[tuple[str, str, str]] = []
         self.answers: dict[str, Any] = {}
         self.pieces: list[bytes] = []
+        self.idle: Sequence[str] = ()
 
-    def pick(self) -> str:
-        return "one"
+    def pick(self) -> tuple[str, Sequence[str]]:
+        return "one", self.idle
 
-    def call(self, engine: str, method: str, *arguments: Any) -> Any:
+    def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        try:
+            answer.set_result(self._answer(engine, method, arguments))
+        except Exception as error:
+            answer.set_exception(error)
+        return answer
+
+    def _answer(self, engine: str, method: str, arguments: tuple[Any, ...]) -> Any:
         self.calls.append((engine, method))
+        method = f"{engine} {method}" if f"{engine} {method}" in self.answers else method
         if method in self.answers:
             if isinstance(self.answers[method], Exception):
                 raise self.answers[method]
@@ -44,19 +61,15 @@ class Engines:
             return Loaded(parcel.sha, SO100_REQUIREMENTS, "cpu:0", [SIZES])
         return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "rehearse": 0.125}.get(method)
 
-    def keep(self, policy: RemotePolicy) -> None:
-        self.kept.append(policy)
+    def keep(self, copy: Copy) -> None:
+        self.kept.append(copy)
+
+    def lacks(self, engine: str, handle: str, why: str) -> None:
+        self.lacking.append((engine, handle, why))
 
     def put(self, piece: bytes) -> Any:
         self.pieces.append(piece)
         return len(self.pieces) - 1
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text('{"type": "act"}')
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    return tmp_path
 
 
 @pytest.fixture
@@ -70,12 +83,10 @@ def policy(engines: Engines, folder: Path) -> RemotePolicy:
 
 
 def test_its_files_go_where_it_is_loaded(engines: Engines, folder: Path) -> None:
-    told: list[str] = []
-    policy = RemoteLoader(engines)(str(folder), on_progress=told.append)
+    policy = RemoteLoader(engines)(str(folder))
     assert (policy.device, policy.requirements, policy.handle) == ("one", SO100_REQUIREMENTS, engines.parcels[0].sha)
     assert sorted(engines.pieces) == [b"weights", b'{"type": "act"}']
-    assert engines.kept == [policy]
-    assert told[-2:] == ["reading", "compiling"]
+    assert [copy.engine for copy in engines.kept] == ["one"]
 
 
 def test_another_one_may_be_like_one_that_is_there(engines: Engines, policy: RemotePolicy, folder: Path) -> None:
@@ -97,7 +108,98 @@ def test_a_copy_is_of_the_same_files(engines: Engines, policy: RemotePolicy) -> 
     assert (other.device, other.handle) == ("two", policy.handle)
     assert engines.parcels[0] is engines.parcels[1]
     assert engines.calls == [("one", "load"), ("two", "load")]
-    assert engines.kept == [policy, other]
+    assert [copy.engine for copy in engines.kept] == ["one", "two"]
+
+
+def test_engines_that_nobody_asks_load_a_first_one_as_well_and_an_update_comes_to_each_in_its_turn(
+    engines: Engines, folder: Path
+) -> None:
+    engines.idle = ("two", "three")
+    policy = RemoteLoader(engines)(str(folder))
+    assert engines.calls == [("one", "load"), ("two", "load"), ("three", "load")]
+    assert [policy.on(engine).device for engine in ("two", "three")] == ["two", "three"]
+    assert len(engines.calls) == 3, "what was begun is taken"
+    update = RemoteLoader(engines)(str(folder), like=policy)
+    assert engines.calls[3:] == [("one", "load")]
+    update.on("two")
+    assert engines.calls[4:] == [("two", "load")]
+    assert engines.lacking == []
+
+
+@pytest.mark.parametrize(
+    "why", [Refusal("policy", "out of memory"), Refusal("engine", "its disk is full"), DeviceGone("it ended")]
+)
+def test_where_one_cannot_have_it_another_is_asked_in_its_place(engines: Engines, folder: Path, why: Any) -> None:
+    engines.idle, engines.answers["one load"] = ("two",), why
+    policy = RemoteLoader(engines)(str(folder))
+    assert policy.device == "two"
+    text = why.text if isinstance(why, Refusal) else str(why)
+    with pytest.raises(DeviceGone, match=f"one: {text}"):
+        policy.on("one")
+    assert engines.lacking == [("one", policy.handle, text)]
+    assert engines.calls == [("one", "load"), ("two", "load")], "the same failure is not had twice"
+    del engines.answers["one load"]
+    assert policy.on("one").device == "one"
+
+
+def test_of_an_error_whose_text_may_hold_anything_only_its_kind_is_said(engines: Engines, policy: RemotePolicy) -> None:
+    engines.answers["two load"] = ValueError("a secret")
+    with pytest.raises(DeviceGone, match=r"two: \(ValueError\)"):
+        policy.on("two")
+    assert "secret" not in str(engines.lacking)
+
+
+def test_an_update_that_an_engine_cannot_have_is_refused_with_its_name(
+    engines: Engines, policy: RemotePolicy, folder: Path
+) -> None:
+    update = RemoteLoader(engines)(str(folder), like=policy)
+    engines.answers["two load"] = Refusal("policy", "out of memory")
+    with pytest.raises(CheckpointError, match=r"^two: out of memory$"):
+        update.on("two")
+    engines.answers["two load"] = DeviceGone("it ended")
+    with pytest.raises(DeviceGone, match=r"^two: it ended$"):
+        update.on("two")
+
+
+def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, folder: Path) -> None:
+    engines.idle = ("two", "three")
+    engines.answers |= {"one load": DeviceGone("it ended"), "load": Refusal("policy", "config.json: no such type")}
+    with pytest.raises(CheckpointError, match=r"^config.json: no such type$"):
+        RemoteLoader(engines)(str(folder))
+    engines.answers["load"] = DeviceGone("so did it")
+    with pytest.raises(CheckpointError, match=r"no engine could load it \(one: it ended; two: so did it; three: "):
+        RemoteLoader(engines)(str(folder))
+    assert engines.lacking == []
+
+
+def test_it_is_said_what_the_slowest_engine_does(
+    engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipment, "LOOK", 0.001)
+    engines.idle, told = ("two",), []
+    slow = {name: Future[Any]() for name in ("one", "two")}
+    stages = iter([("reading", "reading"), ("compiling", "reading"), ("compiling", "compiling"), (None, "compiling")])
+    now: dict[str, str | None] = {}
+    ask = engines.ask
+
+    def ask_slowly(engine: str, method: str, *arguments: Any) -> "Future[Any]":
+        if method == "load":
+            engines.parcels.append(arguments[0])
+            return slow[engine]
+        if engine == "one":  # the first that is asked, each time
+            now["one"], now["two"] = next(stages)
+        engines.answers["stage"] = now[engine]
+        return ask(engine, method, *arguments)
+
+    def tell(word: str) -> None:
+        told.append(word)
+        if len(told) == 5:  # downloads are not: reading the folder here, and four times what engines do
+            for one in slow.values():
+                one.set_result(Loaded(engines.parcels[0].sha, SO100_REQUIREMENTS, "cpu:0", [SIZES]))
+
+    monkeypatch.setattr(engines, "ask", ask_slowly)
+    RemoteLoader(engines)(str(folder), on_progress=tell)
+    assert told == ["reading", "reading", "reading", "compiling", "compiling"]
 
 
 def test_it_acts_and_says_what_that_took(engines: Engines, policy: RemotePolicy) -> None:
