@@ -10,6 +10,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -39,12 +40,16 @@ class Channel:
 
     Args:
         sending, receiving: keys of the two directions.
+
+    Attributes:
+        heard_at: when the newest message came, monotonic.
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes):
         self._connection = connection
         self._sending, self._receiving = sending, receiving
         self._sent = self._received = 0
+        self.heard_at = time.monotonic()
         self._lock = threading.Lock()
         connection.settimeout(SILENCE)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -85,6 +90,7 @@ class Channel:
             if not hmac.compare_digest(code, _code(self._receiving, self._received, head, body)):
                 raise ChannelClosed("it does not know the secret")
             self._received += 1
+            self.heard_at = time.monotonic()
             words, shapes = msgpack.unpackb(memoryview(body)[:spoken], strict_map_key=False)
             if words:
                 return words, _arrays(body, spoken, shapes)

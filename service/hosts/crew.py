@@ -1,8 +1,10 @@
 """The followers of a front, and the one order in which it and they run programs."""
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -15,12 +17,16 @@ from typing import Any, TypeVar
 from jaxmodels.errors import JaxModelsError
 from service.hosts.channel import BEAT, Arrays, Channel, Words
 from service.hosts.errors import ChannelClosed, HostRefused, HostsLost
+from service.hosts.patience import wait_for
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 # Seconds after an error of this process in which a follower's death may become known, which is what caused it then.
 CAUSE = 1.0
+# Seconds after which a program that has not ended never will, though all hosts show that they live: one hangs in it, or
+# only the network that programs use is cut.
+HUNG = 60.0
 # Runs whose outcome is known, for followers that tell late.
 REMEMBERED = 64
 
@@ -39,6 +45,8 @@ class _Run:
     arrays: Arrays
     here: Callable[[], Any]
     outcome: "Future[Any]"
+    limit: float = HUNG
+    is_unwanted: bool = False
 
 
 class Asked:
@@ -88,6 +96,7 @@ class Crew:
         self._waiting: set[Future[Any]] = set()
         self._runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._begun: OrderedDict[int, Future[Any]] = OrderedDict()
+        self._running: tuple[float, float] | None = None  # since when, monotonic, and for how long at most
         self._is_closed = False
         for name, work in (("hosts-run", self._work), ("hosts-beat", self._beat)):
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -103,34 +112,55 @@ class Crew:
         asked = Asked([link.name for link in self._links])
         with self._asking:  # in the same order to all
             with self._lock:
-                self._check()
+                self.check()
                 number = next(self._numbers)
                 self._asked[number] = asked
             if not self._say(words | {"asked": number}, {}):
-                self._check()
+                self.check()
         return asked
 
-    def run(self, words: Words, here: Callable[[], Result], arrays: Arrays | None = None) -> Result:
+    def run(
+        self,
+        words: Words,
+        here: Callable[[], Result],
+        arrays: Arrays | None = None,
+        *,
+        quiet: float = math.inf,
+        limit: float = HUNG,
+    ) -> Result:
         """Run something in all processes at its turn, and wait for the end of it here.
 
         Args:
             words: what it is, for the followers.
             here: the same in this process.
+            quiet: seconds in which a follower may say nothing; after them it is not waited for any more.
+            limit: seconds that it may take, once it is its turn.
 
         Raises:
-            HostsLost: a follower is gone or failed, before or meanwhile.
+            HostSilent: a follower says nothing, and may be gone; what has not begun by then never does.
+            HostsLost: a follower is gone or failed, before or meanwhile, or the program did not end.
             JaxModelsError: what `here` raised; the followers raise it likewise, before anything is computed.
         """
         outcome: Future[Result] = Future()
+        run = _Run(words, arrays or {}, here, outcome, limit)
         with self._lock:
-            self._check()
+            self.check()
             self._waiting.add(outcome)
-        self._runs.put(_Run(words, arrays or {}, here, outcome))
+        self._runs.put(run)
         try:
-            return outcome.result()
+            return wait_for(outcome, {link.name: link.channel for link in self._links}, quiet)
         finally:
+            run.is_unwanted = True
             with self._lock:
                 self._waiting.discard(outcome)
+
+    def check(self) -> None:
+        """
+        Raises:
+            HostsLost: one of them is gone, and nothing can be computed any more.
+        """
+        if self.lost is not None:
+            raise HostsLost(_words_for(self.lost))
 
     def tell(self, words: Words) -> None:
         """Have the followers do something at its turn; never waits, nothing is heard of it."""
@@ -150,25 +180,29 @@ class Crew:
         for outcome in waiting:
             with suppress(InvalidStateError):
                 outcome.set_exception(HostsLost(_words_for(why)))
-        for link in self._links:
-            threading.Thread(target=link.channel.end, args=({"do": "end", "why": why},), daemon=True).start()
+        self._send_away(f"{why}; start this again, and the server")
 
     def close(self) -> None:
         """Send the followers home; they end."""
         self._is_closed = True
         self._runs.put(None)
-        for link in self._links:
-            link.channel.end({"do": "end", "why": None})
+        for leaving in self._send_away(None):
+            leaving.join()
         self.lose("the server is ending")
 
-    def _check(self) -> None:
-        if self.lost is not None:
-            raise HostsLost(_words_for(self.lost))
+    def _send_away(self, why: str | None) -> Sequence[threading.Thread]:
+        """All at a time: one that takes nothing any more must not keep the others waiting, or this process."""
+        words = {"do": "end", "why": why}
+        threads = [threading.Thread(target=link.channel.end, args=(words,), daemon=True) for link in self._links]
+        for thread in threads:
+            thread.start()
+        return threads
 
     def _work(self) -> None:
         while (run := self._runs.get()) is not None:
-            if self.lost is None:
+            if self.lost is None and not run.is_unwanted:
                 self._do(run)
+            self._running = None
             del run  # with it a policy, and its weights, would wait here for the next one
 
     def _do(self, run: _Run) -> None:
@@ -179,6 +213,7 @@ class Crew:
             self._begun.popitem(last=False)
         if not self._say(run.words | {"run": number}, run.arrays):
             return
+        self._running = time.monotonic(), run.limit
         try:
             finish = partial(run.outcome.set_result, run.here())
         except JaxModelsError as error:
@@ -244,7 +279,14 @@ class Crew:
             for link in self._links:
                 with suppress(ChannelClosed):  # whoever hears it says so
                     link.channel.beat()
+            running = self._running
+            if running is not None and time.monotonic() - running[0] > running[1]:
+                hangs = "a host hangs in it, or the network between them is cut"
+                self.lose(f"a program of all hosts has not ended for {running[1]:g} s: {hangs}")
 
 
 def _words_for(why: str) -> str:
-    return f"the hosts are not together any more: {why}. Nothing can be computed until the server is started anew"
+    return (
+        f"the hosts are not together any more: {why}. Nothing can be computed until this server and robojax follow on "
+        "the other hosts are started anew"
+    )

@@ -11,6 +11,13 @@ class HostsLost(PolicyFailed, JaxModelsError):
     code = "hosts_lost"
 
 
+class HostSilent(PolicyFailed, JaxModelsError):
+    """A host of several has said nothing for a while, and what all of them compute waits for it; it may come back."""
+
+    status = 503
+    code = "host_silent"
+
+
 class HostRefused(JaxModelsError):
     """Another host cannot do what this one can; the text says which, and why."""
 

@@ -16,7 +16,8 @@ import jaxmodels
 from jaxmodels.errors import JaxModelsError
 from service.hosts.channel import BEAT, Arrays, Channel, Words, greet_front
 from service.hosts.errors import ChannelClosed
-from service.hosts.files import Listing, find_files
+from service.hosts.files import find_files
+from service.policy_files.listing import Listing
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """The one of several hosts that serves: it gathers the others, and loads policies everywhere."""
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from jaxmodels.errors import JaxModelsError
 from service.hosts.channel import BEAT, SILENCE, greet_follower
 from service.hosts.crew import Asked, Crew, Link
 from service.hosts.errors import ChannelClosed, HostsLost
-from service.hosts.files import listing_of, read_piece
+from service.hosts.files import read_piece
 from service.hosts.follower import versions
 from service.hosts.shared_policy import SharedPolicy
+from service.policy_files.listing import listing_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class Front:
         def join() -> tuple[str, int]:
             return jaxmodels.join_hosts(options.count, number, options.coordinator, patience=options.patience)
 
-        self._place, devices = crew.run(words, join)
+        self._place, devices = crew.run(words, join, limit=math.inf)  # it has a patience of its own
         logger.info("%d hosts with %d devices have joined", options.count, devices)
         return self._place
 
@@ -141,6 +143,14 @@ class Front:
             crew.tell({"do": "drop", "policy": number})
             raise
         return SharedPolicy(crew, local, number)
+
+    def check(self) -> None:
+        """
+        Raises:
+            HostsLost: nothing can be computed any more.
+        """
+        if self._crew is not None:
+            self._crew.check()
 
     def close(self) -> None:
         """Send the followers home."""

@@ -15,6 +15,7 @@ from service.arrays.limits import DTYPES
 from service.engine.served import IMAGES, Sizes
 from service.hosts.channel import Arrays, Words
 from service.hosts.crew import Crew
+from service.hosts.patience import QUIET
 
 
 class _Held:
@@ -69,6 +70,7 @@ class SharedPolicy:
 
         Raises:
             ObservationError: a feature is missing or is not as it should be.
+            HostSilent: another host says nothing, and may be gone.
             HostsLost: another host is gone or failed.
         """
         texts, arrays = _apart(observation)
@@ -79,7 +81,7 @@ class SharedPolicy:
         def here() -> tuple[np.ndarray, Mapping[str, float]]:
             return self.local.act(observation), dict(self.local.timings)
 
-        actions, self._timings = self._crew.run(self._words("act") | {"texts": texts}, here, arrays)
+        actions, self._timings = self._crew.run(self._words("act") | {"texts": texts}, here, arrays, quiet=QUIET)
         return actions
 
     def prepare_task(self, text: str) -> None:

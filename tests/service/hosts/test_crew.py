@@ -16,7 +16,7 @@ from jaxmodels.errors import ObservationError
 from service.engine.scripted_policy import ScriptedPolicy
 from service.hosts.channel import Channel, Words, greet_follower, greet_front
 from service.hosts.crew import Crew, Link
-from service.hosts.errors import ChannelClosed, HostRefused, HostsLost
+from service.hosts.errors import ChannelClosed, HostRefused, HostSilent, HostsLost
 from service.hosts.shared_policy import SharedPolicy
 
 SECRET = b"a secret of some length"
@@ -58,6 +58,11 @@ class Scene:
             links.append(Link(f"host {number + 1}", greet_follower(mine, SECRET)))
         self.crew = Crew(links, lambda sha, name, at, length: f"{sha} {name} {at} {length}".encode(), self.told.append)
 
+    def close(self) -> None:
+        self.crew.close()
+        for follower in self.followers:
+            follower.connection.close()
+
 
 def answer_well(words: Words) -> Words | None:
     return {"is": "answer", "asked": words["asked"], "why": None} if "asked" in words else None
@@ -67,9 +72,7 @@ def answer_well(words: Words) -> Words | None:
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
-    made.crew.close()
-    for follower in made.followers:
-        follower.connection.close()
+    made.close()
 
 
 def heard(follower: Played, count: int) -> list[Any]:
@@ -125,6 +128,51 @@ def test_whoever_waits_is_told_at_once_when_a_host_dies(scene: Scene) -> None:
         pass
     assert words["why"].startswith("host 2 is gone")
     never.set()
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun_when_a_silent_host_is_back(scene: Scene) -> None:
+    began, back = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        began.set()
+        back.wait(60)
+
+    hanging = threading.Thread(target=scene.crew.run, args=({"do": "act", "number": 1}, hang))
+    hanging.start()
+    assert began.wait(5)
+    with pytest.raises(HostSilent, match=r"^host [12] has said nothing for "):
+        scene.crew.run({"do": "act", "number": 2}, lambda: None, quiet=0.0)
+    assert scene.crew.lost is None
+    back.set()
+    hanging.join(5)
+    assert scene.crew.run({"do": "act", "number": 3}, lambda: 7) == 7
+    assert [words["number"] for words in heard(scene.followers[0], 2)] == [1, 3]
+
+
+def test_a_program_that_does_not_end_ends_it_though_all_hosts_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.hosts.crew.BEAT", 0.02)
+    scene, never = Scene(), threading.Event()
+    with pytest.raises(HostsLost, match=r"a program of all hosts has not ended for 0.1 s: a host hangs in it, or"):
+        scene.crew.run({"do": "act"}, lambda: never.wait(60), limit=0.1)
+    assert len(scene.told) == 1
+    never.set()
+    scene.close()
+
+
+def test_all_hosts_are_sent_home_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes nothing any more keeps neither the others waiting nor the server's end."""
+    scene, all_of_them = Scene(3), threading.Barrier(3)
+    end = Channel.end
+
+    def end_together(channel: Channel, words: Words) -> None:
+        all_of_them.wait(5)
+        end(channel, words)
+
+    monkeypatch.setattr(Channel, "end", end_together)
+    scene.crew.close()
+    assert not all_of_them.broken
+    monkeypatch.undo()
+    scene.close()
 
 
 def test_a_host_that_fails_ends_it_for_all_and_is_named(scene: Scene) -> None:

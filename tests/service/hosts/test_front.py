@@ -124,5 +124,5 @@ def test_a_follower_waits_for_its_front_and_hears_why_it_ends(
     crew: Any = front._crew
     crew.lose("host 1 is gone")
     thread.join(10)
-    assert ended == ["host 1 is gone"]
+    assert ended == ["host 1 is gone; start this again, and the server"]
     assert said == ["Host 1 of 2.", "Joined: 8 devices on 2 hosts. Ctrl-C ends it, and the front's policies."]

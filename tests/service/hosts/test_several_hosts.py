@@ -1,10 +1,10 @@
-"""Two processes with four devices each, made out of one processor, as one computer."""
+"""Two processes as one computer, with four devices each, or one, made out of one processor."""
 
+import asyncio
 import base64
 import io
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +22,7 @@ import pytest
 from PIL import Image
 
 from tests.compiling import FLAGS
+from tests.service.hosts.robot import slow_robot
 
 POLICY = Path(__file__).parents[3] / "service" / "demo" / "policy"
 # What a front does, without a server; it starts its follower itself.
@@ -180,6 +181,8 @@ class Hosts:
     """``robojax serve`` and ``robojax follow``, on this machine both."""
 
     def __init__(self, environment: dict[str, str], folder: Path):
+        # One device each: robots have to be answered in time.
+        environment = environment | {"XLA_FLAGS": " ".join(FLAGS)}
         self.port, address, coordinator = free_ports(3)
         serve = ["serve", "--port", str(self.port), "--state", "off", "--devices", "all", "--placement", "shard"]
         serve += ["--hosts-count", "2", "--hosts-address", f"127.0.0.1:{address}"]
@@ -194,12 +197,14 @@ class Hosts:
                 [sys.executable, "-m", "service.cli", *arguments], env=environment, stdout=log, stderr=log
             )
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def ask(self, path: str, body: Any = None, within: float = 60.0) -> tuple[int, Any]:
         """Status and answer, as soon as there is one."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}
-        )
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
         until = time.monotonic() + within
         while True:
             try:
@@ -236,35 +241,85 @@ NEW = {
     "transport_server_url": "direct",
     "camera_names": ["front"],
 }
+# No target is farther than this from the one before, or from where the robot is when it begins to move.
+STEP = 3.0
+GONE = "host 1 (127.0.0.1) is gone"
 
 
-def test_a_server_of_two_hosts_answers_and_says_when_one_is_gone(hosts: Hosts, tmp_path: Path) -> None:
-    status, found = hosts.ask("/sessions", NEW)
-    assert status == 200, found
-    status, answer = hosts.ask("/sessions/arm/act", seen())
+async def ask(hosts: Hosts, path: str, body: Any = None, within: float = 60.0) -> tuple[int, Any]:
+    return await asyncio.to_thread(hosts.ask, path, body, within)
+
+
+async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_gone(hosts: Hosts) -> None:
+    """In one go, because such a server takes long to start."""
+    for new in ({"session_id": "arm", "max_relative_target": STEP}, {"session_id": "still"}):
+        status, found = await ask(hosts, "/sessions", NEW | {"degrade": True} | new)
+        assert status == 200, found
+    status, answer = await ask(hosts, "/sessions/still/act", seen())
     assert status == 200, answer
     assert np.shape(answer["actions"])[1] == 6
-    assert hosts.ask("/health")[1]["device"] == "hosts"
+    assert (await ask(hosts, "/health"))[1]["device"] == "hosts"
+    async with slow_robot(hosts.url, "arm") as robot:
+        await robot.shown(3)
+        assert (await ask(hosts, "/sessions/arm/start", {}))[0] == 200
+        await robot.moves(0.0)
 
-    hosts.follower.send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    status, answer = hosts.ask("/sessions/arm/act", seen(), within=10)
-    assert time.monotonic() - killed < 5
-    assert (status, answer["code"]) == (503, "hosts_lost")
-    assert "host 1 (127.0.0.1) is gone" in answer["detail"]
-    status, health = hosts.ask("/health", within=5)
-    assert status == 200
-    (device,) = health["engine"]["devices"]
-    assert "host 1 (127.0.0.1) is gone" in device["failed"]
-    status, answer = hosts.ask("/ready", within=5)
-    assert (status, answer["code"]) == (503, "not_ready")
-    shutil.copytree(POLICY, tmp_path / "another")
-    new = NEW | {"session_id": "another", "policy_path": str(tmp_path / "another")}
-    status, answer = hosts.ask("/sessions", new, within=10)
-    assert "host 1 (127.0.0.1) is gone" in json.dumps(answer)
+        # It stops for longer than an inference may take.
+        hosts.follower.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        held, stage = await robot.stage(stopped, lambda stage: stage.hold_code)
+        assert stage.hold_code in ("inference_slow", "starved")
+        assert held - stopped < 3
+        assert (await ask(hosts, "/health", within=5))[0] == 200
+        ended, stage = await robot.stage(stopped, lambda stage: stage.status == "error")
+        assert "host 1 (127.0.0.1) has said nothing for " in (stage.reason or ""), stage
+        assert 3 < ended - stopped < 9
+        assert [at for at, _ in robot.motions(stopped) if at > held] == []
+        assert any(is_hold for at, _, is_hold in robot.targets if at > stopped), "it was not told to hold"
 
+        # It goes on, and nothing moves by that; when somebody says so, without a jump.
+        hosts.follower.send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        assert (await ask(hosts, "/sessions/arm"))[1]["status"] == "error"
+        assert robot.motions(held) == []
+        place, restarted = robot.pose, time.monotonic()
+        assert (await ask(hosts, "/sessions/arm/restart", {}))[0] == 200
+        await robot.moves(restarted)
+        (_, first), *_ = robot.motions(restarted)
+        assert max(abs(first[name] - at) for name, at in place.items()) <= STEP + 0.01
+
+        hosts.follower.kill()
+        killed = time.monotonic()
+        held, _ = await robot.stage(killed, lambda stage: stage.hold_code or stage.status == "error")
+        ended, stage = await robot.stage(killed, lambda stage: stage.status == "error")
+        assert ended - killed < 3
+        assert GONE in (stage.reason or "")
+        # Nor does it move when it is asked to.
+        assert (await ask(hosts, "/sessions/arm/restart", {}))[0] == 200
+        async with asyncio.timeout(10):
+            while (answer := (await ask(hosts, "/sessions/arm"))[1])["status"] != "error":
+                assert answer["status"] == "running", answer
+                await asyncio.sleep(0.05)
+        assert [at for at, _ in robot.motions(killed) if at > held] == []
+        assert robot.targets[-1][2], "it was not told to hold"
+    await ask_one_that_lost_its_host(hosts)
     hosts.front.terminate()
     assert hosts.front.wait(10) == 0
+
+
+async def ask_one_that_lost_its_host(hosts: Hosts) -> None:
+    """Every answer comes at once and names it; a session that could never act is not made."""
+    for path, body in (("/sessions/still/act", seen()), ("/sessions", NEW | {"session_id": "late"})):
+        status, answer = await ask(hosts, path, body, within=5)
+        assert (status, answer["code"]) == (503, "hosts_lost")
+        assert GONE in answer["detail"]
+        assert "until this server and robojax follow on the other hosts are started anew" in answer["detail"]
+    status, health = await ask(hosts, "/health", within=5)
+    assert status == 200
+    (device,) = health["engine"]["devices"]
+    assert GONE in device["failed"]
+    status, answer = await ask(hosts, "/ready", within=5)
+    assert (status, answer["code"]) == (503, "not_ready")
 
 
 def test_followers_end_with_the_server(hosts: Hosts) -> None:

@@ -1,0 +1,64 @@
+"""A host that says nothing is waited for a while, one that shows that it lives for as long as it takes."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from service.hosts.errors import HostSilent
+from service.hosts.patience import QUIET, wait_for
+
+
+def channels(**heard_at: Callable[[], float]) -> Any:
+    """As of hosts that were heard when these functions say."""
+
+    class Heard(SimpleNamespace):
+        heard_at = property(lambda self: self.when())
+
+    return {name: Heard(when=when) for name, when in heard_at.items()}
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.hosts.patience.LOOK", 0.05)
+
+
+def test_the_host_that_says_nothing_is_named_with_what_to_do() -> None:
+    began = time.monotonic()
+    hosts = channels(one=time.monotonic, two=lambda: began - 3.9, three=lambda: began - 1)
+    with pytest.raises(HostSilent, match=r"^two has said nothing for 4 s, .*After 10 s it is given up; if it is back"):
+        wait_for(Future(), hosts, QUIET)
+    assert time.monotonic() - began < 3
+
+
+def test_what_takes_long_is_waited_for_while_all_hosts_show_that_they_live() -> None:
+    outcome: Future[int] = Future()
+    timer = threading.Timer(0.3, outcome.set_result, [7])
+    timer.start()
+    assert wait_for(outcome, channels(one=time.monotonic), 0.2) == 7
+
+
+def test_whoever_is_in_no_hurry_waits_for_a_silent_host_too() -> None:
+    outcome: Future[int] = Future()
+    timer = threading.Timer(0.3, outcome.set_result, [7])
+    timer.start()
+    assert wait_for(outcome, channels(one=lambda: 0.0)) == 7
+
+
+def test_nobody_is_called_silent_right_after_this_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others said meanwhile has yet to be read."""
+    began, stood_still = time.monotonic(), list[bool]()
+
+    class Paused(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            if stood_still:
+                return 7
+            stood_still.append(True)
+            monkeypatch.setattr(time, "monotonic", lambda: began + 30)
+            raise TimeoutError
+
+    assert wait_for(Paused(), channels(one=lambda: began), QUIET) == 7
