@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import jaxmodels
 from service.auth.access import guard_of
 from service.auth.places import is_loopback, keys_path
 from service.auth.watched import FileUnusable
@@ -187,14 +188,13 @@ def _recording(settings: Settings) -> Iterator[Finding]:
 
 
 def _caches(settings: Settings) -> Iterator[Finding]:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    compiled = settings.compile_cache or str(home / "robojax" / "xla")
-    if compiled.lower() in ("off", "none", "false", "0", ""):
+    compiled = jaxmodels.cache_folder("xla", settings.compile_cache)
+    if compiled is None:
         yield Finding("compile cache", "warn", "off", "every start compiles anew; unset compile_cache")
     else:
-        yield _folder("compile cache", Path(compiled), "set compile_cache to a folder that can be written", "warn")
-    hub = settings.policy_cache or os.environ.get("HF_HUB_CACHE")
-    hub = hub or str(Path(os.environ.get("HF_HOME") or home / "huggingface") / "hub")
+        yield _folder("compile cache", compiled, "set compile_cache to a folder that can be written", "warn")
+    home = os.environ.get("HF_HOME") or jaxmodels.user_cache() / "huggingface"
+    hub = settings.policy_cache or os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
     fix = "set policy_cache to a folder that can be written; policies in local folders work without"
     yield _folder("Hub cache", Path(hub), fix, "warn")
 

@@ -10,30 +10,45 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
 from service.safety.sources import LimitsError, read_limits
-from service.setting_groups import (
-    GROUPS,
-    PREFIX,
-    AccessSettings,
-    ClusterSettings,
-    ControlSettings,
-    HostSettings,
-    LimitSettings,
-    LogSettings,
-    ModelSettings,
-    PolicySettings,
-    RecordingSettings,
-    SafetySettings,
-    ServerSettings,
-    TransportSettings,
-    UpdateSettings,
-    WebhookSettings,
-)
+from service.setting_groups.access import AccessSettings
+from service.setting_groups.cluster import ClusterSettings
+from service.setting_groups.control import ControlSettings
+from service.setting_groups.group import PREFIX, Group
+from service.setting_groups.hosts import HostSettings
+from service.setting_groups.limits import LimitSettings
+from service.setting_groups.log import LogSettings
+from service.setting_groups.models import ModelSettings
+from service.setting_groups.policies import PolicySettings
+from service.setting_groups.recordings import RecordingSettings
+from service.setting_groups.rooms import TransportSettings
+from service.setting_groups.safety import SafetySettings
+from service.setting_groups.server import ServerSettings
+from service.setting_groups.updates import UpdateSettings
+from service.setting_groups.webhooks import WebhookSettings
 
 __all__ = ["FILE", "GROUPS", "PREFIX", "Settings", "SettingsError", "load_settings", "unknown_variables"]
 
 FILE = "robojax.toml"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 KEY_VARIABLE = f"{PREFIX}KEY"  # no setting of a server: what commands send to one
+
+# As they stand in the help and in the file; each setting is in exactly one of them.
+GROUPS: tuple[type[Group], ...] = (
+    ServerSettings,
+    AccessSettings,
+    LimitSettings,
+    ControlSettings,
+    SafetySettings,
+    PolicySettings,
+    HostSettings,
+    ClusterSettings,
+    ModelSettings,
+    TransportSettings,
+    UpdateSettings,
+    WebhookSettings,
+    RecordingSettings,
+    LogSettings,
+)
 
 
 class Settings(

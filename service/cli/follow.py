@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,6 +24,7 @@ def follow(
     """
     import logging
 
+    import jaxmodels
     from service.hosts.errors import ChannelClosed
     from service.hosts.follower import Follower, find_front
     from service.hosts.options import read_address, read_secret
@@ -36,13 +36,13 @@ def follow(
         secret = read_secret(secret_file)
     except SettingsError as error:
         fail(Code.USAGE, "this host cannot follow", str(error), "robojax follow ADDRESS:PORT --secret-file FILE")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "robojax" / "hosts"
+    cache = jaxmodels.user_cache() / "robojax" / "hosts"
     typer.echo(f"Waiting for the server at {front}.")
     try:
         channel = find_front(host.strip("[]"), port, secret, wait)
         why = Follower(channel, cache, typer.echo).follow()
     except ChannelClosed as error:
-        why = f"the server at {front}: {error}"
+        why = f"the server at {front}: {error}; start this again, and the server if it has ended"
     except KeyboardInterrupt:
         why = None
     typer.echo(f"Ended: {why or 'the server did, or Ctrl-C'}.", err=why is not None)

@@ -1,5 +1,6 @@
 """``robojax deployments``, ``policy`` and ``rollback``: another policy for a running session, from the command line."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -7,6 +8,7 @@ import typer
 
 from service.cli.failure import Code, fail
 from service.cli.sessions import AsJson, Key, Url, base_url, call
+from service.cli.table import print_table
 
 SESSION = Annotated[str, typer.Argument(help="The session.")]
 
@@ -31,27 +33,21 @@ def deployments(
         whose = f" of session {session_id!r}" if session_id else ""
         typer.echo(f"no policy updates{whose} at {base}")
         return
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    columns = ("deployment", "policy", "commit", "set off by", "sessions", "stages", "result", "why")
+    print_table(columns, map(_row, found))
 
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("deployment", "policy", "commit", "set off by", "sessions", "stages", "result", "why"):
-        table.add_column(column, overflow="fold")
-    for one in found:
-        row = (
-            one["id"],
-            one["repo"] + (f"@{one['ref']}" if one["ref"] else ""),
-            (one["sha"] or "")[:12],
-            one["trigger"],
-            " ".join(one["sessions"]),
-            " ".join(_stage(stage) for stage in one["stages"]),
-            one["result"] or "under way",
-            one["text"],
-        )
-        table.add_row(*map(escape, row))
-    Console(highlight=False).print(table)
+
+def _row(deployment: Any) -> Sequence[str]:
+    return (
+        deployment["id"],
+        deployment["repo"] + (f"@{deployment['ref']}" if deployment["ref"] else ""),
+        (deployment["sha"] or "")[:12],
+        deployment["trigger"],
+        " ".join(deployment["sessions"]),
+        " ".join(_stage(stage) for stage in deployment["stages"]),
+        deployment["result"] or "under way",
+        deployment["text"],
+    )
 
 
 def policy(

@@ -1,5 +1,6 @@
 """``robojax recordings``: what a server recorded, looked at and made into datasets."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -7,6 +8,7 @@ import typer
 
 from service.cli.failure import Code, fail
 from service.cli.sessions import AsJson, Key, Url, base_url, call
+from service.cli.table import print_table
 
 if TYPE_CHECKING:
     from service.recording.steps import Source
@@ -30,21 +32,19 @@ def list_recordings(url: Url = None, key: Key = None, as_json: AsJson = False) -
     if not found:
         typer.echo(f"no recordings at {base}; POST /sessions/ID/record begins one")
         return
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    print_table(("recording", "session", "state", "seconds", "MB", "starts", "dataset"), map(_row, found))
 
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("recording", "session", "state", "seconds", "MB", "starts", "dataset"):
-        table.add_column(column, overflow="fold")
-    for one in found:
-        seconds = "" if one["seconds"] is None else f"{one['seconds']:.1f}"
-        starts = "" if one["episodes"] is None else str(one["episodes"])
-        size = f"{one['bytes'] / 1e6:.1f}"
-        row = (one["name"], one["session_id"] or "", one["state"], seconds, size, starts, one["dataset"])
-        table.add_row(*map(escape, row))
-    Console(highlight=False).print(table)
+
+def _row(recording: Any) -> Sequence[str]:
+    return (
+        recording["name"],
+        recording["session_id"] or "",
+        recording["state"],
+        "" if recording["seconds"] is None else f"{recording['seconds']:.1f}",
+        f"{recording['bytes'] / 1e6:.1f}",
+        "" if recording["episodes"] is None else str(recording["episodes"]),
+        recording["dataset"],
+    )
 
 
 @app.command()

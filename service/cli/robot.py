@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.failure import Code, fail
+from service.cli.findings import show_findings
 from service.cli.sessions import Key
 
 if TYPE_CHECKING:
     from robojax.robot.program import Program
 
 ROBOT, SESSION, SAFETY = "Robot (LeRobot's names)", "Session", "Safety"
-COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def robot(
@@ -197,30 +197,6 @@ def _way_on(error: Exception) -> str:
 
 
 def _check(program: "Program", as_json: bool) -> None:
-    import json
-    from dataclasses import asdict
-
     from robojax.robot.findings import findings
 
-    found = list(findings(program))
-    failed = [finding for finding in found if finding.level == "fail"]
-    if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
-    else:
-        from rich.box import SIMPLE
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-        for column in ("", "what", "found", "fix"):
-            table.add_column(column, overflow="fold")
-        for finding in found:
-            colour = COLOURS[finding.level]
-            cells = map(escape, (finding.name, finding.found, finding.fix))
-            table.add_row(f"[{colour}]{finding.level}[/{colour}]", *cells)
-        console = Console(highlight=False)
-        console.print(table)
-        console.print(f"{len(failed)} of {len(found)} need repair" if failed else "fit", style="bold")
-    if failed:
-        raise typer.Exit(Code.CHECK)
+    show_findings(list(findings(program)), as_json=as_json)

@@ -43,7 +43,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     # Most of what takes long to import is not needed to refuse.
     from service.app import create_app
     from service.doors.sockets import openpi_app
-    from service.errors import ModelError, NoDevice, NoEngine
+    from service.errors import FrontNameTaken, ModelError, NoDevice, NoEngine
     from service.updates.webhooks import StartFailed
 
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
@@ -63,13 +63,12 @@ def serve(config: Path | None, **flags: Any) -> None:
             ),
             beside,
         )
+    except FrontNameTaken as error:
+        then = "end that server, or give this one another --front-name; docs/cluster.md says more of several fronts"
+        fail(Code.USAGE, "the server cannot start", str(error), then)
     except NoEngine as error:
-        fail(
-            Code.USAGE,
-            "the server cannot start",
-            str(error),
-            "docs/cluster.md says how a cluster is made; without --engine policies run here",
-        )
+        then = "docs/cluster.md says how a cluster is made; without --engine policies run here"
+        fail(Code.USAGE, "the server cannot start", str(error), then)
     except NoDevice as error:
         then = "robojax serve --devices all takes those there are"
         if settings.hosts_count > 1:

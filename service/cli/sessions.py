@@ -1,10 +1,12 @@
 """``robojax sessions`` and ``robojax stop``: a running server from the command line."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from service.cli.failure import Code, fail
+from service.cli.table import print_table
 
 Url = Annotated[str | None, typer.Option(help="The server's URL; default: host and port of the settings.")]
 Key = Annotated[
@@ -28,31 +30,27 @@ def sessions(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
     if not found:
         typer.echo(f"no sessions at {base}")
         return
-    from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("session", "status", "policy", "cameras", "rate", "commands"):
-        table.add_column(column, overflow="fold")
-    for session in found:
-        stats = session["stats"]
-        row = (
-            session["session_id"],
-            session["status"] + (", dry run" if stats.get("dry_run") else ""),
-            session["policy_path"],
-            " ".join(session["camera_names"]),
-            f"{stats['rate']:g} Hz" if stats.get("rate") else "",
-            str(stats.get("commands_sent", "")),
-        )
-        table.add_row(*map(escape, row))
+    print_table(("session", "status", "policy", "cameras", "rate", "commands"), map(_row, found))
     console = Console(highlight=False)
-    console.print(table)
     # Below it: a column of a table this wide has no room for a sentence.
     for session in found:
         if why := _why(session, session["stats"]):
             console.print(f"[bold]{escape(session['session_id'])}[/bold]: {escape(why)}", soft_wrap=True)
+
+
+def _row(session: Any) -> Sequence[str]:
+    stats = session["stats"]
+    return (
+        session["session_id"],
+        session["status"] + (", dry run" if stats.get("dry_run") else ""),
+        session["policy_path"],
+        " ".join(session["camera_names"]),
+        f"{stats['rate']:g} Hz" if stats.get("rate") else "",
+        str(stats.get("commands_sent", "")),
+    )
 
 
 def _why(session: Any, stats: Any) -> str:

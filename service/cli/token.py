@@ -5,6 +5,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from service.cli.failure import Code, fail
+from service.cli.table import print_table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -70,7 +71,7 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
     with _trouble("the keys cannot be listed"):
         found = file.known()
     if as_json:
-        rows = [
+        shown = [
             {
                 "name": key.name,
                 "role": str(key.role),
@@ -81,28 +82,24 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
             }
             for key in found
         ]
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps(shown, indent=2))
         return
     if not found:
         typer.echo(f"no keys in {file.path}; robojax token new --role operator makes one")
         return
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("name", "role", "sessions of", "made", "ends"):
-        table.add_column(column, overflow="fold")
+    rows = []
     for key in found:
         until = when(key.expires_at) or "when it is revoked"
-        table.add_row(
-            key.name,
-            str(key.role),
-            "everybody" if key.owner is None or str(key.role) == "admin" else key.owner,
-            when(key.made_at) or "",
-            f"{until} (over)" if key.is_over(time.time()) else until,
+        rows.append(
+            (
+                key.name,
+                str(key.role),
+                "everybody" if key.owner is None or str(key.role) == "admin" else key.owner,
+                when(key.made_at) or "",
+                f"{until} (over)" if key.is_over(time.time()) else until,
+            )
         )
-    Console(highlight=False).print(table)
+    print_table(("name", "role", "sessions of", "made", "ends"), rows)
 
 
 @app.command()

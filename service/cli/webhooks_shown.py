@@ -1,11 +1,13 @@
 """How webhooks are shown: a table or lines for people, JSON for programs; never a secret."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import typer
+
+from service.cli.table import print_table
 
 
 class Format(StrEnum):
@@ -29,20 +31,9 @@ def print_list(shapes: Sequence[Mapping[str, Any]], form: Format, endpoint: str)
     elif not shapes:
         typer.echo(f"No results found: no webhooks at {endpoint}")
     else:
-        from rich.box import SIMPLE
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-        for column in ("id", "sends to", "status", "secret", "domains", "watched"):
-            # An id that is cut or folded cannot be copied.
-            table.add_column(column, overflow="fold", no_wrap=column == "id")
-        for one in shapes:
-            target = one["url"] or f"(job) {_job(one)}"
-            row = (one["id"], target, one["status"], _secret(one), " ".join(one["domains"]), "\n".join(_watched(one)))
-            table.add_row(*(escape(_printable(cell)) for cell in row))
-        Console(highlight=False).print(table)
+        columns = ("id", "sends to", "status", "secret", "domains", "watched")
+        # An id that is cut or folded cannot be copied.
+        print_table(columns, map(_row, shapes), never_folded=("id",))
 
 
 def print_one(one: Mapping[str, Any], form: Format, *, is_terminal: bool) -> None:
@@ -87,6 +78,12 @@ def _lines(one: Mapping[str, Any]) -> dict[str, str]:
 def _print_lines(lines: Mapping[str, Any]) -> None:
     for name, value in lines.items():
         typer.echo(f"  {name + ':':<9}{_printable(str(value))}")
+
+
+def _row(one: Mapping[str, Any]) -> Iterator[str]:
+    target = one["url"] or f"(job) {_job(one)}"
+    row = (one["id"], target, one["status"], _secret(one), " ".join(one["domains"]), "\n".join(_watched(one)))
+    return map(_printable, row)
 
 
 def _watched(one: Mapping[str, Any]) -> list[str]:

@@ -5,10 +5,11 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import count, islice
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 _arms: dict[TaskName, tuple[Arm, Kinematics]] = {}
+# In a worker: whether nobody wants what is played any more.
+_is_over: Callable[[], bool] = bool
 
 
 class Demonstration(NamedTuple):
@@ -44,7 +47,7 @@ class Demonstration(NamedTuple):
 
 
 def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
-    """The expert at one episode, or None when it failed."""
+    """The expert at one episode, or None when it failed, or was interrupted."""
     # An arm per process: compiling the scene and making a renderer take longer than an episode's physics.
     if name not in _arms:
         arm = Arm(TASKS[name])
@@ -55,6 +58,8 @@ def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
     push = np.zeros(len(JOINTS))
     frames, states, actions = [], [], []
     for tick, target in enumerate(targets(plan(arm, kinematics))):
+        if _is_over():
+            return None
         frames.append(arm.picture(CAMERA, *FRAME))
         states.append(arm.joints)
         actions.append(target)
@@ -113,8 +118,8 @@ def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, D
     # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     ahead: deque[tuple[int, Future[Demonstration | None]]] = deque()
-    others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
+    over = context.Event()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(), over)) as pool:
         try:
             for number in count(seed):
                 with _undisturbed():  # who submits also begins the workers
@@ -125,9 +130,9 @@ def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, D
         finally:
             for _, playing in ahead:
                 playing.cancel()
-            # What is being played is nobody's any more, and would be waited for: half a minute after a Ctrl-C.
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()
+            # What is being played is nobody's any more, and would be waited for: half a minute after a Ctrl-C. Workers
+            # are not killed: one that is just handing over its pictures would leave the pool waiting for the rest.
+            over.set()
 
 
 @contextmanager
@@ -154,7 +159,9 @@ def _block(how: int, numbers: Iterable[int]) -> Iterable[int]:
     return signal.pthread_sigmask(how, numbers) if hasattr(signal, "pthread_sigmask") else ()
 
 
-def _begin(parent: int) -> None:
+def _begin(parent: int, over: Event) -> None:
+    global _is_over
+    _is_over = over.is_set
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets go of its workers in order
     _block(signal.SIG_UNBLOCK, ENDING)

@@ -7,8 +7,9 @@ from contextlib import suppress
 from service.errors import NotKept
 from service.sessions.interrupted import Interrupted
 from service.sessions.kept import Kept
+from service.sessions.latch import Latch
 from service.sessions.made_rooms import orphan_between, orphan_of
-from service.sessions.records import LAST_PATIENCE, PATIENCE, Latch, Orphan, SessionRecords
+from service.sessions.records import LAST_PATIENCE, PATIENCE, Orphan, SessionRecords
 from service.sessions.request import NewSession
 from service.sessions.session import Session
 from service.sessions.session_record import SessionRecord
@@ -69,7 +70,11 @@ class Ledger:
         """A session of another server is this one's from now on."""
         self._records.put(record)
         if latch is not None:
-            self._records.latch(record.new.session_id, Latch(latch, record.new.owner))
+            self.take_latch(record.new.session_id, Latch(latch, record.new.owner))
+
+    def take_latch(self, session_id: str, latch: Latch) -> None:
+        """The next session of this id begins with an emergency stop."""
+        self._records.latch(session_id, latch)
 
     def give_up(self, session: Session | Interrupted) -> None:
         """A session is another server's from now on, and its rooms with it."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from service.errors import NotKept
+from service.sessions.latch import LATCHES, Latch
 from service.sessions.session_record import SessionRecord, from_json
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ PATIENCE = 2.0
 LAST_PATIENCE = 0.5
 # Seconds until what could not be written is tried again by itself.
 RETRY = 1.0
-LATCHES = 10_000
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,6 @@ class Database(Protocol):
     def run_now(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     async def run(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Latch:
-    """An emergency stop of a session id that nobody has reset yet, and whose session it was."""
-
-    reason: str
-    owner: str | None
 
 
 class SessionRecords:

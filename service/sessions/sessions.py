@@ -12,6 +12,7 @@ from service.errors import MoveRefused, NotKept, ServiceError, SessionExists, To
 from service.safety.lease import Leases
 from service.sessions.interrupted import Interrupted
 from service.sessions.kept import Kept
+from service.sessions.latch import Latch
 from service.sessions.ledger import Ledger
 from service.sessions.made_rooms import made_before, rooms_in
 from service.sessions.orphans import Orphans
@@ -293,6 +294,15 @@ class Sessions:
         if isinstance(session, Interrupted):
             return session.record
         return self._ledger.record_of(session_id)
+
+    def latch_of(self, session_id: str) -> Latch | None:
+        """The emergency stop of this id that nobody has reset, also when its session is gone."""
+        return self._ledger.latch(session_id)
+
+    def take_latch(self, session_id: str, latch: Latch) -> None:
+        """The next session of this id begins with the emergency stop of one that another server had."""
+        if self._ledger.latch(session_id) is None:
+            self._ledger.take_latch(session_id, latch)
 
     async def take_in(self, record: SessionRecord, latch: str | None) -> Listed:
         """List a session of another server, which ended, as interrupted here.

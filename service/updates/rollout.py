@@ -8,8 +8,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +95,20 @@ class Rollout:
 
     async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]) -> Verdict:
         """Load, compile and judge a policy beside the running one; with no reason against it, it is staged."""
+        return self._fair(await self._prepare(session_id, repo, sha, folder, tell))
+
+    def _fair(self, verdict: Verdict) -> Verdict:
+        """Where no device works any more, nothing is said against the policy: what it was to run on is gone."""
+        devices: Any = self._engine.facts()["devices"]
+        if verdict.reason is None or any(device["failed"] is None for device in devices):
+            return verdict
+        # Of engines that left a cluster nothing is listed any more.
+        why = devices[0]["failed"] if devices else "none is there"
+        return replace(verdict, reason="busy", text=f"no device works: {why}")
+
+    async def _prepare(
+        self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
+    ) -> Verdict:
         try:
             session = self._sessions.live(session_id)
             if _repo_of(session) != repo:
@@ -178,6 +193,9 @@ class Rollout:
 
     async def probation(self, session_id: str, sha: str) -> Verdict:
         """Watch a policy that took over. With a reason in the verdict, the policy before has taken over again."""
+        return self._fair(await self._probation(session_id, sha))
+
+    async def _probation(self, session_id: str, sha: str) -> Verdict:
         probation = self._probations.pop(session_id, None)
         try:
             session = self._sessions.live(session_id)

@@ -10,6 +10,7 @@ from typing import Any
 
 from sanic import Blueprint, HTTPResponse
 
+import jaxmodels
 from hooks.deployment.deployments import Deployments
 from hooks.deployment.folder_source import FolderSource
 from hooks.deployment.hub_source import HubLimits, HubSource
@@ -85,8 +86,7 @@ class Webhooks:
             cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
             limits=HubLimits(largest=settings.update_cache_bytes),
         )
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        self._folders = FolderSource(self._file("policies") or cache / "robojax" / "policies")
+        self._folders = FolderSource(self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies")
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
         self._came_from_folder: dict[str, bool] = {}

@@ -118,10 +118,10 @@ class Arm:
         await self._robots.aclose()
         self._robot = self._life = None
 
-    async def go(self, moving: int = 5, **more: Any) -> None:
-        """Make, connect, start, and wait until it moves."""
+    async def go(self, moving: int = 5, *, straight_to: str | None = None, **more: Any) -> None:
+        """Make, connect, start, and wait until it moves; see `connect` for where to."""
         await self.create(**more)
-        await self.connect()
+        await self.connect(straight_to)
         await self.ask("start")
         await self.moves(moving)
 

@@ -65,10 +65,7 @@ async def test_f02_a_half_open_link_is_noticed_by_its_heartbeat_within_11_s(
     arm: Arm = await arms(scripted, script())
     async with fault_proxy(scripted.url) as proxy:
         arm.transport_url = proxy.url
-        await arm.create()
-        await arm.connect(scripted.url)
-        await arm.ask("start")
-        await arm.moves()
+        await arm.go(straight_to=scripted.url)
         await asyncio.sleep(moment.uniform(0.1, 0.6))
         proxy.is_half_open = True
         cut = time.monotonic()
@@ -164,21 +161,18 @@ async def test_f06_joint_values_that_are_no_numbers_are_dropped_and_twenty_in_a_
     arm: Arm = await arms(scripted, script())
     async with fault_proxy(scripted.url) as proxy:
         arm.transport_url = proxy.url
-        await arm.create()
-        robot = await arm.connect(scripted.url)
-        await arm.ask("start")
-        await arm.moves()
+        await arm.go(straight_to=scripted.url)
         # What the robot says is fine; on the way to the session it becomes infinity, or no number at all.
         proxy.corrupt = (b"12.25", moment.choice([b"1e999", b"  NaN", b'"abc"', b" null"]))
         for number in range(5):
-            robot.send_joints({"Elbow": 12.25 + number / 1e5})
+            arm.robot.send_joints({"Elbow": 12.25 + number / 1e5})
             await asyncio.sleep(0.05)
         session = await arm.until(lambda session: _bad_inputs(session) >= 5, within=2)
         assert is_moving(session)
         assert session["stats"]["measured_joints"]["Elbow"] == 30
         await asyncio.sleep(1.0)
         for number in range(25):
-            robot.send_joints({"Elbow": 12.25 + (number + 10) / 1e5})
+            arm.robot.send_joints({"Elbow": 12.25 + (number + 10) / 1e5})
             await asyncio.sleep(0.02)
         session = await arm.until(lambda session: session["status"] == "stopped", within=2)
         assert session["stats"]["emergency_stop"].startswith("bad_input")

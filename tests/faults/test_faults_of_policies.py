@@ -90,16 +90,23 @@ async def test_f08_actions_outside_the_limits_are_brought_inside_and_counted(
     assert clamped.get("step") or clamped.get("seam"), clamped
 
 
+async def _two_that_move(
+    server: Process, script: Callable[..., Script], arms: Make, moment: random.Random
+) -> tuple[Script, Arm, Arm]:
+    """A policy, the arm that it moves, and one that another moves, at some moment."""
+    policy = script()
+    arm, other = await arms(server, policy), await arms(server, script())
+    await arm.go()
+    await other.go()
+    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    return policy, arm, other
+
+
 async def test_f09_a_policy_that_raises_is_an_error_within_a_second_and_others_move_on(
     scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
     """HOLD; status `error` and a message, in GET /sessions within a second; other sessions untouched."""
-    policy = script()
-    arm: Arm = await arms(scripted, policy)
-    other: Arm = await arms(scripted, script())
-    await arm.go()
-    await other.go()
-    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    policy, arm, other = await _two_that_move(scripted, script, arms, moment)
     policy.says("raise")
     began = time.monotonic()
     await arm.until(lambda session: session["status"] == "error", within=1.5)
@@ -118,12 +125,7 @@ async def test_f09_a_policy_that_hangs_is_an_error_and_its_thread_is_replaced(
     scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
     """Hangs (5 s): HOLD; status `error`; the stuck worker is abandoned and replaced; other sessions go on."""
-    policy = script()
-    arm: Arm = await arms(scripted, policy)
-    other: Arm = await arms(scripted, script())
-    await arm.go()
-    await other.go()
-    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    policy, arm, other = await _two_that_move(scripted, script, arms, moment)
     policy.says("hang")
     began = time.monotonic()
     try:
@@ -148,12 +150,7 @@ async def test_f11_a_policy_out_of_memory_is_an_error_of_its_session_alone(
     scripted: Process, script: Callable[..., Script], arms: Make, moment: random.Random
 ) -> None:
     """That session `error`, others run: at most 0.1 % of their ticks are missed."""
-    policy = script()
-    arm: Arm = await arms(scripted, policy)
-    other: Arm = await arms(scripted, script())
-    await arm.go()
-    await other.go()
-    await asyncio.sleep(moment.uniform(0.0, 0.4))
+    policy, arm, other = await _two_that_move(scripted, script, arms, moment)
     began = time.monotonic()
     policy.says("memory")
     session = await arm.until(lambda session: session["status"] == "error", within=2)

@@ -4,12 +4,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hooks.deployment import Deployments, DeploymentSettings, Source
 from hooks.payload import WebhookPayload
+from tests import waiting
 from tests.stub_hub import StubHub
+
+until = partial(waiting.until, within=10.0)
 
 REPO = "someone/arm"
 
@@ -165,12 +169,6 @@ class World:
     def results(self) -> list[str | None]:
         """Of all records, oldest first."""
         return [record.result for record in reversed(self.deployments.list())]
-
-
-async def until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not is_so():  # noqa: ASYNC110 - of what is waited for, some happens in threads without events
-            await asyncio.sleep(0.005)
 
 
 def pushed(sha: str | None, ref: str = "main", repo: str = REPO, **parts: Any) -> WebhookPayload:

@@ -1,10 +1,6 @@
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
-from importlib.util import find_spec
 
 import av
 import numpy as np
@@ -14,10 +10,8 @@ import pytest
 from service.recording.dataset_writer import write_dataset
 from service.recording.sources import open_source
 from service.recording.steps import RecordingError
+from tests.jaxmodels.lerobots_python import LEROBOT, WITHOUT, lerobot
 from tests.service.recording.robot import level, subject
-
-# A Python that has lerobot 0.4.4, when it is not this one.
-LEROBOT = os.environ.get("ROBOJAX_LEROBOT_PYTHON") or (sys.executable if find_spec("lerobot") else None)
 
 
 @pytest.fixture
@@ -185,14 +179,6 @@ print(len(found), found.num_episodes, found.meta.robot_type)
 """
 
 
-@pytest.mark.skipif(LEROBOT is None, reason="no lerobot; ROBOJAX_LEROBOT_PYTHON names a Python that has it")
+@pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)
 def test_lerobot_itself_reads_it(dataset):
-    run = subprocess.run(
-        [str(LEROBOT), "-c", READ, str(dataset)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert run.stdout.strip() == "24 2 so100_follower", run.stderr
+    assert lerobot("-c", READ, dataset, timeout=100).strip() == "24 2 so100_follower"

@@ -12,7 +12,8 @@ from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.errors import InvalidRequest, MoveRefused
 from tests.service.sessions.test_interrupted import NEW as KEPT
 from tests.service.sessions.test_interrupted import after_a_kill, serving
-from tests.service.sessions.test_sessions import NEW, Rig, rigged, until
+from tests.service.sessions.test_sessions import NEW, Rig, rigged
+from tests.waiting import until
 
 
 @dataclass

@@ -14,7 +14,8 @@ from service.motion.telling import LONGEST, readable, told
 from service.schemas import AdjustRequest, NewSessionRequest
 from service.sessions.sessions import Sessions
 from service.transport.memory import MemoryTransport
-from tests.service.sessions.test_sessions import NEW, Rig, rigged, until
+from tests.service.sessions.test_sessions import NEW, Rig, rigged
+from tests.waiting import until
 
 READS = replace(SO100_REQUIREMENTS, language=True)
 RED, BLUE = "pick up the red cube", "pick up the blue cube"

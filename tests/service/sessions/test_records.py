@@ -14,7 +14,7 @@ from service.app import create_app
 from service.engine.scripted_policy import ScriptedLoader
 from service.errors import NotKept
 from service.serving import listen, serving
-from service.sessions.records import Latch
+from service.sessions.latch import Latch
 from service.sessions.request import NewSession
 from service.sessions.session_record import SessionRecord, from_json
 from service.settings import Settings

@@ -5,7 +5,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 
@@ -29,6 +29,7 @@ from service.errors import (
 from service.sessions.sessions import NewSession, Sessions, SessionSettings
 from service.stage import Stage
 from service.transport.memory import MemoryLink, MemoryTransport
+from tests.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 NEW = NewSession("s", "policy", "memory://", rate=100)
@@ -74,13 +75,6 @@ class Rig:
         await self.sessions.start(new.session_id)
         await until(lambda: len(link.sent) > 5)
         return link
-
-
-async def until(claim: Callable[[], bool], within: float = 5.0) -> None:
-    end = time.monotonic() + within
-    while not claim():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from service.sessions.records import SCHEMA, SessionRecords
 from service.sessions.sessions import NewSession, Sessions, SessionSettings
 from service.stage import Move
 from service.transport.memory import MemoryLink, MemoryTransport
+from tests.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 SHARED = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk would only make it slower
@@ -272,12 +273,6 @@ class Walk(RuleBasedStateMachine):
 
 async def count_tasks() -> int:
     return len(asyncio.all_tasks())
-
-
-async def until(claim) -> None:
-    async with asyncio.timeout(5):
-        while not claim():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 Walk.TestCase.settings = settings(

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,14 @@ import pytest
 
 from service.engine.engine import Engine
 from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
+from service.hosts.errors import HostsLost
 from service.sessions.sessions import NewSession, Session, Sessions, SessionSettings
 from service.transport.memory import MemoryTransport
 from service.updates.gates import Limits, Verdict
 from service.updates.probation import ProbationSettings
 from service.updates.rollout import Rollout, RolloutSettings
 from tests.faults.meter import Meter
+from tests.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 SHA, NEXT = "a" * 40, "b" * 40
@@ -84,13 +86,6 @@ class KeptWaiting:
     def ticks(self) -> int:
         self._meter.look()
         return int(self._meter.waited[-1][1] * (NEW.rate or 0))
-
-
-async def until(claim: Callable[[], bool], within: float = 5.0) -> None:
-    end = time.monotonic() + within
-    while not claim():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
@@ -199,6 +194,36 @@ async def test_a_policy_is_tried_out_with_the_instruction_and_refused_when_it_ca
     better = ScriptedPolicy(reads)
     assert (await rig.prepare(better)).reason is None
     assert set(better.told) == {("lift",)}
+
+
+@pytest.mark.parametrize("policy", [ScriptedPolicy(compile_failure=HostsLost("gone")), ScriptedPolicy(step=30.0)])
+async def test_nothing_is_said_against_a_policy_when_what_it_was_to_run_on_is_gone(
+    policy: ScriptedPolicy, rig: Rig
+) -> None:
+    session = await rig.running()
+    rig.sessions.engine.leave(policy.device, "host 1 is gone")
+    verdict = await rig.prepare(policy)
+    assert (verdict.reason, verdict.text) == ("busy", "no device works: host 1 is gone")
+    assert session.policies.staged is None
+
+
+async def test_nor_when_all_engines_of_a_cluster_have_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.running()
+    engine = rig.sessions.engine
+    monkeypatch.setattr(engine, "facts", lambda facts=engine.facts: {**facts(), "devices": []})
+    verdict = await rig.prepare(ScriptedPolicy(compile_failure=HostsLost("gone")))
+    assert (verdict.reason, verdict.text) == ("busy", "no device works: none is there")
+
+
+async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_the_policy(rig: Rig) -> None:
+    await rig.running()
+    later = ScriptedPolicy()
+    assert (await rig.prepare(later)).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    rig.sessions.engine.leave(later.device, "host 1 is gone")
+    later.failures.extend(HostsLost("host 1 is gone") for _ in range(50))
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert (verdict.reason, verdict.text) == ("busy", "no device works: host 1 is gone")
 
 
 class Poisoned(ScriptedPolicy):

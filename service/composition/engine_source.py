@@ -1,0 +1,54 @@
+"""Where a server's engine comes from: it is its own, on this machine or on several, or that of a cluster."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from service.composition.cluster_engine import ClusterEngine
+from service.composition.own_engine import OwnEngine
+from service.edge.allowance import Admit
+from service.engine.engine import Engine, LoadPolicy
+from service.engine.loading import Inspection
+from service.engine.progress import Durations
+from service.hosts.front import Front
+from service.hosts.options import host_options
+from service.routes.context import App
+from service.sessions.sessions import Sessions
+
+
+class EngineSource(Protocol):
+    """What a server does to have an engine, and with whom it shares its sessions then."""
+
+    @property
+    def load(self) -> LoadPolicy:
+        """How policies come to where that engine runs them."""
+        ...
+
+    def opened(self, durations: Durations) -> AbstractAsyncContextManager[Engine]:
+        """The engine; whoever enters this closes it before the context ends."""
+        ...
+
+    async def share(self, sessions: Sessions) -> None:
+        """Let other servers see these sessions."""
+        ...
+
+    def admit(self, admit: Admit) -> Admit:
+        """The same, and what other servers have to say to a new session."""
+        ...
+
+
+def engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSource:
+    """What the settings want.
+
+    Args:
+        first_device: where the engine has policies loaded, once it is open.
+
+    Raises:
+        SettingsError: something is missing or makes no sense, or Ray is not installed.
+    """
+    settings = app.ctx.settings
+    options = host_options(settings)
+    if settings.engine != "here":
+        return ClusterEngine(app)
+    hosts = None if options is None else Front(options, Inspection(settings.load_memory))
+    return OwnEngine(settings, hosts, first_device)

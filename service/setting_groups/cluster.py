@@ -1,0 +1,46 @@
+"""Engines of a Ray cluster, and the fronts that share them."""
+
+from pydantic import Field
+
+from service.setting_groups.group import Group
+from service.setting_groups.values import Address, Amounts, Seconds, Where
+
+
+class ClusterSettings(Group):
+    """Cluster"""
+
+    engine: Where = Field(
+        default="here",
+        description="Where policies run: here, in this process; ray-local, in processes beside this one, on a Ray that "
+        "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in one of "
+        "which it is none, through Ray's client server there.",
+    )
+    engines: int = Field(default=1, ge=1, le=10_000, description="Engines that a cluster has at least.")
+    engines_most: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Engines that it has at most: more are made while they are busy or requests wait too long, and "
+        "fewer are kept when they idle. Default: as engines.",
+    )
+    engine_resources: Amounts = Field(
+        default={"CPU": 1.0},
+        description="What Ray has to have for an engine, as NAME=AMOUNT with commas between: GPU=1, or TPU=4,CPU=8.",
+    )
+    engine_wait: Seconds = Field(
+        default=0.05, description="Seconds that nine of ten requests may wait for a device before an engine is added."
+    )
+    engine_patience: Seconds = Field(
+        default=60.0, description="Seconds that a robot without any engine is held before its session fails."
+    )
+    front_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="What the other fronts of a cluster call this one, the same after a restart; default: "
+        "its host's name and its port.",
+    )
+    front_url: Address | None = Field(
+        default=None,
+        description="Where the other fronts of a cluster reach this one; default: the address it listens on.",
+    )

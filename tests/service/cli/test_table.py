@@ -1,0 +1,58 @@
+"""Tables of what others named."""
+
+import json
+from typing import Literal
+
+import pytest
+import typer
+
+from service.cli.findings import show_findings
+from service.cli.table import print_table
+from service.diagnosis import Finding
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.mark.parametrize("name", ["[red]arm[/red]", "[/]", "arm :robot:", r"\[bold]"])
+def test_a_name_is_shown_as_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("session", "status"), [(name, "running")])
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.split("  ")[0].strip() == name, row
+
+
+def test_what_is_too_wide_is_folded_and_an_id_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("id", "url"), [("a" * 30, "b" * 30)], never_folded=("id",))
+    out = capsys.readouterr().out
+    assert "a" * 30 in out
+    assert "b" * 30 not in out
+    assert out.count("b") == 30, "nothing is left out"
+
+
+LEVELS: tuple[Literal["ok", "warn", "fail"], ...] = ("ok", "warn", "fail")
+FINDINGS = [Finding(f"thing [{level}]", level, "found", "" if level == "ok" else "mend it") for level in LEVELS]
+
+
+def test_a_finding_that_failed_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        show_findings(FINDINGS, as_json=False)
+    assert ended.value.exit_code == 1
+    out = capsys.readouterr().out
+    assert "1 of 3 need repair" in out
+    assert "thing [fail]" in out
+
+
+def test_findings_of_which_none_failed_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    show_findings(FINDINGS[:2], as_json=False)
+    assert capsys.readouterr().out.splitlines()[-1] == "fit"
+
+
+def test_programs_get_findings_as_json_and_the_same_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        show_findings(FINDINGS, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert [finding["level"] for finding in told] == ["ok", "warn", "fail"]
+    assert told[0] == {"name": "thing [ok]", "level": "ok", "found": "found", "fix": ""}
