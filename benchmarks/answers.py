@@ -32,6 +32,14 @@ def ray_latency(found: Mapping[str, Any]) -> str:
     return "added to a chunk, median: " + ", ".join(f"{ms:.1f} ms at {size}" for size, ms in added.items())
 
 
+def ray_serve(found: Mapping[str, Any]) -> str:
+    told = found["calls"]["nothing"]
+    plain, through = told["an actor"]["p50"], told["through Serve"]["p50"]
+    grown = {side: one["second_answers_after_s"]["median"] for side, one in found.get("growing", {}).items()}
+    soon = "; a second engine answers after " + ", ".join(f"{s:.1f} s ({side})" for side, s in grown.items())
+    return f"a call: {plain:.1f} ms to an actor, {through:.1f} ms through Serve" + (soon if grown else "")
+
+
 def ray_cluster(found: Mapping[str, Any]) -> str:
     broken = found["failures"]
     node, listed = broken["a node is killed"], broken["listed"]

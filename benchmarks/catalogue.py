@@ -97,6 +97,15 @@ ALL: Sequence[Benchmark] = (
         ("--rounds", "1", "--count", "40"),
     ),
     Benchmark(
+        "ray_serve",
+        "Would Ray Serve be the better pool of engines?",
+        "Calls to an actor and through Serve's handle, by turns, and the time until a second engine answers when the "
+        "first one has too much to do: our pool and Serve's autoscaler. Needs ray[serve].",
+        (5, 0.5),
+        answers.ray_serve,
+        ("--rounds", "2", "--count", "30", "--grow-rounds", "0"),
+    ),
+    Benchmark(
         "ray_cluster",
         "What do robots see when a machine or a front of a cluster dies?",
         "Three nodes of Ray on this machine, two fronts, sixteen robots: the longest pause between two commands of a "

@@ -2,6 +2,7 @@
 
     python benchmarks/control_jitter.py                      # the shipped policy, 8 sessions at 50 Hz
     python benchmarks/control_jitter.py --policy FOLDER --sessions 32 --seconds 20
+    python benchmarks/control_jitter.py --devices cpu:0 cpu:0 --output FILE    # two batches at a time
 
 Two kinds of rounds take turns in one process, on one event loop:
 
@@ -34,6 +35,7 @@ import numpy as np
 import uvloop
 
 import jaxmodels
+from benchmarks.control_counts import counts_of
 from benchmarks.measured import QUIET_P99, RESULTS, SHIPPED, beat, machine, percentiles, write
 from service.engine.engine import Engine
 from service.sessions.sessions import Listed, NewSession, Sessions, SessionSettings
@@ -167,23 +169,18 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
 
 def counts(session: Listed) -> dict[str, int]:
     assert session.drive is not None
-    control = session.drive.control
-    return {
-        "commands": session.drive.commands_sent,
-        "holds": control.holds.total,
-        "starvations": control.starvations,
-        "missed_ticks": control.missed_ticks,
-        "late_actions": control.actions.late,
-    }
+    return counts_of(session.drive)
 
 
 async def main(options: argparse.Namespace) -> dict[str, object]:
     server = await asyncio.start_server(sink, "127.0.0.1", 0)
     transport = SocketTransport(server.sockets[0].getsockname()[1])
+    devices = jaxmodels.name_devices(options.devices) if options.devices else ()
+    engine = Engine(niceness=options.niceness, switch_interval=options.switch_interval, devices=devices)
     sessions = Sessions(
         transport=transport,
-        load=jaxmodels_loader,
-        engine=Engine(niceness=options.niceness, switch_interval=options.switch_interval),
+        load=loader_of(engine),
+        engine=engine,
         settings=SessionSettings(samples=SAMPLES),
     )
     tasks: list[asyncio.Task[None]] = []
@@ -231,6 +228,7 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
         "niceness": options.niceness,
         "switch_interval_s": options.switch_interval,
         "policy": options.policy.name,
+        "devices": options.devices or ["the default one"],
         "machine": machine(),
         "lateness_ms_of_the_median_round": typical,
         "lateness_ms_of_all_rounds": pooled_ms,
@@ -242,10 +240,15 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def jaxmodels_loader(
-    path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None
-) -> jaxmodels.Policy:
-    return jaxmodels.load_policy(path, revision, like=like, on_progress=on_progress)
+def loader_of(engine: Engine) -> Any:
+    """Loads policies where this engine has its devices."""
+
+    def load(
+        path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None
+    ) -> jaxmodels.Policy:
+        return jaxmodels.load_policy(path, revision, None, engine.first_device, like=like, on_progress=on_progress)
+
+    return load
 
 
 if __name__ == "__main__":
@@ -259,6 +262,7 @@ if __name__ == "__main__":
     parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
     parser.add_argument("--niceness", type=int, default=5, help="of the device and loader threads")
     parser.add_argument("--switch-interval", type=float, default=0.001, help="Python's own, in seconds")
+    parser.add_argument("--devices", nargs="+", default=[], help="cpu:0 cpu:0: two batches at a time")
     parser.add_argument("--output", type=Path, default=RESULTS / "control_jitter.json")
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if options.loop == "uvloop" else None) as runner:

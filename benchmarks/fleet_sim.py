@@ -36,18 +36,26 @@ SEARCHED = 4.0  # seconds of each try of the search
 HOURS = 730.0  # of a month
 # A machine's share of late answers with which its load is still taken for sound.
 LATE = 1e-4
+# Seconds between a robot's questions, as robots_per_device names them.
+PERIODS = {
+    "20 Hz, at every tick": 0.05,
+    "20 Hz, every 5th tick": 0.25,
+    "50 Hz, at every tick": 0.02,
+    "50 Hz, every 5th tick": 0.1,
+}
 ONE, BATCHED = "one at a time", "batched"
 
 
 def foretold(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each measured number of robots beside what the simulation says of it.
+    """Each measured number of robots, and the most of them at each rate, beside what the simulation says.
 
     Rows that the simulation was told of (``benchmarks/fleet_calibration.py``) are no predictions; the others are.
     """
     rows: list[dict[str, Any]] = []
     for side in (ONE, BATCHED):
         growing = found["growing"][side]
-        plan = _plan(calibrated(found, side), 1 / 20)
+        machine = calibrated(found, side)
+        plan = _plan(machine, 1 / 20)
         for measured in growing:
             simulated = simulate(replace(plan, robots=measured["robots"]))
             told = {**measured["answer_ms"], "mean_batch": measured["mean_batch"]}
@@ -57,11 +65,13 @@ def foretold(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             row |= {"measured_ms": told, "foretold_ms": said}
             rows.append(row | {"ratio_p50": round(said["p50"] / told["p50"], 3)})
             print(json.dumps(rows[-1]), flush=True)
-        most = found["most_robots"]["20 Hz, at every tick"][side]
-        said_most = most_robots(replace(plan, seconds=6.0, warm=0.0), 0.0)
-        row = {"side": side, "most_robots": {"measured": most, "foretold": said_most}}
-        rows.append(row | {"ratio": round(said_most / most, 3)})
-        print(json.dumps(rows[-1]), flush=True)
+        for rate, sides in found["most_robots"].items():
+            most = sides[side]
+            tried = replace(_plan(machine, PERIODS[rate]), seconds=6.0, warm=0.0)
+            said_most = most_robots(tried, 0.0)
+            row = {"side": side, "rate": rate, "most_robots": {"measured": most, "foretold": said_most}}
+            rows.append(row | {"ratio": round(said_most / max(most, 1), 3)})
+            print(json.dumps(rows[-1]), flush=True)
     return rows
 
 

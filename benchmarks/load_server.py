@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.control_counts import counts_of
 from benchmarks.measured import percentiles
 from benchmarks.processes import say
 from benchmarks.timed_pictures import taken_at
@@ -135,15 +136,11 @@ class Measurement:
 
 
 def _counts(session: Any) -> dict[str, int]:
-    control = session.drive.control
+    drive = session.drive
     return {
-        "commands": session.drive.commands_sent,
-        "holds": control.holds.total,
-        "starvations": control.starvations,
-        "missed_ticks": control.missed_ticks,
-        "late_actions": control.actions.late,
-        **{f"holds_{reason}": count for reason, count in control.holds.by_reason().items()},
-        **{f"frames_{camera}": rate.count for camera, rate in session.drive.buffer.frames.items()},
+        **counts_of(drive),
+        **{f"holds_{reason}": count for reason, count in drive.control.holds.by_reason().items()},
+        **{f"frames_{camera}": rate.count for camera, rate in drive.buffer.frames.items()},
     }
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import uvloop
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.control_jitter import SocketTransport, jaxmodels_loader, robot, sink
+from benchmarks.control_jitter import SocketTransport, loader_of, robot, sink
 from benchmarks.measured import RESULTS, SHIPPED, machine, percentiles, write
 from service.engine.engine import Engine
 from service.sessions.sessions import NewSession, Sessions, SessionSettings
@@ -80,10 +80,11 @@ async def swap_all(sessions: Sessions, rollout: Rollout, folder: Path, sha: str)
 async def main(options: argparse.Namespace) -> dict[str, Any]:
     server = await asyncio.start_server(sink, "127.0.0.1", 0)
     transport = SocketTransport(server.sockets[0].getsockname()[1])
+    engine = Engine()
     sessions = Sessions(
         transport=transport,
-        load=jaxmodels_loader,
-        engine=Engine(),
+        load=loader_of(engine),
+        engine=engine,
         settings=SessionSettings(samples=SAMPLES),
     )
     rollout = Rollout(sessions, RolloutSettings(probation=ProbationSettings(seconds=0.5)))

@@ -4,14 +4,15 @@
 
 Three nodes of Ray on this machine, each with one engine. First one, two and three engines are asked by simulated robots
 at 20 Hz and as fast as they answer. Then two front servers with eight robots each; in the middle a node is killed, then
-a front, whose sessions the other one adopts. Nodes of one machine share its cores: the scaling says what a cluster
-costs here, not what more machines give.
+a front, whose sessions the other one adopts. Last a front with four robots that loses all nodes, the head among them,
+and gets new ones. Nodes of one machine share its cores: the scaling says what a cluster costs here, not what more
+machines give.
 """
 
 import argparse
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ from benchmarks.ray_nodes import Nodes
 from benchmarks.ray_robots import ObedientRobot, summary
 
 ROBOTS = 16
+# Seconds without any cluster; less than robots wait for an engine before their sessions are in error (60).
+DOWN = 30.0
 
 
 # What robots see.
@@ -125,17 +128,61 @@ async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
     return found
 
 
+async def lost(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
+    """One front whose whole cluster is killed, and made anew at the same address."""
+    with ExitStack() as stack:
+        one = front("c", nodes.environment, folder)
+        stack.callback(one.end)
+        url = one.url()
+        robots = [ObedientRobot(f"robot-{number}", url) for number in range(4)]
+        for robot in robots:
+            session(url, robot.name)
+        await started(url, robots)
+        found: dict[str, Any] = {}
+
+        def held() -> bool:
+            return all(robot.heard.holds and robot.heard.holds[-1][1] for robot in robots)
+
+        async def until(what: str, is_so: Callable[[], bool]) -> None:
+            began = time.monotonic()
+            async with asyncio.timeout(DOWN + 120):
+                while not is_so():  # noqa: ASYNC110 - it is other processes' doing
+                    await asyncio.sleep(0.02)
+            found[what] = round(time.monotonic() - began, 2)
+            print(what, found[what], flush=True)
+
+        await asyncio.sleep(seconds)
+        killed_at = time.monotonic()
+        await asyncio.to_thread(nodes.kill_all)
+        await until("killed_to_all_held_s", held)
+        await asyncio.sleep(killed_at + DOWN - time.monotonic())
+        found["down_s"], found["told"] = DOWN, call(f"{url}/cluster")["engines"]["trouble"]
+        found["commands_while_down"] = sum(
+            at > killed_at + found["killed_to_all_held_s"] + 0.1 for robot in robots for at in robot.heard.commands
+        )
+        await asyncio.to_thread(nodes.begin)
+        await until("nodes_up_to_all_move_s", lambda: all(robot.moves for robot in robots))
+        begin = time.monotonic()
+        await asyncio.sleep(seconds)
+        found["afterwards"] = summary({robot.name: robot.heard.between(begin, time.monotonic()) for robot in robots})
+        found["listed"] = sorted(one["session_id"] for one in call(f"{url}/sessions"))
+        print(found, flush=True)
+        for robot in robots:
+            await robot.end()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each part")
-    parser.add_argument("--only", choices=["scaling", "failures"], help="one half")
+    parser.add_argument("--only", choices=["scaling", "failures", "lost"], help="one part")
     parser.add_argument("--output", type=Path, default=RESULTS / "ray_cluster.json")
     options = parser.parse_args()
     if find_spec("ray") is None:
         parser.error("Ray is not installed: pip install 'robojax[ray]'")
     quiet = quietness()
     figures: dict[str, Any] = {}
-    if options.only != "failures":
+    if options.only in (None, "scaling"):
         rows = []
         for engines in (1, 2, 3):
             with Nodes(3) as nodes:
@@ -144,9 +191,12 @@ def main() -> None:
                     rows.append(one.told("scaled")["found"])
                     print(rows[-1], flush=True)
         figures["scaling"] = rows
-    if options.only != "scaling":
+    if options.only in (None, "failures"):
         with Nodes(3) as nodes:
             figures["failures"] = asyncio.run(broken(nodes, options.seconds, Path(nodes.folder)))
+    if options.only in (None, "lost"):
+        with Nodes(3) as nodes:
+            figures["lost"] = asyncio.run(lost(nodes, options.seconds, Path(nodes.folder)))
     question = (__doc__ or "").splitlines()[0]
     write(options.output, result(question, "python benchmarks/ray_cluster.py", quiet, "ray", **figures))
     if "scaling" in figures:

@@ -39,16 +39,29 @@ class Nodes:
         self.folder = self._folder.name
         self._count = count
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self._clusters = 0
 
     def __enter__(self) -> "Nodes":
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Start the nodes of a cluster that knows nothing of the one before, at the same address."""
+        self._clusters += 1
+        temporary = f"--temp-dir={self._folder.name}/{self._clusters}"
         try:
-            head = ("--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self._folder.name}/t")
+            head = ("--head", f"--port={self._port}", "--include-dashboard=false", temporary)
             for number in range(self._count):
                 self._start(*(head if number == 0 else (f"--address={self.address}",)))
         except BaseException:
             self._end()
             raise
-        return self
+
+    def kill_all(self) -> None:
+        """Kill everything of all nodes, the head first."""
+        for number in range(len(self._nodes)):
+            self.kill(number)
+        self._nodes.clear()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -82,8 +95,7 @@ class Nodes:
         return next((n for n, node in enumerate(self._nodes) if pid in descendants(node.pid)), None)
 
     def _end(self) -> None:
-        for number in reversed(range(len(self._nodes))):
-            self.kill(number)
+        self.kill_all()
         self._folder.cleanup()
 
 

@@ -37,7 +37,7 @@ DELAYS = (0, 100, 200, 300, 400)  # milliseconds
 OWN = 0.003  # seconds that an inference takes anyway
 SEEDS = range(20_000, 20_020)  # cubes that no demonstration began with
 SPARE = 60  # ticks that a robot may wait for its first command
-COLOURS = ("#4a5568", "#2b6cb0", "#9f7aea", "#2f855a", "#dd6b20", "#c53030", "#00838f")
+COLOURS = ("#4a5568", "#2b6cb0", "#9f7aea", "#2f855a", "#dd6b20", "#c53030", "#00838f", "#d53f8c")
 
 
 @dataclass
