@@ -1,7 +1,6 @@
 """Askers that keep engines busy, and when the second engine was there, for ``benchmarks/ray_serve_growing.py``."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,17 +32,18 @@ class Load:
         Raises:
             RuntimeError: there was none in time.
         """
-        began = time.monotonic()
+        time = asyncio.get_running_loop().time
+        began = time()
         asking = asyncio.gather(*(self._ask(ask) for _ in range(self.askers)))
         try:
             while self._second_at is None:
                 await asyncio.wait([asking], timeout=0.02)
                 if asking.done():
                     asking.result()
-                if time.monotonic() - began > self.patience:
+                if time() - began > self.patience:
                     raise RuntimeError(f"no second engine answered in {self.patience:g} s")
             second = self._second_at
-            await asyncio.sleep(second + 2 * self.settling - time.monotonic())
+            await asyncio.sleep(second + 2 * self.settling - time())
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -59,7 +59,7 @@ class Load:
     async def _ask(self, ask: Callable[[], Awaitable[bool]]) -> None:
         while True:
             is_second = await ask()
-            now = time.monotonic()
+            now = asyncio.get_running_loop().time()
             self._answered.append(now)
             if is_second and self._second_at is None:
                 self._second_at = now

@@ -1,7 +1,6 @@
 """What is compared of Ray Serve and our pool: ratios round by round, and when a second engine answers."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -9,6 +8,7 @@ from benchmarks import ray_serve
 from benchmarks.answers import ray_serve as answer
 from benchmarks.ray_serve import ACTOR, AUTOSCALER, POOL, SERVE, compared
 from benchmarks.ray_serve_load import Load
+from tests import virtual_time
 
 
 def test_ratios_are_of_rounds_so_that_a_busy_round_counts_once() -> None:
@@ -19,16 +19,21 @@ def test_ratios_are_of_rounds_so_that_a_busy_round_counts_once() -> None:
 
 
 def test_a_load_is_over_a_while_after_the_second_engine_answered() -> None:
-    began = time.monotonic()
+    async def put_on() -> tuple[dict[str, float], float]:
+        time = asyncio.get_running_loop().time
 
-    async def ask() -> bool:
-        await asyncio.sleep(0.005)
-        return time.monotonic() - began > 0.1
+        async def ask() -> bool:
+            is_second = time() > 0.29
+            await asyncio.sleep(0.01 if is_second else 0.02)
+            return is_second
 
-    told = asyncio.run(Load(3, 0.05, 0.05, 5.0).put_on(ask))
-    assert 0.1 <= told["second_answers_after_s"] + 0.005 <= time.monotonic() - began - 0.1 + 0.005
-    assert 0 < told["answers_per_second_of_one"] <= 3 / 0.005
-    assert told["answers_per_second_of_two"] > 0
+        return await Load(3, 0.2, 0.2, 5.0).put_on(ask), time()
+
+    told, ended = virtual_time.run(put_on())
+    assert told["second_answers_after_s"] == 0.31  # 15 answers of the first one, and one of the second
+    assert told["answers_per_second_of_one"] == pytest.approx(3 / 0.02, rel=0.1)
+    assert told["answers_per_second_of_two"] == pytest.approx(3 / 0.01, rel=0.1)
+    assert ended == pytest.approx(0.31 + 2 * 0.2, abs=0.001)
 
 
 def test_a_load_that_no_second_engine_answers_says_so() -> None:
@@ -36,8 +41,8 @@ def test_a_load_that_no_second_engine_answers_says_so() -> None:
         await asyncio.sleep(0.005)
         return False
 
-    with pytest.raises(RuntimeError, match=r"no second engine answered in 0\.1 s"):
-        asyncio.run(Load(3, 0.05, 0.05, 0.1).put_on(ask))
+    with pytest.raises(RuntimeError, match=r"no second engine answered in 600 s"):
+        virtual_time.run(Load(3, 0.05, 0.05, 600.0).put_on(ask))
 
 
 def test_an_asker_that_fails_ends_the_load_at_once() -> None:
@@ -45,7 +50,7 @@ def test_an_asker_that_fails_ends_the_load_at_once() -> None:
         raise ConnectionError("the engine ended")
 
     with pytest.raises(ConnectionError, match="the engine ended"):
-        asyncio.run(Load(3, 0.05, 0.05, 60.0).put_on(ask))
+        virtual_time.run(Load(3, 0.05, 0.05, 60.0).put_on(ask))
 
 
 def test_what_is_missing_is_said_with_what_to_install(
