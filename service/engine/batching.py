@@ -46,7 +46,8 @@ class Batching(Generic[Request]):
     Whenever the device is free and somebody waits, something runs: batches come about because requests come while
     the device is busy, and nobody waits for others to join. Who has to begin soonest goes first, so that nobody who is
     served often is in anybody's way. A request joins when nobody would come late by it who would not anyway, in this
-    line or in another; of the sizes for which that holds, the one that gives most answers per second is taken.
+    line or in another; of the sizes for which that holds, the one that gives most answers per second is taken, or now
+    and then one that can be full and has not been measured for long.
     """
 
     def __init__(self) -> None:
@@ -111,11 +112,15 @@ def _fitting(
         if len(together) <= before:
             break  # the rest would be padding
         count = min(len(together), size)
-        end = now + costs.slow(size)
+        # A size that was measured in a bad moment would never be run again, and never be known to be better.
+        is_tried = count == size and costs.is_old(size)
+        end = now + (costs.at_most(size) if is_tried else costs.slow(size))
         if any(at_once <= member.due < end for member in together[:count]):
             break
         if any(at_once + cost <= due < end + cost for due, cost in others):
             break
+        if is_tried:
+            return count, size
         rate = count / max(costs.usual(size), 1e-9)
         if rate > WORTH * most or costs.usual(size) <= 0:
             best, most = (count, size), rate

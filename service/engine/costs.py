@@ -6,6 +6,8 @@ from statistics import median
 
 # Newest measurements of each size; a device that got slower is known after half as many batches.
 KEPT = 32
+# What a size took so many batches ago says little: the device may have been busy with something else just then.
+OLD = 256
 
 
 class Costs:
@@ -15,10 +17,16 @@ class Costs:
         self._samples: dict[int, deque[float]] = {}
         self._usual: dict[int, float] = {}
         self._slow: dict[int, float] = {}
+        self._learnt: dict[int, int] = {}  # how many batches there had been
+        self._count = 0
 
     def learn(self, size: int, seconds: float) -> None:
         """A batch of this size took so long."""
         samples = self._samples.setdefault(size, deque(maxlen=KEPT))
+        if self.is_old(size):
+            samples.clear()
+        self._count += 1
+        self._learnt[size] = self._count
         samples.append(seconds)
         ordered = sorted(samples)
         self._usual[size] = median(ordered)
@@ -28,6 +36,15 @@ class Costs:
     def is_known(self) -> bool:
         """Whether anything was measured."""
         return bool(self._usual)
+
+    def is_old(self, size: int) -> bool:
+        """Whether others were measured since for so long that this one should be measured again."""
+        return self._count - self._learnt.get(size, self._count) >= OLD
+
+    def at_most(self, size: int) -> float:
+        """Of an old size: what it took, or what as many members take in batches of the size that ran last."""
+        newest = max(self._learnt, key=self._learnt.__getitem__, default=size)
+        return min(self.slow(size), _of(self._slow, newest) * max(size / newest, 1.0))
 
     def usual(self, size: int) -> float:
         """The median; 0 when nothing was ever measured."""

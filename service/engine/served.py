@@ -14,6 +14,9 @@ Sizes = Mapping[str, tuple[int, int]]
 # Cameras with the size of their frames, as a key.
 Frames = frozenset[tuple[str, tuple[int, int]]]
 IMAGES = "observation.images."
+# How often a batch size is tried before robots move: as often as there is time for, in seconds, within these bounds.
+REHEARSALS = (3, 16)
+REHEARSING = 0.25
 
 
 class Policy(Protocol):
@@ -121,11 +124,14 @@ class Replica:
         """Batch sizes that can run at once for frames of these sizes."""
         return self._sizes.get(frames, (1,))
 
-    def prepare(self, batch: int, cameras: Sizes | None, times: int = 3) -> None:
+    def prepare(self, batch: int, cameras: Sizes | None) -> None:
         """Compile a batch size and learn what it takes; blocks, for a thread of its own."""
         self.policy.compile(batch, cameras)
-        for _ in range(times):
-            self.costs.learn(batch, self.policy.rehearse(batch, cameras))
+        spent: list[float] = []
+        fewest, most = REHEARSALS
+        while len(spent) < fewest or (len(spent) < most and sum(spent) < REHEARSING):
+            spent.append(self.policy.rehearse(batch, cameras))
+            self.costs.learn(batch, spent[-1])
         sizes = self.policy.requirements.cameras if cameras is None else cameras
         frames = frozenset(sizes.items())
         self._sizes[frames] = tuple(sorted({*self.can(frames), batch}))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.batching import Batching, Chosen
-from service.engine.costs import Costs
+from service.engine.costs import KEPT, OLD, Costs
 
 SIZES = (1, 2, 4, 8)
 
@@ -127,6 +127,51 @@ def test_sizes_that_are_not_compiled_yet_are_not_used() -> None:
     assert chosen(batching).size == 2
     batching.add("line", Asked(1.0), GENTLE, (1, 2, 4))  # compiled meanwhile
     assert chosen(batching).size == 4
+
+
+def measured_in_a_bad_moment() -> Costs:
+    """8 took 60 ms once; since then the device did a lot of batches of 2, 12 ms each."""
+    known = costs(b1=0.010, b8=0.060)
+    for _ in range(OLD):
+        known.learn(2, 0.012)
+    return known
+
+
+def test_a_size_that_was_slow_long_ago_is_tried_again_and_believed_again() -> None:
+    known = measured_in_a_bad_moment()
+    found = chosen(line(*[1.0] * 8, known=known))
+    assert found.size == 8
+    known.learn(8, 0.020)
+    assert known.usual(8) == known.slow(8) == 0.020, "what it took in the bad moment counts no more"
+    assert chosen(line(*[1.0] * 8, known=known)).size == 8, "400 answers a second; batches of 2 give 167"
+
+
+def test_a_size_that_is_still_slow_is_left_alone_for_as_long_again() -> None:
+    known = measured_in_a_bad_moment()
+    known.learn(8, 0.060)
+    for _ in range(OLD - 1):
+        assert chosen(line(*[1.0] * 8, known=known)).size == 2
+        known.learn(2, 0.012)
+    known.learn(2, 0.012)
+    assert chosen(line(*[1.0] * 8, known=known)).size == 8
+
+
+def test_only_a_full_batch_is_tried_again_and_makes_nobody_late_by_what_others_took() -> None:
+    known = measured_in_a_bad_moment()
+    assert chosen(line(*[1.0] * 7, known=known)).size == 2
+    # 8 in batches of 2 take 48 ms.
+    assert chosen(line(*[0.047] * 8, known=known)).size == 2
+    assert chosen(line(*[0.049] * 8, known=known)).size == 8
+    beside = line(*[0.050] * 8, known=known)
+    beside.add("other", Asked(0.055), costs(b1=0.010), SIZES)
+    assert chosen(beside).size == 2
+
+
+def test_sizes_are_not_old_because_little_was_measured() -> None:
+    known = costs(b1=0.010, b2=0.012, b4=0.015, b8=0.090)
+    for _ in range(OLD - KEPT):
+        known.learn(1, 0.010)
+    assert not any(known.is_old(size) for size in (1, 2, 4, 8, 16))
 
 
 @given(st.lists(st.tuples(st.floats(-0.1, 0.2), st.sampled_from("ab"), st.booleans()), max_size=20), st.floats(0, 0.1))
