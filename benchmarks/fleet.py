@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -141,6 +142,27 @@ class Side:
             await asyncio.gather(*(one(observation) for observation in seen))
             await asyncio.sleep(0.002)
         return found
+
+
+async def chained(policy: str, size: int, device: str, batches: int) -> list[float]:
+    """Seconds from the end of a full batch to the end of the next, while others wait already: two groups of ``size``
+    robots that take turns, in an engine that knows no larger batch.
+    """
+    ends: list[tuple[float, bool]] = []
+    async with Side(policy, sorted({1, size}), (device,)) as side:
+        seen = side.observations(size)
+
+        async def ask(observation: Mapping[str, np.ndarray]) -> int:
+            due = time.monotonic() + COMPILED_WITHIN
+            return (await side.engine.submit(side.served, observation, due=due)).batch
+
+        async def group() -> None:
+            while len(ends) < batches:
+                together = await asyncio.gather(*(ask(observation) for observation in seen))
+                ends.append((time.perf_counter(), set(together) == {size}))
+
+        await asyncio.gather(group(), group())
+    return [end - before for (before, _), (end, is_full) in pairwise(ends) if is_full]
 
 
 async def most(ride: Callable[[int], Any], start: int, largest: int, tell: Callable[[int, Ridden], None]) -> int:

@@ -186,8 +186,12 @@ def main() -> None:
         )
     quiet = quietness()
     measured = json.loads(options.measured.read_text())
+    try:
+        machine = calibrated(measured, BATCHED)
+    except ValueError as error:
+        parser.error(f"{options.measured}: {error}")
     beside = foretold(measured)
-    plans = planned(options, calibrated(measured, BATCHED))
+    plans = planned(options, machine)
     question = "How many machines do 10 to 100,000 robots need, and what when one in 100 fails?"
     given = {name: value for name, value in vars(options).items() if name not in ("measured", "output")}
     write(

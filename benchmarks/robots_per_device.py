@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import act_latency, pictures
-from benchmarks.fleet import Ridden, Side, most
+from benchmarks.fleet import Ridden, Side, chained, most
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
 
 GROWING = (1, 2, 4, 8, 16, 32)
@@ -41,6 +41,16 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
     if options.two_lanes:
         sides[TWO] = (sizes, (device, device))
     found: dict[str, Any] = {"most_robots": {}, "growing": {}, "together_ms": {}, "tried": {}}
+    if not options.big:  # what fleets are planned with (fleet_sim)
+        found["chained_ms"] = {}
+        for size in sizes:
+            taken = [
+                seconds
+                for _ in range(3)
+                for seconds in await chained(policy, size, device, max(options.rounds * 20 // size, 20))
+            ]
+            found["chained_ms"][str(size)] = percentiles(taken, (50, 90)) | {"batches": len(taken)}
+            print(f"batches of {size}, one after the other:", json.dumps(found["chained_ms"][str(size)]), flush=True)
     async with AsyncExitStack() as stack:
         ready = {name: await stack.enter_async_context(Side(policy, *side)) for name, side in sides.items()}
         found["batch_ms"] = {name: side.served.costs.milliseconds() for name, side in ready.items()}

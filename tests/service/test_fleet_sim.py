@@ -102,25 +102,37 @@ def test_enough_machines_are_left_when_some_fail() -> None:
 
 
 def test_a_machine_that_gets_warm_is_known_from_three_rows_and_foretells_the_others() -> None:
-    sizes = {"1": {"p50": 1.6, "p90": 1.6}, "2": {"p50": 2.2, "p90": 2.2}}
     # 1.1 ms warm, 0.1 of the front's, and up to 1.2 more after a pause, of which 63 % come in 10 ms.
-    rows = {1: 2.4, 2: 2.29, 4: 2.02, 8: 1.6, 16: 1.25}
+    rows = {1: 2.39, 2: 2.27, 4: 1.99, 8: 1.64, 16: 1.39}
     found = {
-        "batch_ms": {"batched": sizes},
+        "batch_ms": {"batched": dict.fromkeys(("1", "2")), "one at a time": {"1": None}},
+        "chained_ms": {"1": {"p50": 1.1, "p90": 1.1}, "2": {"p50": 1.7, "p90": 1.8}},
         "growing": {"batched": [{"robots": n, "answer_ms": {"p50": p50}} for n, p50 in rows.items()]},
-        "together_ms": {"32": {"one at a time": {"p50": 1.1 * 16.5}}},
     }
     machine = calibrated(found, "batched")
-    assert machine.times.seconds[1][0] == pytest.approx(1.1e-3)
-    assert machine.times.seconds[2][0] == pytest.approx(1.7e-3), "a pause costs a large batch as much as a small one"
-    assert machine.front == pytest.approx(0.15e-3)
-    assert machine.cold == pytest.approx(1.15e-3)
+    assert machine.times.seconds == {1: (1.1e-3, 1.1e-3), 2: (1.7e-3, 1.8e-3)}
+    assert machine.front == pytest.approx(0.1e-3, rel=0.1)
+    assert machine.cold == pytest.approx(1.2e-3, rel=0.05)
+    assert machine.fading == pytest.approx(10e-3, rel=0.1)
     for robots in (2, 8):
         plan = Plan(robots, 1, 1 / 20, machine.times, ByDeadline, front=machine.front, is_even=True)
         said = simulate(replace(plan, cold=(machine.cold, machine.fading))).percentile(50) * 1e3
-        assert said == pytest.approx(rows[robots], rel=0.1)
-    del found["together_ms"]
+        assert said == pytest.approx(rows[robots], rel=0.02)
+    del found["growing"]["batched"][2]  # of four robots
     assert calibrated(found, "batched").cold == 0
+    found["growing"]["one at a time"] = found["growing"]["batched"]
+    assert calibrated(found, "one at a time").times.sizes == (1,)
+
+
+def test_results_that_do_not_say_how_batches_follow_one_another_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "measured.json").write_text(json.dumps({"batch_ms": {}}))
+    monkeypatch.setattr("sys.argv", ["fleet_sim", "--measured", str(file), "--output", str(tmp_path / "found.json")])
+    with pytest.raises(SystemExit):
+        fleet_sim.main()
+    assert f"{file}: these results do not say how batches follow one another" in capsys.readouterr().err
+    assert not (tmp_path / "found.json").exists()
 
 
 def test_results_of_robots_per_device_are_foretold_and_fleets_planned(
@@ -132,6 +144,7 @@ def test_results_of_robots_per_device_are_foretold_and_fleets_planned(
     sizes = {"1": {"p50": 10.0, "p90": 10.0}, "4": {"p50": 28.0, "p90": 28.0}}
     measured = {
         "batch_ms": {"one at a time": {"1": sizes["1"]}, "batched": sizes},
+        "chained_ms": sizes,
         "growing": {side: [row(1, 12.0), row(2, 12.0)] for side in ("one at a time", "batched")},
         "most_robots": {"20 Hz, at every tick": {"one at a time": 5, "batched": 5}},
     }
