@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,7 +101,7 @@ class EngineActor:
         self._stages[parcel.sha] = "reading"
         before = self._held.get(like or "")
         try:
-            folder = await call_in_thread(partial(unpack, parcel, _cache(), _get), "policy-files")
+            folder = await call_in_thread(partial(unpack, parcel, jaxmodels.user_cache() / "robojax" / "parcels", _get), "policy-files")
             served = await stack.enter_async_context(
                 engine.policy(
                     self._read,
@@ -243,10 +242,6 @@ def _kind(error: PolicyFailed) -> Any:
 
 def _unknown(name: str) -> Refusal:
     return Refusal("unknown", f"{name} does not have the policy any more")
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "robojax" / "parcels"
 
 
 def _get(piece: Any) -> bytes:
