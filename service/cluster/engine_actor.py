@@ -100,8 +100,9 @@ class EngineActor:
         engine, stack = self._begun(), AsyncExitStack()
         self._stages[parcel.sha] = "reading"
         before = self._held.get(like or "")
+        cache = jaxmodels.user_cache() / "robojax" / "parcels"
         try:
-            folder = await call_in_thread(partial(unpack, parcel, jaxmodels.user_cache() / "robojax" / "parcels", _get), "policy-files")
+            folder = await call_in_thread(partial(unpack, parcel, cache, _get), "policy-files")
             served = await stack.enter_async_context(
                 engine.policy(
                     self._read,
