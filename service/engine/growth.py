@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between looks whether robots stand still.
 PAUSE = 0.5
+# Seconds for learning what a batch size takes, where no robot waits for the device meanwhile.
+REHEARSING = 0.25
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,18 @@ class Growth:
             if may:  # a trial alone keeps nobody waiting
                 self._rest.clear()
             try:
-                await self._compile(wanted)
+                await self._compile(wanted, REHEARSING if may else 0.0)
             finally:
                 self._rest.set()
             if wanted in self._wanted:
                 self._wanted.remove(wanted)
         self._task = None
 
-    async def _compile(self, wanted: _Wanted) -> None:
+    async def _compile(self, wanted: _Wanted, rehearsing: float) -> None:
         def compile_all() -> None:
             served = wanted.served()
             for replica in served.replicas if served is not None else ():
-                replica.prepare(wanted.batch, wanted.sizes)
+                replica.prepare(wanted.batch, wanted.sizes, rehearsing)
 
         try:
             await call_in_thread(compile_all, "policy-compiler", self._niceness)

@@ -14,9 +14,8 @@ Sizes = Mapping[str, tuple[int, int]]
 # Cameras with the size of their frames, as a key.
 Frames = frozenset[tuple[str, tuple[int, int]]]
 IMAGES = "observation.images."
-# How often a batch size is tried before robots move: as often as there is time for, in seconds, within these bounds.
+# How often a batch size is tried: three times, and more often where there is time for it.
 REHEARSALS = (3, 16)
-REHEARSING = 0.25
 
 
 class Policy(Protocol):
@@ -124,12 +123,16 @@ class Replica:
         """Batch sizes that can run at once for frames of these sizes."""
         return self._sizes.get(frames, (1,))
 
-    def prepare(self, batch: int, cameras: Sizes | None) -> None:
-        """Compile a batch size and learn what it takes; blocks, for a thread of its own."""
+    def prepare(self, batch: int, cameras: Sizes | None, rehearsing: float = 0.0) -> None:
+        """Compile a batch size and learn what it takes; blocks, for a thread of its own.
+
+        Args:
+            rehearsing: seconds there are for learning; none where others may be waiting for the device.
+        """
         self.policy.compile(batch, cameras)
         spent: list[float] = []
         fewest, most = REHEARSALS
-        while len(spent) < fewest or (len(spent) < most and sum(spent) < REHEARSING):
+        while len(spent) < fewest or (len(spent) < most and sum(spent) < rehearsing):
             spent.append(self.policy.rehearse(batch, cameras))
             self.costs.learn(batch, spent[-1])
         sizes = self.policy.requirements.cameras if cameras is None else cameras
