@@ -13,6 +13,7 @@ ServiceError                  500 internal
 ├── TooManyRequests           429 too_many_requests  a caller asked for more than it may in this time
 ├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
 ├── PolicyFailed              500 policy_failed    a loaded policy raised, or gave something that is not a chunk
+│   └── DeviceAway            503 device_away      what it runs on is away; of several hosts: hosts_lost, host_silent
 ├── UnknownDeployment         404 unknown_deployment
 ├── UpdateFailed              409 update_failed    another policy cannot be brought to a session now
 ├── SourceFailed              502 source           where policies come from refused, vanished or gave something broken
@@ -143,6 +144,13 @@ class PolicyFailed(ServiceError):
 
     status = 500
     code = "policy_failed"
+
+
+class DeviceAway(PolicyFailed):
+    """What a policy runs on is away, for a while or for good, which says nothing against the policy."""
+
+    status = 503
+    code = "device_away"
 
 
 class UnknownDeployment(ServiceError):

@@ -251,6 +251,8 @@ class Engine:
                 await self.until_idle()
         try:
             return await call_in_thread(infer, "policy-trial", 2 * self._niceness)
+        except PolicyFailed:
+            raise  # in words that a session may hear
         except JaxModelsError as error:
             raise PolicyFailed(f"the policy refused its input: {error}") from error
         except Exception as error:

@@ -164,6 +164,8 @@ class Store:
         try:
             async with self.building:
                 await call_in_thread(compile_all, "policy-compiler", self._niceness)
+        except PolicyFailed:
+            raise  # it is not the policy: what it was to run on is gone
         except JaxModelsError as error:
             raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)}: {error}") from error
         except Exception as error:

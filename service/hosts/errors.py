@@ -1,20 +1,18 @@
 """What goes wrong between hosts; each text is safe to show."""
 
 from jaxmodels.errors import JaxModelsError
-from service.errors import PolicyFailed
+from service.errors import DeviceAway
 
 
-class HostsLost(PolicyFailed, JaxModelsError):
+class HostsLost(DeviceAway, JaxModelsError):
     """A host of several is gone or failed, and nothing can be computed any more until all are started anew."""
 
-    status = 503
     code = "hosts_lost"
 
 
-class HostSilent(PolicyFailed, JaxModelsError):
+class HostSilent(DeviceAway, JaxModelsError):
     """A host of several has said nothing for a while, and what all of them compute waits for it; it may come back."""
 
-    status = 503
     code = "host_silent"
 
 

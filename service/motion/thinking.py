@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.engine.engine import Engine, Inference, InferenceStuck, Served, Sizes, in_words
-from service.errors import PolicyFailed
+from service.errors import DeviceAway, PolicyFailed
 from service.motion.buffer import Snapshot
 from service.motion.control import Control
 from service.motion.tap import Taps
@@ -186,7 +186,7 @@ class Thinking:
             return
         except PolicyFailed as error:
             self.errors += 1
-            self._warn(served, "policy_failed", str(error))
+            self._warn(served, "busy" if isinstance(error, DeviceAway) else "policy_failed", str(error))
             self._control.refuse(str(error), time.monotonic())
         else:
             self._note(inference)

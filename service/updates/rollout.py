@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from service.engine.engine import Engine, Served
-from service.errors import MoveRefused, ServiceError, UnknownSession
+from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
 from service.motion.drive import Drive
 from service.motion.telling import STATE, readable, told
 from service.sessions.changeover import Misfit
@@ -124,6 +124,8 @@ class Rollout:
         try:
             tell("checking")
             verdict = await self._judge(drive, served)
+        except DeviceAway as error:
+            verdict = Verdict("busy", str(error))
         except ServiceError as error:
             verdict = Verdict("policy_failed", str(error))
         except BaseException:
@@ -257,7 +259,7 @@ def _refusal(error: ServiceError, folder: Path | None = None) -> Verdict:
     match error:
         case UnknownSession():
             return Verdict("gone", text)
-        case MoveRefused():
+        case MoveRefused() | DeviceAway():
             return Verdict("busy", text)
         case _:
             return Verdict("load", text)

@@ -1,15 +1,18 @@
-"""How late this machine is by itself, which tells a busy machine from a slow server: a bare loop, and how long the
-kernel let the processes wait for a core that a message passes on its way."""
+"""How late this machine is by itself, which tells a busy machine from a slow server: a bare loop, how long the kernel
+let the processes wait for a core that a message passes on its way, and what the hypervisor took."""
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from pathlib import Path
 
 PERIOD = 0.01
 LOOK = 5  # periods between looks at what the processes waited
 WAY = 1.0  # seconds in which whatever a limit is about has passed every process
+PAUSE = 0.2  # a machine that stood still for so long may have held a robot: a frame may be 0.3 s old, and one is 0.04 s
 
 
 class Meter:
@@ -25,6 +28,7 @@ class Meter:
         self._late: deque[tuple[float, float]] = deque(maxlen=60_000)
         self.waited: deque[tuple[float, float]] = deque([(float("-inf"), 0.0)], maxlen=12_000)
         self._known: dict[Path, float] = {}
+        self._stolen = _stolen()
 
     async def run(self) -> None:
         while True:
@@ -40,7 +44,8 @@ class Meter:
 
         The first thread has the event loop, another one of a server infers; the rest works beside them.
         """
-        known, new = self._known, 0.0
+        known, stolen = self._known, _stolen()
+        new, self._stolen = stolen - self._stolen, stolen
         self._known = {}
         for process in self.chain():
             others = [0.0]
@@ -60,6 +65,18 @@ class Meter:
         self.look()
         bare = max((late for at, late in self._late if since <= at <= until + PERIOD), default=0.0)
         return ways * bare + self._withheld(since, until)
+
+    def lost(self, since: float) -> float:
+        """Seconds that were lost since then, all pauses together: for a limit on what takes many steps."""
+        self.look()
+        before = max((waited for at, waited in self.waited if at <= since), default=0.0)
+        return sum(late for at, late in self._late if at >= since and late > PERIOD) + self.waited[-1][1] - before
+
+    def pauses(self, since: float) -> int:
+        """How often the machine has stood still since then, for so long that a robot may have been held for it."""
+        self.look()
+        waits = [waited - before for (_, before), (at, waited) in pairwise(self.waited) if at >= since]
+        return sum(late > PAUSE for at, late in self._late if at >= since) + sum(wait > PAUSE for wait in waits)
 
     def _withheld(self, since: float, until: float) -> float:
         """The longest that the processes waited together in this time, or in any second of it."""
@@ -87,4 +104,12 @@ def _waited(thread: Path) -> float:
     try:
         return int((thread / "schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
+        return 0.0
+
+
+def _stolen() -> float:
+    """Seconds that the hypervisor kept this machine's processors from it since it began, where it tells."""
+    try:
+        return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
         return 0.0
