@@ -50,12 +50,19 @@ class Ridden:
 
 
 class Side:
-    """An engine with a policy in it, every batch size compiled."""
+    """An engine with a policy in it, every batch size compiled.
 
-    def __init__(self, policy: str, batch_sizes: Sequence[int], devices: Sequence[str]):
+    Args:
+        frame: height and width of its cameras' pictures; those that the policy was trained with when None.
+    """
+
+    def __init__(
+        self, policy: str, batch_sizes: Sequence[int], devices: Sequence[str], frame: tuple[int, int] | None = None
+    ):
         self.engine = Engine(batch_sizes=batch_sizes, devices=devices)
         self._policy = policy
         self._devices = devices
+        self._frame = frame
         self._stack = AsyncExitStack()
         self.served: Served
 
@@ -63,6 +70,8 @@ class Side:
         self.served = await self._stack.enter_async_context(
             self.engine.policy(self._load, self._policy, None, lambda word: None)
         )
+        if self._frame is not None:
+            await self.engine.compile(self.served, dict.fromkeys(self.served.requirements.cameras, self._frame))
         async with asyncio.timeout(COMPILED_WITHIN):
             while self.engine.facts()["batch_sizes_to_compile"]:  # noqa: ASYNC110 - of a thread
                 await asyncio.sleep(0.1)
@@ -85,7 +94,7 @@ class Side:
         made = []
         for _ in range(min(count, 16)):
             seen = {
-                f"observation.images.{name}": rng.integers(0, 256, (1, *size, 3), np.uint8)
+                f"observation.images.{name}": rng.integers(0, 256, (1, *(self._frame or size), 3), np.uint8)
                 for name, size in need.cameras.items()
             }
             if need.state is not None:
@@ -144,12 +153,14 @@ class Side:
         return found
 
 
-async def chained(policy: str, size: int, device: str, batches: int) -> list[float]:
+async def chained(
+    policy: str, size: int, device: str, batches: int, frame: tuple[int, int] | None = None
+) -> list[float]:
     """Seconds from the end of a full batch to the end of the next, while others wait already: two groups of ``size``
     robots that take turns, in an engine that knows no larger batch.
     """
     ends: list[tuple[float, bool]] = []
-    async with Side(policy, sorted({1, size}), (device,)) as side:
+    async with Side(policy, sorted({1, size}), (device,), frame) as side:
         seen = side.observations(size)
 
         async def ask(observation: Mapping[str, np.ndarray]) -> int:

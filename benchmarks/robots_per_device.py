@@ -1,6 +1,6 @@
 """How many robots does one device serve, one inference at a time and batched, and where does it break?
 
-    python benchmarks/robots_per_device.py [--quick]
+    python benchmarks/robots_per_device.py [--quick] [--two-lanes] [--frame 480x640]
     python benchmarks/robots_per_device.py --big [--lerobot-python /path/to/venv/bin/python]
 
 Engines in this process, with the shipped policy, and robots that ask at the moments of their grid and need the answer
@@ -47,12 +47,14 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
             taken = [
                 seconds
                 for _ in range(3)
-                for seconds in await chained(policy, size, device, max(options.rounds * 20 // size, 20))
+                for seconds in await chained(policy, size, device, max(options.rounds * 20 // size, 20), options.frame)
             ]
             found["chained_ms"][str(size)] = percentiles(taken, (50, 90)) | {"batches": len(taken)}
             print(f"batches of {size}, one after the other:", json.dumps(found["chained_ms"][str(size)]), flush=True)
     async with AsyncExitStack() as stack:
-        ready = {name: await stack.enter_async_context(Side(policy, *side)) for name, side in sides.items()}
+        ready = {
+            name: await stack.enter_async_context(Side(policy, *side, options.frame)) for name, side in sides.items()
+        }
         found["batch_ms"] = {name: side.served.costs.milliseconds() for name, side in ready.items()}
         print("batches:", json.dumps(found["batch_ms"]), flush=True)
         for robots in GROWING:
@@ -108,12 +110,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu:0")
     parser.add_argument("--two-lanes", action="store_true", help="also two batches at a time on the device")
     parser.add_argument("--policy", default=str(SHIPPED))
+    parser.add_argument("--frame", type=_size, metavar="HxW", help="of the cameras' pictures, as 480x640")
     parser.add_argument("--big", action="store_true", help="ACT of LeRobot's size, for an accelerator")
     parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.4.4; with --big")
     parser.add_argument("--output", "--out", type=Path)
     options = parser.parse_args()
     options.seconds = options.seconds or (2.0 if options.quick else 6.0)
-    output = options.output or RESULTS / f"robots_per_device{'_big' if options.big else ''}.json"
+    kind = "_big" if options.big else "" if options.frame is None else "_{}x{}".format(*options.frame)
+    output = options.output or RESULTS / f"robots_per_device{kind}.json"
     quiet = quietness()
     with tempfile.TemporaryDirectory() as temporary:
         policy, extra = options.policy, {}
@@ -136,13 +140,20 @@ def main() -> None:
                 "50 Hz, every 5th tick": 5 / 50,
             }
         found = asyncio.run(measure(options, policy, periods)) | extra
-    command = "python benchmarks/robots_per_device.py" + (" --big" if options.big else "")
+    flags = [f"--{name.replace('_', '-')}" for name in ("big", "quick", "two_lanes") if getattr(options, name)]
+    flags += [] if options.frame is None else ["--frame {}x{}".format(*options.frame)]
+    command = " ".join(["python benchmarks/robots_per_device.py", *flags])
     question = "How many robots does one device serve, one inference at a time and batched?"
     write(output, result(question, command, quiet, device=options.device, **found))
     rows = {f"{rate}: {name}": float(n) for rate, each in found["most_robots"].items() for name, n in each.items()}
     ours = [name for name in rows if BATCHED in name]
     pictures.bars(output.with_suffix(".png"), "Robots without a miss", rows, "robots", ours)
     print("most robots:", json.dumps(found["most_robots"]), "ratios:", json.dumps(found["ratios"]))
+
+
+def _size(text: str) -> tuple[int, int]:
+    height, width = text.split("x")
+    return int(height), int(width)
 
 
 def _first_device() -> str:
