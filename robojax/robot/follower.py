@@ -78,10 +78,11 @@ class Follower:
     def stop(self, reason: str, is_latched: bool = False) -> None:
         """Hold from now on: until the next command, or for good."""
         self._heard = None
-        self.is_latched = self.is_latched or is_latched
         if self.hold is None or is_latched:
             self._is_held = False
-            self.hold = reason
+        if is_latched or not self.is_latched:
+            self.hold = reason  # a watchdog may have been quicker than whoever knows why
+        self.is_latched = self.is_latched or is_latched
 
     def goal(self, pose: Mapping[str, float], now: float) -> Goal:
         """What the servos are told now, when the joints are here."""

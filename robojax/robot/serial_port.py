@@ -13,7 +13,13 @@ WAIT = 0.002
 
 
 class SerialPort(PortHandler):
-    """``PortHandler`` that does so."""
+    """``PortHandler`` that does so.
+
+    A servo is silent for as long as reads waited for it in vain: while this process stands still nobody reads, and what
+    came meanwhile lies there. Nor does it count when somebody sets the wall clock, which the package goes by.
+    """
+
+    _left = 0.0  # milliseconds of reads that may still wait in vain
 
     def setupPort(self, cflag_baud: int) -> bool:
         """Opens the port."""
@@ -28,6 +34,17 @@ class SerialPort(PortHandler):
         self.ser.reset_input_buffer()
         self.ser.flush()
 
+    def readPort(self, length: int) -> bytes:
+        """So many bytes, or what came of them in a while."""
+        data = self.ser.read(length)
+        if len(data) < length:
+            self._left -= WAIT * 1e3
+        return data
+
     def setPacketTimeout(self, packet_length: int) -> None:
         """How long the answer of so many bytes may take."""
-        self.setPacketTimeoutMillis(self.tx_time_per_byte * (packet_length + 3) + PATIENCE)
+        self._left = self.tx_time_per_byte * (packet_length + 3) + PATIENCE
+
+    def isPacketTimeout(self) -> bool:
+        """Whether it took longer."""
+        return self._left <= 0

@@ -19,6 +19,7 @@ def robojax(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
+@pytest.mark.usefixtures("even_cameras")
 def test_a_check_says_what_is_wrong_as_json_and_ends_with_one() -> None:
     pytest.importorskip("scservo_sdk", reason="the extra 'robot' is not installed")
     done = robojax("--check", "--json", *SIMULATED, CAMERA)

@@ -18,9 +18,9 @@ def test_the_client_is_imported_at_once_and_without_the_server() -> None:
         seconds, _, modules = done.stdout.partition("\n")
         return float(seconds), modules.strip()
 
-    looks = [look() for _ in range(2)]
+    looks = [look() for _ in range(5)]
     assert {modules for _, modules in looks} == {""}
-    # Seconds of processor time: the machine may be busy.
+    # Seconds of processor time, the fewest: what else a busy machine does costs some of it, too.
     assert min(seconds for seconds, _ in looks) < 0.15
 
 

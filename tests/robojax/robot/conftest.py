@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("scservo_sdk", reason="the extra 'robot' is not installed")
 
-from robojax.robot import registers
+from robojax.robot import registers, serial_port
 from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.bus import Bus
 from robojax.robot.calibration import JointCalibration
@@ -17,7 +17,9 @@ CALIBRATION = {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in
 
 
 @pytest.fixture
-def servos() -> Iterator[SimulatedBus]:
+def servos(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedBus]:
+    # The servos are a thread of this machine, which may stand still for longer than real ones ever take to answer.
+    monkeypatch.setattr(serial_port, "PATIENCE", 1000.0)
     made = {servo: Servo() for servo in JOINTS.values()}
     for servo in made.values():
         servo[registers.MIN_POSITION], servo[registers.MAX_POSITION] = LOW, HIGH

@@ -1,12 +1,13 @@
 """The bus: the real package on a pseudo-terminal, simulated servos behind it."""
 
 import os
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robojax.robot import registers
+from robojax.robot import registers, serial_port
 from robojax.robot.bus import Bus
 from robojax.robot.errors import BusLost, RobotError
 from robojax.robot.registers import Register
@@ -52,6 +53,21 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(bus: Bus, servo
     # What was on the line before a question: servo 1 at position 1, well-formed.
     stale = bytes([1, 4, 0, 1, 0])
     os.write(servos._ours, b"\xff\xff" + stale + bytes([checksum(stale)]))
+    assert bus.read(1, registers.PRESENT_POSITION) == 2048
+
+
+def test_an_answer_that_came_while_this_process_stood_still_is_taken(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serial_port, "PATIENCE", 50.0)
+    read, stood_still = bus._handler.ser.read, list[bool]()
+
+    def late(length: int) -> bytes:
+        if not stood_still:
+            stood_still.append(True)
+            time.sleep(0.2)  # longer than an answer may take; it comes meanwhile
+            return b""
+        return read(length)
+
+    monkeypatch.setattr(bus._handler.ser, "read", late)
     assert bus.read(1, registers.PRESENT_POSITION) == 2048
 
 

@@ -66,6 +66,19 @@ def test_an_emergency_stop_is_followed_by_nothing_any_more() -> None:
     assert (each.hold, each.is_latched, each.commands) == ("emergency stop", True, 1)
 
 
+def test_why_it_is_held_is_what_was_learnt_last_and_is_no_reason_to_tell_the_servos_again() -> None:
+    each = follower()
+    each.command({"Rotation": 90.0}, 1.0)
+    each.goal(POSE, 1.0)
+    assert each.goal(POSE, 1.6).targets is not None
+    each.stop("the server is gone")
+    assert each.goal(dict.fromkeys(JOINTS, 8.0), 1.7).targets is None
+    assert each.hold == "the server is gone"
+    each.stop("emergency stop", is_latched=True)
+    each.stop("the server is gone")
+    assert each.hold == "emergency stop"
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -1,0 +1,42 @@
+"""Cameras that are as quick as they say, however busy the machine is."""
+
+import time
+
+import pytest
+
+from robojax.robot import findings
+from robojax.robot.cameras import Camera, CameraConfig
+
+
+class EvenTime:
+    """Stands where the module ``time`` stands in `findings`: seconds go by as the camera's pictures come."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+        self.camera: Camera | None = None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert self.camera is not None
+        wanted = self.camera.pictures + (self.camera.config.fps or 0) * seconds
+        until = time.monotonic() + 30
+        while self.camera.pictures < wanted:
+            assert time.monotonic() < until, "its pictures do not come"
+            time.sleep(0.001)
+        self.now += seconds
+
+
+@pytest.fixture
+def even_cameras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`findings` counts a camera's pictures by its own clock."""
+    clock = EvenTime()
+
+    class Counted(Camera):
+        def __init__(self, name: str, config: CameraConfig):
+            super().__init__(name, config)
+            clock.camera = self
+
+    monkeypatch.setattr(findings, "time", clock)
+    monkeypatch.setattr(findings, "Camera", Counted)
