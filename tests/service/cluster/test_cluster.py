@@ -34,6 +34,7 @@ from service.engine.scripted_policy import SO100_REQUIREMENTS
 from service.engine.served import Inference
 from service.errors import PolicyError
 from service.policy_files.listing import Listing as Files
+from tests.pauses import Pauses
 
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
@@ -90,7 +91,9 @@ class House:
         gate: what each waits for while it loads.
         refusals: of each, what its next loads come to.
         load: that each says it has.
-        silence: what a question to the pool comes to, after the seconds of `slowness`.
+        looks: questions to the pool.
+        meanwhile: happens while the pool is asked.
+        silence: what a question to the pool comes to then.
         unreached: what a question to an engine comes to.
         is_there: whether it can be joined.
         store: of objects, by what stands for them.
@@ -107,7 +110,8 @@ class House:
         self.store: dict[int, bytes] = {}
         self.load = 0.0
         self.silence: Exception | None = None
-        self.slowness = 0.0
+        self.looks = 0
+        self.meanwhile: Callable[[], object] = lambda: None
         self.unreached: dict[str, Exception] = {}
         self._lock = threading.Lock()
 
@@ -127,7 +131,8 @@ class House:
         pass
 
     def listing(self, front: str) -> Listing:
-        time.sleep(self.slowness)
+        self.looks += 1
+        self.meanwhile()
         if self.silence is not None:
             raise self.silence
         begun = Begun(version("robojax"), "here", 1, ())
@@ -342,7 +347,7 @@ async def test_whoever_waits_for_an_engine_that_leaves_is_told_at_once(begin: An
     answer = front.cluster.ask("2", "load", Parcel(Files("", ()), {}), None)
     house.names.remove("robojax-2")
     with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
-        await asyncio.wait_for(asyncio.wrap_future(answer), 10)
+        await asyncio.wait_for(asyncio.wrap_future(answer), 30)
     gate.set()
     with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
         front.cluster.ask("2", "stage", "0" * 64).result(0)
@@ -423,7 +428,6 @@ async def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pyte
 async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_run(
     begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cluster_module, "GONE", 0.3)
     monkeypatch.setattr(cluster_module, "AGAIN", 0.05)
     house = House(2)
     front = await begin(house)
@@ -431,6 +435,8 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
     served = await front.load(folder)
     house.silence, house.is_there = RayError("the head is gone"), False
     house.unreached = {name: ActorUnavailableError("lost", None) for name in house.names}
+    # Before and after that a machine that stands still has not lost its cluster.
+    monkeypatch.setattr(cluster_module, "GONE", 0.3)
     await until(lambda: front.trouble == REJOINING)
     assert front.cluster.facts()["engines"] == []
     assert also.heard == ["lost"] * len(also.heard)
@@ -440,10 +446,11 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
     await until(lambda: "cannot be joined again yet: nothing answers at head:6379" in caplog.text)
     assert not robot.done()
 
+    monkeypatch.setattr(cluster_module, "GONE", 60.0)
     house.silence, house.is_there, house.unreached = None, True, {}
     house.store.clear()  # the new head's
     house.names = ["robojax-1", "robojax-3"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert (await robot).chunk.shape == (1, 20, 6)
     await until(lambda: len(where(served)) == 2)
     await until(lambda: front.trouble == "")
@@ -454,18 +461,32 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
 async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_silent_too(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "SILENT", 0.3)
+    now = 100.0
+    monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(cluster_module, "ANSWER", 60.0)
     house = House(2)
     front = await begin(house)
     await front.load(folder)
     house.unreached = {"robojax-2": TimeoutError()}
-    await asyncio.sleep(0.6)
+    now += 1.2 * cluster_module.SILENT
+    looks = house.looks
+    await until(lambda: house.looks > looks + 3)
     assert front.engine.failed == (), "the pool answers, and says that it lives"
-    house.silence, house.slowness = TimeoutError(), 0.4  # the other one is heard of while the pool is waited for
+
+    def the_other_one_is_heard_of() -> None:
+        nonlocal now
+        known = front.cluster._known["1"]
+        now += 1.2 * cluster_module.SILENT
+        end = time.monotonic() + 30
+        while known.heard_at < now and time.monotonic() < end:
+            time.sleep(0.001)
+
+    house.silence, house.meanwhile = TimeoutError(), the_other_one_is_heard_of
     await until(lambda: front.engine.failed == ("2",))
-    await asyncio.sleep(0.9)
+    looks = house.looks
+    await until(lambda: house.looks > looks + 3)
     assert [one["engine"] for one in front.cluster.facts()["engines"]] == ["1"]
-    house.silence, house.slowness, house.unreached = None, 0.0, {}
+    house.silence, house.meanwhile, house.unreached = None, lambda: None, {}
     await until(lambda: len(front.cluster.facts()["engines"]) == 2)
 
 
@@ -508,7 +529,7 @@ async def test_whatever_ray_raises_where_nobody_answers_is_one_error(error: Exce
         await ask(None, 1.0, "listing", "front")
 
 
-async def test_what_takes_too_long_is_no_answer() -> None:
+async def test_what_takes_too_long_is_no_answer(pauses: Pauses) -> None:
     class Silent:
         """Its method is asked, and Ray's client stands still."""
 
@@ -519,5 +540,5 @@ async def test_what_takes_too_long_is_no_answer() -> None:
     began = time.monotonic()
     with pytest.raises(NoAnswer, match="TimeoutError"):
         await ask(Silent(until), 0.01, "listing", "front")
-    assert time.monotonic() - began < 5
+    assert pauses.running(began) < 5
     until.set()

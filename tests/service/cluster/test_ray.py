@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.pauses import Pauses
+
 pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 ROOT = Path(__file__).parents[3]
 POLICY = ROOT / "service" / "demo" / "policy"
@@ -60,7 +62,7 @@ class Server:
 
     def until(self, engines: int, without: int = 0) -> dict[str, int]:
         """Wait until it has so many, none of them this process."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         while len(found := self.engines()) != engines or without in found.values():
             assert time.monotonic() < deadline, found
             time.sleep(0.2)
@@ -93,7 +95,7 @@ def make(server: Server, name: str, **more: Any) -> tuple[int, Any]:
     )
 
 
-def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Server) -> None:
+def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Server, pauses: Pauses) -> None:
     engines = server.until(2)
     assert make(server, "arm")[0] == 200
     assert make(server, "arm")[0] == 409
@@ -106,7 +108,7 @@ def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Se
     for _ in range(20):  # whichever was asked last, both are asked
         status, again = server.call("POST", "/sessions/arm/act", observation() | {"reset": True})
         assert status == 200, again
-    assert time.monotonic() - began < 10
+    assert pauses.running(began) < 10
     assert [len(row) for row in again["actions"]] == [len(row) for row in first["actions"]]
     assert doomed not in server.until(2, without=doomed).values()
     assert server.call("GET", "/health")[1]["status"] == "healthy"
@@ -144,11 +146,11 @@ def test_a_cluster_that_is_not_there_is_an_error_with_what_to_do() -> None:
 def test_it_ends_in_order_and_its_ray_with_it(server: Server) -> None:
     engines = server.engines()
     server.process.send_signal(signal.SIGTERM)
-    _, told = server.process.communicate(timeout=30)
+    _, told = server.process.communicate(timeout=100)
     assert server.process.returncode == 0, told
     assert "Traceback" not in told
     assert "SIGTERM received" not in told
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while any(Path(f"/proc/{pid}").exists() for pid in engines.values()):
         assert time.monotonic() < deadline
         time.sleep(0.1)

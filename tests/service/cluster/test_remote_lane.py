@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from service.engine.device_lane import DeviceGone, InputRefused, LaneClosed, Ove
 from service.engine.scripted_policy import SO100_REQUIREMENTS
 from service.engine.served import Inference, InferenceStuck, Replica
 from service.errors import PolicyFailed
+from tests import waiting
+
+until = partial(waiting.until, within=30.0)
 
 OBSERVATION = {"observation.state": np.zeros((1, 6), np.float32)}
 
@@ -42,9 +46,7 @@ class Engine:
             self.done.append(done)
 
     async def until_asked(self, times: int = 1) -> None:
-        async with asyncio.timeout(5):
-            while len(self.asked) < times:  # noqa: ASYNC110 - it is another thread that sends
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.asked) >= times)
 
 
 def chunk() -> np.ndarray:
@@ -73,12 +75,10 @@ def engine() -> Engine:
 async def lane(engine: Engine) -> AsyncIterator[RemoteLane]:
     unheard: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: unheard.append(about))
-    lane = RemoteLane("one", engine.send, stuck_after=0.3)
+    lane = RemoteLane("one", engine.send, stuck_after=60.0)
     yield lane
     await lane.close(1.0)
-    async with asyncio.timeout(5):
-        while [one for one in threading.enumerate() if one.name.startswith("engine one")]:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: not [one for one in threading.enumerate() if one.name.startswith("engine one")])
     gc.collect()
     assert unheard == []
 
@@ -153,9 +153,9 @@ async def test_where_another_engine_may_be_asked_it_soon_is(
     with pytest.raises(Overdue, match=r"one has not answered for 0.02 s"):
         await lane.ask(replica, OBSERVATION, None, may_move=True)
     assert lane.asked == 1, "it owes an answer"
+    await engine.until_asked()
     engine.done[0](answered())
-    await asyncio.sleep(0.01)
-    assert lane.asked == 0
+    await until(lambda: lane.asked == 0)
 
 
 async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_first_until_then(
@@ -166,6 +166,7 @@ async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_firs
     with pytest.raises(Overdue) as late:
         await lane.ask(replica, OBSERVATION, None, may_move=True)
     assert lane.is_late
+    await engine.until_asked()
     engine.done[0](answered())
     assert late.value.answer is not None
     found = await late.value.answer
@@ -177,6 +178,7 @@ async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
     engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_lane, "UNKNOWN", 0.02)
+    lane._stuck_after = 0.3
     with pytest.raises(Overdue) as late:
         await lane.ask(replica, OBSERVATION, None, may_move=True)
     assert late.value.answer is not None
@@ -198,6 +200,7 @@ async def test_what_it_usually_takes_says_what_is_late(
 
 
 async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+    lane._stuck_after = 0.3
     with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
         await lane.ask(replica, OBSERVATION, None)
 
@@ -244,16 +247,17 @@ async def test_what_nobody_waits_for_any_more_ends_without_a_word(
 async def test_what_waits_to_be_sent_to_an_engine_that_is_gone_is_not_sent(
     engine: Engine, lane: RemoteLane, replica: Replica
 ) -> None:
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
     send = engine.send
 
     def slow(*arguments: Any) -> None:
-        gate.wait(10)
+        begun.set()
+        gate.wait(30)
         send(*arguments)
 
     lane._send = slow
     asking = [asyncio.create_task(lane.ask(replica, OBSERVATION, None)) for _ in range(5)]
-    await asyncio.sleep(0.01)
+    await until(begun.is_set)
     lane.fail("it ended")
     gate.set()
     await asyncio.gather(*asking, return_exceptions=True)

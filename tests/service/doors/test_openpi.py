@@ -25,6 +25,7 @@ from service.serving import listen, serving
 from service.sessions.request import DIRECT, NewSession
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 OPENPI = os.environ.get("ROBOJAX_OPENPI_PYTHON")
@@ -133,7 +134,7 @@ async def test_frames_of_no_websocket_end_the_connection(server):
         writer.write(head)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(frame)
-        told = await asyncio.wait_for(reader.read(), 5)
+        told = await asyncio.wait_for(reader.read(), 30)
         assert struct.pack(">H", code) in told
         writer.close()
 
@@ -189,6 +190,5 @@ async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_clie
                 await socket.recv()
                 socket.transport.pause_reading()
                 ending = asyncio.create_task(beside.aclose())
-                await asyncio.sleep(0.05)
-                assert app.ctx.sessions._is_closing
+                await until(lambda: app.ctx.sessions._is_closing, within=30.0)
                 await ending

@@ -52,7 +52,7 @@ async def connection(server, behind: bytes = b""):
 
 async def heard(reader, wanted: int) -> bytes:
     """The next frame of this opcode."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             first, length = await reader.readexactly(2)
             if length == 126:
@@ -112,7 +112,7 @@ async def test_a_message_that_takes_long_is_cut_off(server, caplog):
     server.app.ctx.doors.settings = replace(settings, socket=replace(settings.socket, heartbeat=0.3, message=0.0))
     async with connection(server) as (reader, writer):
         writer.write(frame(2, b"a", is_final=False))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with suppress(ConnectionError):
                 await reader.read()
     assert "its message takes too long" in caplog.text

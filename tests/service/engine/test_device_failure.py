@@ -15,6 +15,7 @@ from service.engine.engine import Engine, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.errors import PolicyFailed
 from tests import waiting
+from tests.pauses import Pauses
 
 until = partial(waiting.until, within=30.0)
 
@@ -22,7 +23,14 @@ OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
     "observation.state": np.zeros((1, 6), np.float32),
 }
+STUCK = 4.0
 DEAD = RuntimeError("device halted: /root/secret")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a machine stood still for a tenth of `STUCK` is noticed; less than that makes no device late."""
+    monkeypatch.setattr("service.engine.lane.OVERDUE", STUCK / 10)
 
 
 class House:
@@ -30,7 +38,7 @@ class House:
 
     def __init__(self, devices: tuple[str, ...], stack: AsyncExitStack):
         self.on: dict[str, ScriptedPolicy] = {}
-        self.engine = Engine(switch_interval=None, devices=devices, batch_sizes=(1, 2, 8), stuck_after=2.0)
+        self.engine = Engine(switch_interval=None, devices=devices, batch_sizes=(1, 2, 8), stuck_after=STUCK)
         self._stack = stack
         self.served: Served
 
@@ -118,14 +126,14 @@ async def test_an_answer_in_between_makes_up_for_failures(house: House) -> None:
     assert house.engine.facts()["devices_failed"] == []
 
 
-async def test_a_device_that_hangs_keeps_nobody_waiting_for_long(house: House) -> None:
+async def test_a_device_that_hangs_keeps_nobody_waiting_for_long(house: House, pauses: Pauses) -> None:
     gate = threading.Event()
     house.on["a"].failures = [gate] * 100
     try:
         for _ in range(ALLOWED):
             began = time.monotonic()
             await house.ask()
-            assert time.monotonic() - began < 1.0, "long before an inference is stuck"
+            assert pauses.running(began) < STUCK / 2, "long before an inference is stuck"
         before = house.acted("a")
         await house.ask()
         assert house.acted("a") == before
@@ -136,26 +144,28 @@ async def test_a_device_that_hangs_keeps_nobody_waiting_for_long(house: House) -
 
 
 async def test_one_batch_that_hangs_is_one_failure_however_many_robots_are_in_it(house: House) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await until(lambda: not house.engine.facts()["batch_sizes_to_compile"])
     gate = threading.Event()
     house.on["a"].failures = [np.zeros((1, 20, 6), np.float32), gate]
     for policy in house.on.values():
         policy.latency = 0.2  # while the first of each device is answered, the others gather
-    async with asyncio.timeout(5), asyncio.TaskGroup() as robots:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as robots:
         for _ in range(2):
             robots.create_task(house.ask(asyncio.Event()))
         await until(lambda: house.acted("a") == house.acted("b") == 1)
         for _ in range(16):
             robots.create_task(house.ask(asyncio.Event()))
     gate.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         # The batch that hung comes back, and was one of many.
         await until(lambda: "8" in house.engine.facts()["devices"][0]["batches"])  # type: ignore[index]
     assert house.engine.facts()["devices_failed"] == []
 
 
-async def test_of_robots_that_ask_at_one_moment_nobody_waits_for_a_device_that_hangs(house: House) -> None:
+async def test_of_robots_that_ask_at_one_moment_nobody_waits_for_a_device_that_hangs(
+    house: House, pauses: Pauses
+) -> None:
     gate = threading.Event()
     house.on["a"].failures = [gate] * 100
     began = time.monotonic()
@@ -164,7 +174,7 @@ async def test_of_robots_that_ask_at_one_moment_nobody_waits_for_a_device_that_h
     finally:
         house.on["a"].failures = []
         gate.set()
-    assert time.monotonic() - began < 1.5
+    assert pauses.running(began) < 0.75 * STUCK
 
 
 async def test_two_lanes_of_one_device_are_one_device() -> None:

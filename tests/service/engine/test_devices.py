@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from service.engine.engine import Engine
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
+from tests.waiting import until
 
+ROOT = Path(__file__).parents[3]
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
     "observation.state": np.zeros((1, 6), np.float32),
@@ -20,6 +23,7 @@ OBSERVATION = {
 SCRIPT = """
 import asyncio
 import time
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,6 +37,7 @@ from jaxmodels.policies.act.model import Act
 from jaxmodels.policy import Policy
 from jaxmodels.weights import blueprint
 from service.engine.engine import Engine
+from tests.pauses import Pauses
 
 seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
 small = dict(dim_model=128, n_heads=2, dim_feedforward=256, n_encoder_layers=1, n_decoder_layers=1, use_vae=False)
@@ -77,9 +82,16 @@ async def robots() -> None:
     engine = Engine(devices=everywhere.split("+"), batch_sizes=(1,))
     answered = {robot: [] for robot in range(8)}
 
-    async def ride(robot, served, end):
+    end = asyncio.Event()
+
+    async def until(claim):
+        async with asyncio.timeout(60):
+            while not claim():
+                await asyncio.sleep(0.01)
+
+    async def ride(robot, served):
         asker = asyncio.Event()
-        while time.monotonic() < end:
+        while not end.is_set():
             inference = await engine.submit(served, observation, due=time.monotonic() + 0.05, asker=asker)
             assert np.array_equal(inference.chunk, chunk)
             answered[robot].append(time.monotonic())
@@ -87,35 +99,47 @@ async def robots() -> None:
 
     async with engine.policy(lambda *_, **__: policy, "p", None, lambda word: None) as served:
         assert len(served.replicas) == 8
-        riding = [asyncio.create_task(ride(robot, served, time.monotonic() + 3)) for robot in range(8)]
-        await asyncio.sleep(1)
-        assert all(figures["batches"] for figures in engine.facts()["devices"]), "each device has its robots"
+        riding = [asyncio.create_task(ride(robot, served)) for robot in range(8)]
+        # Each device has its robots.
+        await until(lambda: all(figures["batches"] for figures in engine.facts()["devices"]))
         for weight in served.replicas[3].policy._weights:
             weight.delete()
+        await until(lambda: engine.facts()["devices_failed"])
+        before = {robot: len(times) for robot, times in answered.items()}
+        await until(lambda: all(len(times) > before[robot] + 20 for robot, times in answered.items()))
+        end.set()
         await asyncio.gather(*riding)
         assert engine.facts()["devices_failed"] == ["cpu:3"]
         assert [replica.policy.device for replica in served.replicas] == [f"cpu:{n}" for n in range(8) if n != 3]
     await engine.close()
-    longest = max(np.diff(times).max() for times in answered.values())
+    gaps = [between for times in answered.values() for between in pairwise(times)]
+    longest = max(pauses.running(*between) for between in gaps)
     assert longest < 2, longest
 
 
-asyncio.run(robots())
+with Pauses() as pauses:
+    asyncio.run(robots())
 print("well")
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "ROBOJAX_COMPILE_CACHE": "off",
     }
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
     assert done.stdout.strip() == "well", done.stderr[-2000:]
 
 
-async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thread() -> None:
+async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.engine.lane.OVERDUE", 60.0)  # what the test holds is not asked of the other device
     made: list[ScriptedPolicy] = []
     gate = threading.Event()
 
@@ -132,9 +156,7 @@ async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thr
     async with engine.policy(ScriptedLoader(make), "p", None, lambda word: None) as served:
         made[1].failures.clear()
         held = asyncio.create_task(engine.submit(served, OBSERVATION))
-        async with asyncio.timeout(10):
-            while not made[0].acted:  # noqa: ASYNC110 - it is another thread's
-                await asyncio.sleep(0.001)
+        await until(lambda: made[0].acted, within=30.0)
         for _ in range(3):
             await engine.submit(served, OBSERVATION)
         assert (made[0].acted, made[1].acted) == (1, 3)

@@ -16,7 +16,7 @@ from service.engine.served import Inference, InferenceStuck, Replica
 from service.errors import PolicyError, PolicyFailed
 from tests import waiting
 
-until = partial(waiting.until, within=10.0)
+until = partial(waiting.until, within=30.0)
 
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
@@ -89,7 +89,7 @@ class Somewhere(ScriptedPolicy):
         if isinstance(failure, Exception):
             raise failure
         if failure is not None:
-            failure.wait(10)
+            failure.wait(30)
         other = super().on(device)
         assert isinstance(other, Somewhere)
         other.failures_of, other.copied = self.failures_of, self.copied
@@ -284,11 +284,12 @@ async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(hous
             {"waits": never, "is stuck": InferenceStuck("did not return"), "is gone": DeviceGone("b ended")}[what]
         ]
     asking = asyncio.create_task(house.engine.submit(served, OBSERVATION))
-    await asyncio.sleep(0.01)
+    for _ in range(50):  # no thread has a part in it
+        await asyncio.sleep(0)
     assert not asking.done()
     assert house.lanes["b"].asked == (what == "waits")
     wanted = late.answer()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await asking is wanted
     await asyncio.sleep(0)
     assert house.lanes["b"].asked == 0, "it is not waited for any more"
@@ -340,7 +341,7 @@ async def test_requests_wait_while_none_is_there_and_go_on_when_one_joins(house:
     await asyncio.sleep(0.01)
     assert not any(robot.done() for robot in robots)
     house.join("b")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await asyncio.gather(*robots)
     assert (where(served), where(other)) == (["b"], ["b"])
     assert house.acted()["b"] == 3
@@ -354,7 +355,7 @@ async def test_a_robot_goes_on_before_the_policies_of_others_are_copied(house: H
     class Slow(Somewhere):
         def on(self, device: str) -> ScriptedPolicy:
             if device == "b":
-                gate.wait(10)
+                gate.wait(30)
             return super().on(device)
 
     def make() -> ScriptedPolicy:
@@ -368,7 +369,7 @@ async def test_a_robot_goes_on_before_the_policies_of_others_are_copied(house: H
     robot = asyncio.create_task(house.ask(served))
     await asyncio.sleep(0)
     house.join("b")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await robot
     gate.set()
     await house.settled()
@@ -404,7 +405,7 @@ async def test_whoever_waits_for_a_device_is_told_when_the_server_ends(house: Ho
     robot = asyncio.create_task(house.ask(served))
     await asyncio.sleep(0.01)
     await house.engine.close()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         with pytest.raises(LaneClosed):
             await robot
 

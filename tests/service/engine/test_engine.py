@@ -2,8 +2,10 @@ import asyncio
 import gc
 import os
 import threading
-import time
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,9 +13,13 @@ import pytest
 from jaxmodels.errors import ConfigError, ObservationError
 from service.engine.device_lane import LaneClosed
 from service.engine.engine import Engine, InferenceStuck, in_words
+from service.engine.lane import Lane
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.worker import Worker, call_in_thread
 from service.errors import PolicyError, PolicyFailed
+from tests import waiting
+
+until = partial(waiting.until, within=30.0)
 
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
@@ -27,9 +33,23 @@ def ignore(stage: str) -> None:
 
 @pytest.fixture
 async def engine():
-    made = Engine(stuck_after=0.2, switch_interval=None)
+    made = Engine(stuck_after=60.0, switch_interval=None)
     yield made
     await made.close()
+
+
+@dataclass
+class Compiling(ScriptedPolicy):
+    """Its compiles wait for the test, once there is a gate; failures come after that."""
+
+    gate: threading.Event | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
+
+    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        self.begun.set()
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        super().compile(batch, cameras)
 
 
 async def test_an_inference_runs_on_the_device_thread_and_says_where_its_time_went(engine: Engine) -> None:
@@ -103,10 +123,7 @@ async def test_a_load_that_everybody_gave_up_on_is_dropped_when_it_is_done(engin
     task.cancel()
     assert loader.gate is not None
     loader.gate.set()
-    for _ in range(100):
-        await asyncio.sleep(0.01)
-        if engine.facts()["policies_loading"] == 0:
-            break
+    await until(lambda: engine.facts()["policies_loading"] == 0)
     assert engine.facts() | {"policies_loaded": 0, "policies_loading": 0} == engine.facts()
 
 
@@ -139,38 +156,44 @@ async def test_a_policy_that_cannot_be_compiled_is_a_load_that_failed(engine: En
 
 
 async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(engine: Engine) -> None:
-    policy = ScriptedPolicy(compile_latency=0.1)
+    policy = Compiling()
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         sizes = {"front": (480, 640)}
         assert not served.is_compiled(sizes)
+        policy.begun.clear()
+        policy.gate = threading.Event()
         compiling = asyncio.create_task(engine.compile(served, sizes))
-        await asyncio.sleep(0.01)
+        await until(policy.begun.is_set)
         await engine.submit(served, OBSERVATION)
         assert not compiling.done()
+        policy.gate.set()
         await compiling
         assert served.is_compiled(sizes)
 
 
 async def test_whoever_gives_up_waiting_for_a_compile_finds_it_under_way_when_asking_again(engine: Engine) -> None:
-    policy = ScriptedPolicy(compile_latency=0.2)
+    policy = Compiling()
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         before, sizes = len(policy.compiled), {"front": (480, 640)}
+        policy.gate = threading.Event()
         for _ in range(3):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await engine.compile(served, sizes)
             assert engine.building.locked(), "nothing else is loaded meanwhile"
+        policy.gate.set()
         await engine.compile(served, sizes)
         assert len(policy.compiled) == before + 1
 
 
 async def test_a_compile_that_fails_when_nobody_waits_any_more_is_tried_anew(engine: Engine) -> None:
-    policy = ScriptedPolicy()
+    policy = Compiling()
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
-        policy.compile_latency, policy.compile_failure = 0.1, RuntimeError("no")
+        policy.gate, policy.compile_failure = threading.Event(), RuntimeError("no")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await engine.compile(served, {"front": (4, 4)})
+        policy.gate.set()
         async with engine.building:  # it is over
             pass
         policy.compile_failure = None
@@ -257,46 +280,47 @@ async def test_a_refused_observation_is_told_with_its_text(engine: Engine) -> No
             await engine.submit(served, {})
 
 
-async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread(engine: Engine) -> None:
-    never = threading.Event()
+async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread() -> None:
+    engine, never = Engine(stuck_after=1.0, switch_interval=None), threading.Event()
     stuck, fine = ScriptedPolicy(failures=[never]), ScriptedPolicy()
     async with (
         engine.policy(ScriptedLoader(lambda: stuck), "stuck", None, ignore) as first,
         engine.policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
     ):
         hanging = asyncio.create_task(engine.submit(first, OBSERVATION))
-        await asyncio.sleep(0.01)
-        waiting = asyncio.create_task(engine.submit(second, OBSERVATION))
-        with pytest.raises(InferenceStuck, match=r"did not return in 0\.2 s"):
+        await until(lambda: stuck.acted)
+        other = asyncio.create_task(engine.submit(second, OBSERVATION))
+        with pytest.raises(InferenceStuck, match=r"did not return in 1 s"):
             await hanging
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(other, 30)
         assert fine.threads == {"device-2"}
         assert engine.facts()["threads_replaced"] == 1
         # When it comes back after all, its thread ends and its result is nobody's.
         never.set()
         assert (await engine.submit(first, OBSERVATION)).chunk.shape == (1, 20, 6)
         assert stuck.threads == {"device", "device-2"}
+    await engine.close()
 
 
 async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual() -> None:
-    engine = Engine(stuck_after=5.0, switch_interval=None)
+    engine = Engine(stuck_after=60.0, switch_interval=None)
     held = threading.Event()
     first_policy, fine = ScriptedPolicy(), ScriptedPolicy()
     async with (
         engine.policy(ScriptedLoader(lambda: first_policy), "held", None, ignore) as first,
         engine.policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
     ):
-        await engine.submit(first, OBSERVATION)
+        took = (await engine.submit(first, OBSERVATION)).total
         first_policy.failures.append(held)
         hanging = asyncio.create_task(engine.submit(first, OBSERVATION))
-        await asyncio.sleep(0.01)
+        await until(lambda: first_policy.acted == 2)
         # 0.1 s is far longer than usual here, and long before it is given up as stuck.
-        await asyncio.wait_for(engine.submit(second, OBSERVATION), 2)
+        await asyncio.wait_for(engine.submit(second, OBSERVATION), 30)
         assert not hanging.done()
         assert (engine.facts()["threads_replaced"], fine.threads) == (1, {"device-2"})
         held.set()
         assert (await hanging).chunk.shape == (1, 20, 6), "it was only late"
-        assert first.costs.slow(1) <= 0.1, "and nobody is turned away for it"
+        assert first.costs.slow(1) <= max(3 * took, 0.1), "and nobody is turned away for it"
     await engine.close()
 
 
@@ -307,7 +331,7 @@ async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
         waiting = [asyncio.create_task(engine.submit(served, OBSERVATION)) for _ in range(3)]
         await asyncio.sleep(0.05)
         await engine.close()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             answers = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(answer) for answer in answers] == [LaneClosed] * 3
         with pytest.raises(LaneClosed, match="the server is ending"):
@@ -315,27 +339,38 @@ async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
     never.set()
 
 
-async def test_waiting_behind_a_slow_inference_is_not_being_stuck(engine: Engine) -> None:
-    slow, quick = ScriptedPolicy(latency=0.15), ScriptedPolicy()
+async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.lane.OVERDUE", 60.0)  # what a busy machine makes late is left aside by nobody
+    engine, gate = Engine(stuck_after=1.2, switch_interval=None), threading.Event()
+    slow, quick = ScriptedPolicy(latency=0.15, failures=[gate]), ScriptedPolicy()
     async with (
         engine.policy(ScriptedLoader(lambda: slow), "slow", None, ignore) as first,
         engine.policy(ScriptedLoader(lambda: quick), "quick", None, ignore) as second,
     ):
-        results = await asyncio.gather(
-            *(engine.submit(first, OBSERVATION) for _ in range(3)), engine.submit(second, OBSERVATION)
-        )
-    assert results[2].queue >= 0.28
-    assert results[3].queue < 0.28, "who is quick may begin before those who take long"
+        asking = [asyncio.create_task(engine.submit(first, OBSERVATION))]
+        await until(lambda: slow.acted)
+        asking += [asyncio.create_task(engine.submit(served, OBSERVATION)) for served in (*[first] * 9, second)]
+        await until(lambda: engine.facts()["inferences_waiting"] == 10)
+        gate.set()
+        _, *slow_ones, quick_one = await asyncio.gather(*asking)
+    assert slow_ones[-1].queue > 1.2
+    assert all(inference.queue > quick_one.queue for inference in slow_ones), (
+        "who is quick may begin before those who take long"
+    )
     assert engine.facts()["threads_replaced"] == 0
+    await engine.close()
 
 
-async def test_policies_of_several_sessions_take_turns(engine: Engine) -> None:
+async def test_policies_of_several_sessions_take_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both take equally long, whatever a busy machine makes of it: who takes longer would be due later.
+    monkeypatch.setattr("service.engine.costs.Costs.learn", lambda costs, size, seconds: None)
     order: list[str] = []
+    both = asyncio.Barrier(2)
     policies = {name: ScriptedPolicy(latency=0.005) for name in "ab"}
 
     async def ask(name: str) -> None:
         async with engine.policy(ScriptedLoader(lambda: policies[name]), name, None, ignore) as served:
-            await asyncio.sleep(0.05)
+            await both.wait()
             for _ in range(10):
                 await engine.submit(served, OBSERVATION)
                 order.append(name)
@@ -345,12 +380,15 @@ async def test_policies_of_several_sessions_take_turns(engine: Engine) -> None:
 
 
 async def test_an_unwanted_request_that_has_not_begun_is_skipped(engine: Engine) -> None:
-    policy = ScriptedPolicy(latency=0.05)
+    gate = threading.Event()
+    policy = ScriptedPolicy(failures=[gate])
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         first = asyncio.create_task(engine.submit(served, OBSERVATION))
+        await until(lambda: policy.acted)
         second = asyncio.create_task(engine.submit(served, OBSERVATION))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         second.cancel()
+        gate.set()
         await first
         await engine.submit(served, OBSERVATION)
     assert policy.acted == 2
@@ -379,7 +417,7 @@ async def test_a_policy_is_tried_out_even_when_robots_never_leave_the_device_alo
         robot = asyncio.create_task(engine.submit(served, OBSERVATION))
         while not policy.acted:  # noqa: ASYNC110 - it is another thread's
             await asyncio.sleep(0.001)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             await engine.try_out(served, OBSERVATION)
         gate.set()
         await robot
@@ -412,20 +450,22 @@ async def test_work_runs_at_a_lower_priority_than_the_loop() -> None:
     assert await worker.submit(niceness).outcome == here + 3
     assert await call_in_thread(niceness, "nicer", 4) == here + 4
     assert niceness() == here
-    assert worker.close(1.0)
+    assert worker.close(30.0)
 
 
 async def test_a_worker_leaves_only_the_job_it_is_really_stuck_in() -> None:
     worker = Worker("w")
     done = worker.submit(lambda: 1)
     assert await done.outcome == 1
-    await asyncio.sleep(0.01)
+    assert await worker.submit(lambda: 2).outcome == 2  # it is out of the one before
     assert not worker.abandon(done)
     assert worker.abandoned == 0
-    assert worker.close(1.0)
+    assert worker.close(30.0)
 
 
-async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one() -> None:
+async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = set(threading.enumerate())
     engine = Engine(stuck_after=60, switch_interval=None)
     assert "device" in {thread.name for thread in set(threading.enumerate()) - before}
@@ -436,9 +476,12 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
     async with engine.policy(ScriptedLoader(lambda: ScriptedPolicy(failures=[never])), "p", None, ignore) as served:
         asking = asyncio.create_task(engine.submit(served, OBSERVATION))
         await asyncio.sleep(0.01)
-        started = time.monotonic()
-        await engine.close()
-        assert time.monotonic() - started < 1.5
+        given: list[float] = []
+        close = Lane.close
+        monkeypatch.setattr(Lane, "close", lambda lane, within: given.append(within) or close(lane, within))
+        async with asyncio.timeout(30):
+            await engine.close()
+        assert given == [1.0]
         with pytest.raises(LaneClosed):
             await asking
         never.set()

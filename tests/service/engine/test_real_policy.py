@@ -29,7 +29,7 @@ from service.transport.memory import MemoryLink, MemoryTransport
 from tests import waiting
 
 pytestmark = pytest.mark.usefixtures("no_compile_cache")
-until = partial(waiting.until, within=30.0)
+until = partial(waiting.until, within=60.0)
 
 FRAME = np.random.default_rng(0).integers(0, 255, (32, 32, 3)).astype(np.uint8)
 POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}

@@ -84,7 +84,7 @@ async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told
         await sessions.start("s")
 
         async def newest(after: int) -> np.ndarray:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(100):
                 while drive.control.chunks <= after:  # noqa: ASYNC110 - control has no events
                     await asyncio.sleep(0.01)
             return drive.thinking.recent[-1][1]

@@ -14,7 +14,7 @@ from robojax.client import AsyncClient
 from robojax.client.messages import Command, Status
 
 PERIOD = 0.04
-PATIENCE = 30.0
+PATIENCE = 60.0
 # Of the way that is left, what it goes from one picture to the next.
 SPEED = 0.2
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from service.hosts.channel import Channel, greet_follower, greet_front
+from service.hosts.channel import _CODE, _LENGTHS, Channel, _exactly, greet_follower, greet_front
 from service.hosts.errors import ChannelClosed
 
 SECRET = b"a secret of some length"
@@ -19,8 +19,15 @@ def meet(front: socket.socket, follower: socket.socket, secret: bytes = SECRET) 
     thread = threading.Thread(target=lambda: found.append(greet_front(follower, secret)))
     thread.start()
     channel = greet_follower(front, SECRET)
-    thread.join(5)
+    thread.join(30)
     return channel, found[0]
+
+
+def taken(connection: socket.socket) -> bytearray:
+    """One message as it came, in however many pieces."""
+    head = _exactly(connection, _LENGTHS.size)
+    length, _ = _LENGTHS.unpack(head)
+    return head + _exactly(connection, length + _CODE)
 
 
 @pytest.fixture
@@ -66,7 +73,7 @@ def test_whoever_does_not_know_the_secret_is_not_heard(pair: tuple[socket.socket
 def test_what_is_changed_on_the_way_is_refused(pair: tuple[socket.socket, socket.socket], change: str) -> None:
     front, follower = meet(*pair)
     front.send({"do": "act"}, {"state": np.ones(6, np.float32)})
-    raw = bytearray(pair[1].recv(1 << 16))
+    raw = taken(pair[1])
     if change == "turned around":
         pair[1].sendall(raw)
         listener = front

@@ -76,7 +76,7 @@ def scene() -> Iterator[Scene]:
 
 
 def heard(follower: Played, count: int) -> list[Any]:
-    return [follower.heard.get(timeout=5) for _ in range(count)]
+    return [follower.heard.get(timeout=30) for _ in range(count)]
 
 
 def test_all_hosts_are_told_of_runs_in_one_order(scene: Scene) -> None:
@@ -89,7 +89,7 @@ def test_all_hosts_are_told_of_runs_in_one_order(scene: Scene) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(30)
     orders = [[words["number"] for words in heard(follower, 20)] for follower in scene.followers]
     assert orders == [done, done]
 
@@ -113,10 +113,10 @@ def test_whoever_waits_is_told_at_once_when_a_host_dies(scene: Scene) -> None:
     threads = [threading.Thread(target=run, args=(here,)) for here in (hang, lambda: None)]
     for thread in threads:
         thread.start()
-    assert began.wait(5)
+    assert began.wait(30)
     scene.followers[1].connection.shutdown(socket.SHUT_RDWR)
     for thread in threads:
-        thread.join(5)
+        thread.join(30)
     assert len(errors) == 2
     assert all("more: host 2 is gone: it closed the connection. " in str(error) for error in errors)
     for late in (asked.wait, lambda: scene.crew.ask({"do": "load"}), lambda: scene.crew.run({"do": "act"}, hang)):
@@ -124,7 +124,7 @@ def test_whoever_waits_is_told_at_once_when_a_host_dies(scene: Scene) -> None:
             late()
     assert len(scene.told) == 1
     # The others are sent away.
-    while (words := scene.followers[0].heard.get(timeout=5))["do"] != "end":
+    while (words := scene.followers[0].heard.get(timeout=30))["do"] != "end":
         pass
     assert words["why"].startswith("host 2 is gone")
     never.set()
@@ -139,12 +139,12 @@ def test_what_nobody_waits_for_any_more_is_not_begun_when_a_silent_host_is_back(
 
     hanging = threading.Thread(target=scene.crew.run, args=({"do": "act", "number": 1}, hang))
     hanging.start()
-    assert began.wait(5)
+    assert began.wait(30)
     with pytest.raises(HostSilent, match=r"^host [12] has said nothing for "):
         scene.crew.run({"do": "act", "number": 2}, lambda: None, quiet=0.0)
     assert scene.crew.lost is None
     back.set()
-    hanging.join(5)
+    hanging.join(30)
     assert scene.crew.run({"do": "act", "number": 3}, lambda: 7) == 7
     assert [words["number"] for words in heard(scene.followers[0], 2)] == [1, 3]
 
@@ -165,7 +165,7 @@ def test_all_hosts_are_sent_home_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     end = Channel.end
 
     def end_together(channel: Channel, words: Words) -> None:
-        all_of_them.wait(5)
+        all_of_them.wait(30)
         end(channel, words)
 
     monkeypatch.setattr(Channel, "end", end_together)
@@ -183,7 +183,9 @@ def test_a_host_that_fails_ends_it_for_all_and_is_named(scene: Scene) -> None:
     never.set()
 
 
-def test_an_error_of_this_host_is_put_down_to_the_one_that_caused_it(scene: Scene) -> None:
+def test_an_error_of_this_host_is_put_down_to_the_one_that_caused_it(scene: Scene, monkeypatch) -> None:
+    monkeypatch.setattr("service.hosts.crew.CAUSE", 30.0)  # a busy machine hears of it late
+
     def fail() -> None:
         scene.followers[0].connection.shutdown(socket.SHUT_RDWR)
         raise RuntimeError("Connection closed by peer")
@@ -206,7 +208,9 @@ def refused(words: Words) -> Words | None:
     return {"is": "refused", "run": words["run"], "why": "state is missing"} if words["do"] == "act" else None
 
 
-def test_what_all_hosts_refuse_harms_nobody(scene: Scene) -> None:
+def test_what_all_hosts_refuse_harms_nobody(scene: Scene, monkeypatch) -> None:
+    monkeypatch.setattr("service.hosts.crew.CAUSE", 30.0)  # a busy machine refuses it late
+
     def refuse() -> None:
         raise ObservationError("state is missing")
 

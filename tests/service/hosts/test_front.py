@@ -23,6 +23,15 @@ def port() -> int:
         return listener.getsockname()[1]
 
 
+class Clock:
+    """Stands where the module ``time`` stands in the front."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 def front_at(port: int, count: int, patience: float) -> Front:
     return Front(HostOptions(count, "127.0.0.1", port, "127.0.0.1:1", SECRET, patience), lambda folder: None)
 
@@ -31,6 +40,7 @@ def begun(front: Front, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thre
     """Begin in a thread, without JAX; and what came of it."""
     monkeypatch.setattr(fronts.jaxmodels, "join_hosts", lambda *_, **__: ("hosts", 8))
     monkeypatch.setattr(fronts, "BEAT", 0.02)
+    monkeypatch.setattr(fronts, "MANNERS", 30.0)
     outcome: list[Any] = []
 
     def begin() -> None:
@@ -47,7 +57,7 @@ def begun(front: Front, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thre
 def say_hello(port: int, said: dict[str, str]) -> tuple[Channel, socket.socket]:
     while True:
         with suppress(OSError):
-            connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+            connection = socket.create_connection(("127.0.0.1", port), timeout=30)
             break
     channel = greet_front(connection, SECRET)
     channel.send({"versions": said})
@@ -63,7 +73,7 @@ def until(channel: Channel, what: str) -> dict[str, Any]:
 def test_strangers_and_other_versions_are_sent_away_and_who_left_is_replaced(
     port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    front = front_at(port, 3, 20)
+    front = front_at(port, 3, 60)
     thread, outcome = begun(front, monkeypatch)
     other, other_connection = say_hello(port, versions() | {"jax": "0.0.1"})
     assert "it has other versions" in until(other, "end")["why"]
@@ -77,7 +87,7 @@ def test_strangers_and_other_versions_are_sent_away_and_who_left_is_replaced(
     kept = [say_hello(port, versions()), say_hello(port, versions())]
     assert [until(channel, "welcome")["number"] for channel, _ in kept] == [1, 2]
     assert [until(channel, "join")["count"] for channel, _ in kept] == [3, 3]
-    thread.join(10)
+    thread.join(60)
     assert outcome == ["hosts"]
     front.close()
     assert [until(channel, "end")["why"] for channel, _ in kept] == [None, None]
@@ -86,10 +96,14 @@ def test_strangers_and_other_versions_are_sent_away_and_who_left_is_replaced(
 
 
 def test_hosts_that_do_not_come_are_counted(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(fronts, "time", clock)
     thread, outcome = begun(front_at(port, 3, 0.5), monkeypatch)
     channel, connection = say_hello(port, versions())
+    until(channel, "welcome")
+    clock.now += 1.0
     assert until(channel, "end")["why"] == "other hosts did not come"
-    thread.join(10)
+    thread.join(60)
     assert "1 of 2 other hosts came within 0.5 s" in str(outcome[0])
     connection.close()
 
@@ -111,18 +125,18 @@ def test_a_follower_waits_for_its_front_and_hears_why_it_ends(
     ended: list[str | None] = []
 
     def follow() -> None:
-        ended.append(Follower(find_front("127.0.0.1", port, SECRET, 20.0), tmp_path, said.append).follow())
+        ended.append(Follower(find_front("127.0.0.1", port, SECRET, 60.0), tmp_path, said.append).follow())
 
     thread = threading.Thread(target=follow)
     thread.start()
-    front = front_at(port, 2, 20)
+    front = front_at(port, 2, 60)
     beginning, outcome = begun(front, monkeypatch)
-    beginning.join(15)
+    beginning.join(60)
     assert outcome == ["hosts"]
     while len(said) < 2:  # it joins in a thread of its own
         time.sleep(0.001)
     crew: Any = front._crew
     crew.lose("host 1 is gone")
-    thread.join(10)
+    thread.join(60)
     assert ended == ["host 1 is gone; start this again, and the server"]
     assert said == ["Host 1 of 2.", "Joined: 8 devices on 2 hosts. Ctrl-C ends it, and the front's policies."]

@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,8 +22,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from service.hosts.patience import QUIET
 from tests.compiling import FLAGS
+from tests.pauses import Pauses
 from tests.service.hosts.robot import slow_robot
+
+# Processes that import JAX and compile: a busy machine takes minutes.
+pytestmark = pytest.mark.timeout(300)
 
 POLICY = Path(__file__).parents[3] / "service" / "demo" / "policy"
 # What a front does, without a server; it starts its follower itself.
@@ -125,7 +131,7 @@ try:
     assert not raised
     killed = time.monotonic()
     follower.kill()
-    waiting.join(10)
+    waiting.join(60)
     ((at, why),) = raised
     assert at - killed < 5 and "host 1 (127.0.0.1) is gone" in why, why
     assert lost == [why]
@@ -168,7 +174,7 @@ def test_a_policy_over_two_hosts_does_what_it_does_on_one(environment: dict[str,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -201,7 +207,7 @@ class Hosts:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, path: str, body: Any = None, within: float = 60.0) -> tuple[int, Any]:
+    def ask(self, path: str, body: Any = None, within: float = 120.0) -> tuple[int, Any]:
         """Status and answer, as soon as there is one."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
@@ -225,7 +231,7 @@ def hosts(environment: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
     yield found
     for process in (found.follower, found.front):
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def seen() -> dict[str, Any]:
@@ -246,11 +252,13 @@ STEP = 3.0
 GONE = "host 1 (127.0.0.1) is gone"
 
 
-async def ask(hosts: Hosts, path: str, body: Any = None, within: float = 60.0) -> tuple[int, Any]:
+async def ask(hosts: Hosts, path: str, body: Any = None, within: float = 120.0) -> tuple[int, Any]:
     return await asyncio.to_thread(hosts.ask, path, body, within)
 
 
-async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_gone(hosts: Hosts) -> None:
+async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_gone(
+    hosts: Hosts, pauses: Pauses
+) -> None:
     """In one go, because such a server takes long to start."""
     for new in ({"session_id": "arm", "max_relative_target": STEP}, {"session_id": "still"}):
         status, found = await ask(hosts, "/sessions", NEW | {"degrade": True} | new)
@@ -269,11 +277,14 @@ async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_
         stopped = time.monotonic()
         held, stage = await robot.stage(stopped, lambda stage: stage.hold_code)
         assert stage.hold_code in ("inference_slow", "starved")
-        assert held - stopped < 3
+        assert pauses.running(stopped, held) < 3
         assert (await ask(hosts, "/health", within=5))[0] == 200
         ended, stage = await robot.stage(stopped, lambda stage: stage.status == "error")
-        assert "host 1 (127.0.0.1) has said nothing for " in (stage.reason or ""), stage
-        assert 3 < ended - stopped < 9
+        # Of what it was heard of last, by the server's own clock: that may have been a beat before it stopped.
+        silence = re.search(r"host 1 \(127\.0\.0\.1\) has said nothing for (\d+) s", stage.reason or "")
+        assert silence is not None, stage
+        assert int(silence[1]) >= QUIET
+        assert pauses.running(stopped, ended) < 9
         assert [at for at, _ in robot.motions(stopped) if at > held] == []
         assert any(is_hold for at, _, is_hold in robot.targets if at > stopped), "it was not told to hold"
 
@@ -292,11 +303,11 @@ async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_
         killed = time.monotonic()
         held, _ = await robot.stage(killed, lambda stage: stage.hold_code or stage.status == "error")
         ended, stage = await robot.stage(killed, lambda stage: stage.status == "error")
-        assert ended - killed < 3
+        assert pauses.running(killed, ended) < 3
         assert GONE in (stage.reason or "")
         # Nor does it move when it is asked to.
         assert (await ask(hosts, "/sessions/arm/restart", {}))[0] == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (answer := (await ask(hosts, "/sessions/arm"))[1])["status"] != "error":
                 assert answer["status"] == "running", answer
                 await asyncio.sleep(0.05)
@@ -304,7 +315,7 @@ async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_
         assert robot.targets[-1][2], "it was not told to hold"
     await ask_one_that_lost_its_host(hosts)
     hosts.front.terminate()
-    assert hosts.front.wait(10) == 0
+    assert hosts.front.wait(60) == 0
 
 
 async def ask_one_that_lost_its_host(hosts: Hosts) -> None:
@@ -325,5 +336,5 @@ async def ask_one_that_lost_its_host(hosts: Hosts) -> None:
 def test_followers_end_with_the_server(hosts: Hosts) -> None:
     hosts.ask("/health")
     hosts.front.terminate()
-    assert hosts.front.wait(10) == 0
-    assert hosts.follower.wait(10) == 0, hosts.log.read_text()[-2000:]
+    assert hosts.front.wait(60) == 0
+    assert hosts.follower.wait(60) == 0, hosts.log.read_text()[-2000:]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, T
 from service.models.forwards import Ask, Forwarded, ForwardLimits
 from service.models.models import Models
 from service.models.served_model import ServedModel
+from tests.waiting import until
 
 JSON, NPZ = FORMS[0], FORMS[1]
 OBSERVATION = {
@@ -120,11 +121,7 @@ class Rig:
 
     async def until_free(self) -> None:
         """Nothing is done for any request any more."""
-        for _ in range(1000):
-            if not self.models.forwards._places:
-                return
-            await asyncio.sleep(0.005)
-        raise AssertionError("a place was never given back")
+        await until(lambda: not self.models.forwards._places, within=30.0)
 
     async def close(self) -> None:
         await self.models.close()
@@ -151,7 +148,7 @@ async def rig_of() -> AsyncIterator[Callable[..., Any]]:
 
 
 async def event(of: threading.Event) -> None:
-    assert await asyncio.to_thread(of.wait, 10)
+    assert await asyncio.to_thread(of.wait, 30)
 
 
 def outputs(forwarded: Forwarded) -> Any:
@@ -190,8 +187,17 @@ async def test_a_pass_waits_for_the_inferences_of_sessions(rig_of):
     rig.policy.failures.append(hold)
     inferring = asyncio.create_task(rig.engine.submit(rig.served_policy, OBSERVATION))
     waiting = asyncio.create_task(rig.engine.submit(rig.served_policy, OBSERVATION))
-    await asyncio.sleep(0.05)
+    await until(lambda: rig.policy.acted, within=30.0)
+    waits = asyncio.Event()
+    until_idle = rig.engine.until_idle
+
+    async def wait() -> None:
+        waits.set()
+        await until_idle()
+
+    rig.engine.until_idle = wait
     forward = asyncio.create_task(rig.forward())
+    await waits.wait()
     await asyncio.sleep(0.1)
     assert not rig.model.began.is_set()
     hold.set()
@@ -206,7 +212,7 @@ async def test_an_inference_does_not_queue_behind_a_pass_that_runs(rig_of):
     rig.model.gate = threading.Event()
     forward = asyncio.create_task(rig.forward())
     await event(rig.model.began)
-    inference = await asyncio.wait_for(rig.engine.submit(rig.served_policy, OBSERVATION), 5)
+    inference = await asyncio.wait_for(rig.engine.submit(rig.served_policy, OBSERVATION), 15)
     assert inference.queue < 1
     assert not forward.done()
     rig.model.gate.set()
@@ -285,6 +291,7 @@ async def test_clients_that_leave_cannot_make_it_compile_two_things_at_once(rig_
     compiles = rig.model.compiles
     for size in (2, 3, 4):
         forward = asyncio.create_task(rig.forward(size=size))
+        await event(rig.model.began)  # the first one
         await asyncio.sleep(0.05)
         forward.cancel()
         await asyncio.gather(forward, return_exceptions=True)
@@ -312,6 +319,7 @@ async def test_a_pass_that_takes_too_long_is_given_up_and_the_next_can_go_on(rig
     rig.model.gate.set()
     rig.model.gate = None
     await rig.until_free()
+    rig.models.forwards.limits = replace(rig.models.forwards.limits, seconds=20.0)
     assert outputs(await rig.forward()) == [[2.0]]
 
 
@@ -411,12 +419,12 @@ async def test_a_model_that_cannot_be_loaded_says_why(failure, text):
     await engine.close()
 
 
-async def test_closing_does_not_wait_for_a_pass_that_hangs(rig_of):
+async def test_closing_does_not_wait_for_a_pass_that_hangs(rig_of, pauses):
     rig = await rig_of()
     rig.model.gate = threading.Event()
     forward = asyncio.create_task(rig.forward())
     await event(rig.model.began)
     began = time.monotonic()
     await rig.models.close()
-    assert time.monotonic() - began < 3
+    assert pauses.running(began) < 3
     await asyncio.gather(forward, return_exceptions=True)

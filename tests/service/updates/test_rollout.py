@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.engine.costs import Costs
 from service.engine.engine import Engine
 from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.hosts.errors import HostSilent, HostsLost
@@ -34,6 +35,8 @@ until = partial(waiting.until, within=30.0)
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 SHA, NEXT = "a" * 40, "b" * 40
 NEW = NewSession("s", "owner/name", "memory://", rate=100, auto_update="swap")
+# A busy machine takes as much time from any policy as the gates allow one.
+UNHURRIED = Limits(slow=10.0)
 
 
 class Rig:
@@ -108,7 +111,7 @@ async def rigged(
 ) -> AsyncIterator[Rig]:
     # What a busy machine misses speaks against nobody here.
     probation = ProbationSettings(seconds=seconds, patience=patience, step=step, missed=1e3, starvations=1_000)
-    made = Rig(RolloutSettings(limits or Limits(), patience=patience, fade=fade, probation=probation), stuck_after)
+    made = Rig(RolloutSettings(limits or UNHURRIED, patience=patience, fade=fade, probation=probation), stuck_after)
     try:
         yield made
     finally:
@@ -164,8 +167,16 @@ async def test_a_swap_costs_no_tick(rig: Rig, pauses: Pauses) -> None:
     pytest.fail(f"no swap of five was without a missed tick: {figures}")
 
 
-async def test_what_a_session_was_promised_follows_its_policy(rig: Rig) -> None:
+async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else there is no more room for others when a policy comes that is twice as fast."""
+    learn = Costs.learn
+
+    def learn_from_rehearsals(costs: Costs, size: int, seconds: float) -> None:
+        """What robots ask for takes longer on a busy machine, and is learnt at any moment."""
+        if not threading.current_thread().name.startswith("device"):
+            learn(costs, size, seconds)
+
+    monkeypatch.setattr(Costs, "learn", learn_from_rehearsals)
     await rig.running()
     engine, per_second = rig.sessions.engine, rig.sessions.engine.facts()["promised_per_second"]
     assert (await rig.prepare(ScriptedPolicy(latency=0.01))).reason is None
@@ -290,7 +301,7 @@ class Raising(ScriptedPolicy):
 async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
     policy: ScriptedPolicy, reason: str, pauses: Pauses
 ) -> None:
-    async with rigged() as rig:
+    async with rigged(limits=Limits() if reason == "slow" else UNHURRIED) as rig:
         session = await rig.running()
         assert session.drive is not None
         missed, verdict = [], Verdict("unknown", "")
@@ -583,12 +594,8 @@ class LaterWild(ScriptedPolicy):
 ENSEMBLE = replace(SO100_REQUIREMENTS, chunk=300, action_steps=1, temporal_ensemble_coeff=0.01)
 
 
-# With a chunk at every tick 5 ms are allowed for one, which a busy machine takes from any.
-UNHURRIED = Limits(slow=10.0)
-
-
 async def test_with_ensembling_every_action_of_a_chunk_is_judged() -> None:
-    async with rigged(limits=UNHURRIED) as rig:
+    async with rigged() as rig:
         rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
         await rig.running()
         assert (await rig.prepare(ScriptedPolicy(ENSEMBLE, step=0.01))).reason is None
@@ -596,7 +603,7 @@ async def test_with_ensembling_every_action_of_a_chunk_is_judged() -> None:
 
 
 async def test_with_ensembling_nothing_of_a_policy_that_is_taken_back_remains(pauses: Pauses) -> None:
-    async with rigged(fade=0.0, limits=UNHURRIED) as rig:
+    async with rigged(fade=0.0) as rig:
         rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
         session = await rig.running()
         later = ScriptedPolicy(ENSEMBLE, step=0.01)
@@ -683,7 +690,7 @@ class CompilesInTheMiddle(ScriptedPolicy):
     def act(self, observation):
         sizes = {name.rpartition(".")[2]: value.shape[1:3] for name, value in observation.items() if value.ndim == 4}
         if not self.is_compiled(1, sizes):
-            time.sleep(2.0)
+            time.sleep(30.0)
         return super().act(observation)
 
 
