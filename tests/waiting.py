@@ -8,7 +8,7 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
-async def until(claim: Callable[[], Found], within: float = 5.0) -> Found:
+async def until(claim: Callable[[], Found], within: float = 30.0) -> Found:
     """What is claimed, as soon as there is something to it."""
     end = time.monotonic() + within
     while not (found := claim()):

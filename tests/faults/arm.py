@@ -136,7 +136,7 @@ class Arm:
                         self.history.statuses.append(Look(began, time.monotonic(), self.session["status"]))
             await asyncio.sleep(LOOK)
 
-    async def until(self, claim: Callable[[dict[str, Any]], Any], within: float = 10.0) -> dict[str, Any]:
+    async def until(self, claim: Callable[[dict[str, Any]], Any], within: float = 30.0) -> dict[str, Any]:
         """What is seen as soon as the claim is true of it."""
         began = time.monotonic()
         looked_at = 0.0
@@ -147,11 +147,11 @@ class Arm:
                 if claim(self.session):
                     return self.session
             if (now := time.monotonic()) > began + within:
-                late = self.meter.worst(began)
+                late = self.meter.lost(began)
                 assert now < began + within + late, f"not within {within} + {late:.3f} s; it is {self.session}"
             await asyncio.sleep(LOOK / 4)
 
-    async def moves(self, count: int = 5, within: float = 10.0) -> float:
+    async def moves(self, count: int = 5, within: float = 30.0) -> float:
         """Wait for so many more actions; the time of the first."""
         began = time.monotonic()
         while len(found := self.history.motions(began)) < count:
@@ -177,7 +177,7 @@ def is_moving(session: dict[str, Any]) -> bool:
 @asynccontextmanager
 async def arm(server: Process, script: Script | None, session_id: str) -> AsyncIterator[Arm]:
     """An arm that is watched; its session is deleted and its history checked at the end."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), trust_env=False) as http:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30), trust_env=False) as http:
         made = Arm(server, script, session_id, http)
         tasks = [asyncio.create_task(made.meter.run()), asyncio.create_task(made.watch())]
         try:
@@ -185,7 +185,7 @@ async def arm(server: Process, script: Script | None, session_id: str) -> AsyncI
             await made.check()
         finally:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                await made.call("DELETE", f"/sessions/{session_id}", timeout=5)
+                await made.call("DELETE", f"/sessions/{session_id}", timeout=30)
             await made.disconnect()
             for task in tasks:
                 task.cancel()

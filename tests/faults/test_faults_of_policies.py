@@ -41,6 +41,8 @@ async def test_f07_a_huge_jump_is_refused_whole_where_limits_refuse_and_else_bro
     moment: random.Random,
 ) -> None:
     """As above with `--safety refuse`; the default brings it inside, and no step on the wire is larger than allowed."""
+    # Before there is a robot: while it starts, this process shows and reports nothing.
+    refusing, other = own.enter_context(server(tmp_path / "refusing", "--safety", "refuse")), script()
     policy = script()
     arm: Arm = await arms(scripted, policy)
     arm.history.step = 2.0
@@ -48,16 +50,17 @@ async def test_f07_a_huge_jump_is_refused_whole_where_limits_refuse_and_else_bro
     policy.says("jump", times=2)
     await arm.until(lambda session: session["stats"]["safety"]["clamped"], within=2)
     await arm.until(is_moving, within=2)
-    refusing, other = own.enter_context(server(tmp_path / "refusing", "--safety", "refuse")), script()
     await _is_refused(await arms(refusing, other), other, "jump", moment)
 
 
 async def _is_refused(arm: Arm, policy: Script, mode: str, moment: random.Random) -> None:
     await arm.go()
     await asyncio.sleep(moment.uniform(0.0, 0.4))
+    said = time.monotonic()
     policy.says(mode, times=1)
     session = await arm.until(lambda session: session["stats"]["chunks_rejected"] >= 1, within=2)
-    assert session["stats"]["holds"]["policy_invalid"] == 1
+    # When the machine pauses meanwhile, that is a hold in between.
+    assert 1 <= session["stats"]["holds"]["policy_invalid"] <= 1 + arm.meter.pauses(said)
     await arm.until(is_moving, within=2)
     await arm.moves()
     policy.says(mode)
@@ -66,7 +69,7 @@ async def _is_refused(arm: Arm, policy: Script, mode: str, moment: random.Random
     assert session["stats"]["emergency_stop"].startswith("policy_invalid")
     stopped = time.monotonic()
     await asyncio.sleep(0.2)
-    assert arm.history.motions(stopped + 0.05) == []
+    assert arm.history.motions(stopped + 0.05 + arm.meter.worst(stopped)) == []
 
 
 async def test_f08_actions_outside_the_limits_are_brought_inside_and_counted(
@@ -109,16 +112,16 @@ async def test_f09_a_policy_that_raises_is_an_error_within_a_second_and_others_m
     policy, arm, other = await _two_that_move(scripted, script, arms, moment)
     policy.says("raise")
     began = time.monotonic()
-    await arm.until(lambda session: session["status"] == "error", within=1.5)
+    await arm.until(lambda session: session["status"] == "error")
     # A chunk lasts 0.2 s until another is wanted, three are tried: the second counts from the third failure on.
-    assert time.monotonic() - began < 1.5 + arm.meter.worst(began)
+    assert time.monotonic() - began < 1.5 + arm.meter.lost(began)
     assert "RuntimeError" in arm.session["error_message"]
     assert "/secret/place" not in json.dumps(arm.session)
     failed = time.monotonic()
     await asyncio.sleep(0.2)
-    assert arm.history.motions(failed + 0.05) == []
+    assert arm.history.motions(failed + 0.05 + arm.meter.worst(failed)) == []
     await other.moves(20)
-    _untouched(other, began)
+    await _untouched(other, began)
 
 
 async def test_f09_a_policy_that_hangs_is_an_error_and_its_thread_is_replaced(
@@ -132,18 +135,18 @@ async def test_f09_a_policy_that_hangs_is_an_error_and_its_thread_is_replaced(
         await arm.until(lambda session: session["stats"]["hold"] is not None, within=1.0)
         session = await arm.until(lambda session: session["status"] == "error", within=6.0)
         assert "did not return in 5 s" in session["error_message"]
-        _untouched(other, began)
+        await _untouched(other, began)
     finally:
         policy.says("good")
 
 
-def _untouched(arm: Arm, since: float) -> None:
+async def _untouched(arm: Arm, since: float) -> None:
     times = [at for at, _ in arm.history.motions(since - 0.2)]
     gap = max((later - earlier for earlier, later in pairwise(times)), default=float("inf"))
     gap = max(gap, time.monotonic() - times[-1])
     late = arm.meter.worst(since, ways=2)
     assert gap <= 0.1 + late, f"the other session stood for {gap:.3f} s; the machine was {late:.3f} s late"
-    assert is_moving(arm.session)
+    await arm.until(is_moving, within=0.5)
 
 
 async def test_f11_a_policy_out_of_memory_is_an_error_of_its_session_alone(
@@ -156,7 +159,7 @@ async def test_f11_a_policy_out_of_memory_is_an_error_of_its_session_alone(
     session = await arm.until(lambda session: session["status"] == "error", within=2)
     assert "memory" in session["error_message"].lower()
     await other.moves(20)
-    _untouched(other, began)
+    await _untouched(other, began)
 
 
 @pytest.fixture(scope="module")

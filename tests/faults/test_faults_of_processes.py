@@ -35,10 +35,10 @@ async def test_f13_sigterm_holds_every_robot_within_100_ms_and_the_server_ends_w
     await asyncio.sleep(moment.uniform(0.1, 0.6))
     began = time.monotonic()
     ending.send(signal.SIGTERM)
-    code = await asyncio.to_thread(ending.ended, 10)
+    code = await asyncio.to_thread(ending.ended, 60)
     took = time.monotonic() - began
     assert code == 0, ending.words()[-2000:]
-    assert took <= 5, f"it took {took:.2f} s"
+    assert took <= 5 + max(arm.meter.lost(began) for arm in many), f"it took {took:.2f} s"
     async with aiohttp.ClientSession() as http:
         for arm in many:
             arm.history.breaks += [began, began + took]
@@ -63,7 +63,7 @@ async def test_f14_a_killed_server_lists_every_acknowledged_session_as_interrupt
     """SIGKILL at random moments: 0 sessions lost, 0 started by themselves, orphan rooms cleaned."""
     transport, dying = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "dying"))
     policy = script()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
         acknowledged: dict[str, bool] = {}  # session to whether it is there; None once nobody can say
         doubtful: set[str] = set()
         tried: list[str] = []
@@ -117,7 +117,7 @@ async def test_f14_a_killed_server_lists_every_acknowledged_session_as_interrupt
         for name in listed:
             assert await ask("DELETE", f"/sessions/{name}") == 200
         left = await _rooms_of(http, transport, tried)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while left and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
             left = await _rooms_of(http, transport, tried)
@@ -147,9 +147,9 @@ async def test_f14_an_interrupted_session_comes_back_when_it_is_asked_to(
     arm.history.breaks.append(killed)
     await asyncio.to_thread(dying.start)
     arm.history.breaks.append(time.monotonic())
-    await arm.until(lambda session: session["status"] == "interrupted", within=2)
+    await arm.until(lambda session: session["status"] == "interrupted")
     await arm.ask("restart")
-    await arm.until(lambda session: session["status"] == "ready", within=5)
+    await arm.until(lambda session: session["status"] == "ready")
     await asyncio.sleep(0.3)
     assert arm.history.motions(killed + 0.1) == [], "nothing moves by itself"
     await arm.ask("start")
@@ -173,8 +173,9 @@ async def test_f20_a_clock_that_jumps_an_hour_changes_nothing(
         times = [at for at, _ in arm.history.motions(began - 0.2)]
         gap = max(later - earlier for earlier, later in itertools.pairwise(times))
         assert gap <= 0.1 + arm.meter.worst(began, ways=2)
-        assert is_moving(arm.session)
-        assert sum(arm.session["stats"]["holds"].values()) == arm.session["stats"]["holds"].get("camera_missing", 0)
+        session = await arm.until(is_moving, within=0.5)
+        others = sum(session["stats"]["holds"].values()) - session["stats"]["holds"].get("camera_missing", 0)
+        assert others <= arm.meter.pauses(0.0), session["stats"]["holds"]
 
 
 async def test_f21_of_fifty_creates_at_once_one_wins_and_of_two_starts_there_is_one_loop(
@@ -195,10 +196,13 @@ async def test_f21_of_fifty_creates_at_once_one_wins_and_of_two_starts_there_is_
     await arm.connect()
     starts = await asyncio.gather(*(arm.call("POST", f"/sessions/{arm.id}/start") for _ in range(2)))
     assert sorted(status for status, _ in starts) == [200, 409]
-    began = await arm.moves(1)
+    await arm.moves(1)
+    first, session = arm.history.statuses[-1], arm.session
     await asyncio.sleep(1)
-    count = len([at for at in (at for at, _ in arm.history.motions(began)) if at < began + 1])
-    assert count <= 1.1 / PERIOD, "one loop sends one command a period"
+    # By the server's own count: what was kept back on the way arrives in a burst.
+    count = (await arm.until(lambda session: True))["stats"]["commands_sent"] - session["stats"]["commands_sent"]
+    seconds = arm.history.statuses[-1].ended - first.began
+    assert 0 < count <= 1.1 * seconds / PERIOD, "one loop sends one command a period"
     deletes = await asyncio.gather(*(arm.call("DELETE", f"/sessions/{arm.id}") for _ in range(5)))
     assert sorted(status for status, _ in deletes) == [200, 404, 404, 404, 404]
 
@@ -218,7 +222,7 @@ async def test_f22_an_emergency_stop_while_the_server_is_blocked_latches_and_sur
     await asyncio.sleep(0.1)
     heard = time.monotonic()
     blocked.send(signal.SIGCONT)
-    session = await arm.until(lambda session: session["status"] == "stopped", within=1)
+    session = await arm.until(lambda session: session["status"] == "stopped")
     assert "a hand in the way" in session["stats"]["emergency_stop"]
     await asyncio.sleep(0.3)
     moved = arm.history.motions(heard)
@@ -228,7 +232,7 @@ async def test_f22_an_emergency_stop_while_the_server_is_blocked_latches_and_sur
     arm.history.breaks.append(time.monotonic())
     await asyncio.to_thread(blocked.start)
     arm.history.breaks.append(time.monotonic())
-    session = await arm.until(lambda session: session["status"] == "interrupted", within=2)
+    session = await arm.until(lambda session: session["status"] == "interrupted")
     assert "a hand in the way" in json.dumps(session)
     await arm.call("POST", f"/sessions/{arm.id}/restart")
     status, answer = await arm.call("POST", f"/sessions/{arm.id}/start")
@@ -236,7 +240,7 @@ async def test_f22_an_emergency_stop_while_the_server_is_blocked_latches_and_sur
     assert arm.history.motions(heard + 0.5) == []
     await arm.ask_debug("reset")
     await arm.call("POST", f"/sessions/{arm.id}/restart")
-    await arm.until(lambda session: session["status"] in ("ready", "stopped"), within=5)
+    await arm.until(lambda session: session["status"] in ("ready", "stopped"))
     await arm.ask("start")
     await arm.moves()
 
@@ -252,9 +256,11 @@ async def test_f25_nothing_is_compiled_while_a_robot_runs(
     await arm.connect(size=(96, 96))
     await arm.ask("start")
     await arm.moves(3)
-    compiled, waited = real.words().count("ompiling "), arm.session["stats"]["holds"].get("compiling", 0)
+    # The newest look may be from before it moved.
+    session = await arm.until(lambda session: session["stats"]["commands_sent"] >= 3)
+    compiled, waited = real.words().count("ompiling "), session["stats"]["holds"].get("compiling", 0)
     await asyncio.sleep(moment.uniform(1.0, 1.5))
-    assert arm.session["inference_stats"]["inference_count"] >= 3
+    await arm.until(lambda session: session["inference_stats"]["inference_count"] >= 3)
     assert real.words().count("ompiling ") == compiled, real.words()[-2000:]
     # A larger batch whose compilation had begun before the start was let end before the robot moved.
-    assert arm.session["stats"]["holds"].get("compiling", 0) == waited <= 1
+    assert arm.session["stats"]["holds"].get("compiling", 0) == waited <= 1 + arm.meter.pauses(0.0)

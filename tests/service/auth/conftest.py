@@ -58,7 +58,7 @@ def serve(tmp_path: Path) -> Serve:
         app = create_app(known, transport=transport, load=load)
         async with (
             serving(app, listen("127.0.0.1", 0)) as url,
-            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http,
+            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as http,
         ):
             yield Server(app, url, http, file, keys)
 

@@ -43,7 +43,7 @@ async def joined(server, path, by=None, role="consumer", who="x", **more):
     try:
         async with server.http.ws_connect(f"{path}/ws", headers=headers, **more) as socket:
             await socket.send_json({"participant_id": who, "role": role})
-            frame = await socket.receive(5)
+            frame = await socket.receive(30)
             found = frame.json() if frame.type is aiohttp.WSMsgType.TEXT else {"type": "closed"}
             yield found.get("type"), socket
     except aiohttp.WSServerHandshakeError as error:
@@ -133,9 +133,9 @@ async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
     await server.call("POST", "/robotics/workspaces/w/rooms", "alice", json={"room_id": "r"})
     async with joined(server, "/robotics/workspaces/w/rooms/r", "alice") as (_, socket):
         assert socket is not None
-        await socket.receive(5)
+        await socket.receive(30)
         server.file.revoke("alice")
-        frame = await socket.receive(5)
+        frame = await socket.receive(30)
         assert (frame.type, socket.close_code) == (aiohttp.WSMsgType.CLOSE, 1008)
 
 

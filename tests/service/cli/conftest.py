@@ -22,7 +22,7 @@ def environment(tmp_path) -> dict[str, str]:
 
 @pytest.fixture
 def robojax(environment, tmp_path) -> Run:
-    def run(*arguments: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, timeout: float = 110, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "service.cli", *arguments],
             env=environment | more,
@@ -77,7 +77,7 @@ def serve(environment, tmp_path) -> Started:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            assert "http://" in line, (line, process.communicate(timeout=10))
+            assert "http://" in line, (line, process.communicate(timeout=60))
             yield process, next(word for word in line.split() if word.startswith("http://"))
         finally:
             if process.poll() is None:

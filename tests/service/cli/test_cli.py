@@ -88,34 +88,34 @@ def test_wrong_settings_end_with_2_and_say_what_to_do(call, tmp_path):
 
 
 @pytest.mark.parametrize("after", [0.0, 0.5], ids=["at once", "while jax is imported"])
-def test_a_server_starts_answers_before_jax_is_there_and_ends_with_0_at_sigterm(serve, after):
+def test_a_server_starts_answers_before_jax_is_there_and_ends_with_0_at_sigterm(serve, pauses, after):
     with serve() as (process, url):
         told = _health(url)
-        assert (told["status"], told["device"], told["uptime"] < 2) == ("healthy", None, True)
+        assert (told["status"], told["device"], told["uptime"] < 2 + pauses.lost(0.0)) == ("healthy", None, True)
         time.sleep(after)
-        _end(process)
+        _end(process, pauses)
 
 
-def test_a_server_that_has_jax_ends_with_0_at_sigterm_and_nobody_else_gets_its_port(serve, robojax, call):
+def test_a_server_that_has_jax_ends_with_0_at_sigterm_and_nobody_else_gets_its_port(serve, robojax, call, pauses):
     with serve() as (process, url):
         began = time.monotonic()
         _is_refused_a_taken_port(robojax, url)
         _lists_and_stops_sessions(call, url)
         time.sleep(max(0.0, began + 3 - time.monotonic()))
         assert _health(url)["status"] == "healthy"
-        _end(process)
+        _end(process, pauses)
 
 
 def _health(url):
-    with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+    with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
         return json.load(answer)
 
 
-def _end(process):
+def _end(process, pauses):
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
-    assert time.monotonic() - began < 5
+    assert process.wait(30) == 0
+    assert pauses.running(began) < 5
 
 
 def _is_refused_a_taken_port(robojax, url):

@@ -54,7 +54,7 @@ def test_updates_by_hand_are_told_with_what_became_of_them(serve, robojax):
 
 
 @pytest.mark.parametrize("wait", [0.3, None], ids=["loading", "ready"])
-def test_a_server_with_a_real_policy_ends_with_0(serve, wait):
+def test_a_server_with_a_real_policy_ends_with_0(serve, pauses, wait):
     def create(url: str) -> None:
         body = {"session_id": "arm", "policy_path": POLICY, "transport_server_url": url}
         request = urllib.request.Request(
@@ -73,7 +73,7 @@ def test_a_server_with_a_real_policy_ends_with_0(serve, wait):
         client.join(wait)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-        assert time.monotonic() - began < 5
-        client.join(10)
+        assert process.wait(30) == 0
+        assert pauses.running(began) < 5
+        client.join(60)
     assert statuses == [200] if wait is None else statuses[0] != 200

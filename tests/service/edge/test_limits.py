@@ -78,7 +78,8 @@ def test_a_caller_makes_so_many_sessions_a_minute_and_hears_when_it_may_again():
 
 
 async def test_too_many_creates_are_429_with_a_time_to_come_back():
-    async with server(creates_per_minute=2, limit_local=True) as (_, http, _):
+    async with server(creates_per_minute=2, limit_local=True) as (app, http, _):
+        app.ctx.creates._clock = lambda: 0.0
         statuses, told = [], {}
         for number in range(3):
             async with http.post("/sessions", json=BODY | {"session_id": f"arm{number}"}) as answer:
@@ -93,20 +94,20 @@ async def test_one_connection_too_many_is_told_so_and_the_next_is_let_in_when_on
     async with server(max_connections=2, limit_local=True) as (app, _, address):
         pairs = [await asyncio.open_connection(*address) for _ in range(3)]
         pairs[2][1].write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        told = await asyncio.wait_for(pairs[2][0].read(), 5)
+        told = await asyncio.wait_for(pairs[2][0].read(), 30)
         assert told.startswith(b"HTTP/1.1 429 ")
         assert b"connection: close\r\n" in told
         assert b"retry-after: 5\r\n" in told
         assert told.endswith(b'"code":"too_many_requests"}')
         for _, writer in pairs:
             writer.close()
-        for _ in range(500):
+        for _ in range(3000):
             if not len(app.config.CONNECTIONS):
                 break
             await asyncio.sleep(0.01)
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
-        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
+        assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 200")
         writer.close()
 
 
@@ -117,7 +118,7 @@ async def test_however_many_connections_idle_a_stop_still_gets_through():
         for path in ("/debug/emergency_stop", "/api/debug/emergency_stop", "/tickets", "/nothing"):
             reader, writer = await asyncio.open_connection(*address)
             writer.write(f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n".encode())
-            statuses.append(int((await asyncio.wait_for(reader.readline(), 5)).split()[1]))
+            statuses.append(int((await asyncio.wait_for(reader.readline(), 30)).split()[1]))
             writer.close()
         assert statuses == [200, 200, 429, 404]
         assert len(app.config.CONNECTIONS) <= 1 + 16
@@ -140,7 +141,7 @@ async def test_thousands_of_requests_sent_at_once_keep_nobody_waiting():
         pairs[0][1].write(ask * 1000)
         await begun.wait()
         pairs[1][1].write(ask)
-        assert (await asyncio.wait_for(pairs[1][0].readline(), 5)).startswith(b"HTTP/1.1 200")
+        assert (await asyncio.wait_for(pairs[1][0].readline(), 30)).startswith(b"HTTP/1.1 200")
         assert answered < 100
         for _, writer in pairs:
             writer.close()
@@ -157,34 +158,34 @@ async def test_who_does_not_read_its_answer_is_dropped(requests):
             await asyncio.sleep(0.01)
         began = time.monotonic()
         while len(app.config.CONNECTIONS):
-            assert time.monotonic() < began + 5
+            assert time.monotonic() < began + 30
             await asyncio.sleep(0.01)
         writer.close()
 
 
 async def test_who_reads_slowly_but_does_read_gets_all_of_it():
-    async with server(big=4 << 20, request_deadline=0.2) as (_, _, address):
+    async with server(big=16 << 20, request_deadline=1.0) as (_, _, address):
         reader, writer = await asyncio.open_connection(*address, limit=1024)
         writer.write(b"GET /big HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         count = 0
         while piece := await reader.read(1 << 16):
             count += len(piece)
-            await asyncio.sleep(0.01)  # 6 MB a second, four deadlines in all
-        assert count > 4 << 20
+            await asyncio.sleep(0.01)  # 6 MB a second, more than two deadlines in all
+        assert count > 16 << 20
         writer.close()
 
 
-async def test_hundreds_of_half_open_requests_keep_nobody_waiting():
+async def test_hundreds_of_half_open_requests_keep_nobody_waiting(pauses):
     async with server() as (_, http, address):
         half = [await asyncio.open_connection(*address) for _ in range(500)]
         for _, writer in half:
             writer.write(b"GET /health HTTP/1.1\r\nx-a: ")
         slowest = 0.0
         for _ in range(20):
-            began = time.perf_counter()
+            began = time.monotonic()
             async with http.get("/health") as answer:
                 assert answer.status == 200
-            slowest = max(slowest, time.perf_counter() - began)
+            slowest = max(slowest, pauses.running(began))
         assert slowest < 0.25  # 2 ms on an idle machine
         for _, writer in half:
             writer.close()

@@ -22,7 +22,7 @@ def record(tmp_path) -> Record:
         recorder = Recorder(path, about or subject())
         play(recorder, **how)
         recorder.close()
-        assert recorder.join(10)
+        assert recorder.join(60)
         assert recorder.state == "off", recorder.reason
         return path
 

@@ -53,19 +53,27 @@ async def main(folder: str) -> None:
                 found = await answer.json()
                 return {"status": found["status"], **found["stats"]}
 
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (at_end := await stats("full"))["recording"]["state"] == "on":
             assert time.monotonic() < deadline, at_end["recording"]
             await asyncio.sleep(0.05)
+        sent_at_end = {name: (await stats(name))["commands_sent"] for name in ("full", "bare")}
         await asyncio.sleep(SECONDS)
-        after = {name: await stats(name) for name in ("full", "bare")}
+        # After a pause of the machine both are held until the next picture and its chunk are there.
+        while True:
+            after = {name: await stats(name) for name in ("full", "bare")}
+            sent = after["full"]["commands_sent"] - sent_at_end["full"]
+            if after["full"]["hold"] is None and sent >= 0.4 * RATE * SECONDS:
+                break
+            assert time.monotonic() < deadline, after["full"]
+            await asyncio.sleep(0.01)
         for task in feeding:
             task.cancel()
         async with http.get("/recordings") as answer:
             listed = await answer.json()
         kept = ("status", "hold", "missed_ticks", "ticks", "commands_sent", "recording")
         found = {name: {key: one[key] for key in kept} for name, one in after.items()}
-        sys.stdout.write(json.dumps({**found, "sent_at_end": at_end["commands_sent"], "listed": listed}))
+        sys.stdout.write(json.dumps({**found, "sent_at_end": sent_at_end, "listed": listed}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def test_a_full_disk_ends_the_recording_and_no_tick_is_missed_for_it(tmp_path):
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert run.returncode == 0, run.stderr
@@ -27,7 +27,9 @@ def test_a_full_disk_ends_the_recording_and_no_tick_is_missed_for_it(tmp_path):
     assert bare["recording"]["state"] == "off"
     # The control goes on as if nothing had happened, and as well as the session beside it on the same loop.
     assert (full["status"], full["hold"]) == ("running", None)
-    assert full["commands_sent"] - found["sent_at_end"] >= 0.4 * RATE * SECONDS
+    sent = {name: found[name]["commands_sent"] - found["sent_at_end"][name] for name in ("full", "bare")}
+    assert sent["full"] >= 0.8 * sent["bare"] > 0
+    assert sent["full"] >= 0.4 * RATE * SECONDS
     # Each has its own grid, so what a busy machine takes from one it does not always take from the other.
     assert full["missed_ticks"] <= 2 * bare["missed_ticks"] + 2
     # What was written until then is there, and whole as far as it goes.

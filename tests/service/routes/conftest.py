@@ -37,7 +37,7 @@ class Server:
 
     async def until_loading(self) -> None:
         """A policy is being loaded (in a thread of its own, so there is no event to wait for)."""
-        for _ in range(500):
+        for _ in range(3000):
             if self.load.loads:
                 return
             await asyncio.sleep(0.01)
@@ -68,7 +68,7 @@ def serve() -> Serve:
         app = create_app(Settings(**settings), transport=transport, load=load)
         async with (
             serving(app, listen("127.0.0.1", 0)) as url,
-            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http,
+            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as http,
         ):
             yield Server(app, url, http, load, transport)
 

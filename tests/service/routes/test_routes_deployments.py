@@ -21,10 +21,13 @@ from service.schemas import Deployment, Quarantined
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
+from service.updates import webhooks
 from service.updates.probation import ProbationSettings
 from tests.stub_hub import StubHub
+from tests.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
+LOOKS: list[str] = []  # folders that were looked at in this test
 QUICK = {"update_quiet": 0.1, "update_probation": 0.2, "update_patience": 1.0, "update_poll": 0.0}
 PAYLOAD = {
     "event": {"action": "update", "scope": "repo.content"},
@@ -60,7 +63,7 @@ class Rig:
         return (await self.call("GET", "/deployments"))[1]
 
     async def until(self, claim: Callable[[list[dict[str, Any]]], Any]) -> dict[str, Any]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not claim(found := await self.deployments()):  # noqa: ASYNC110 - as a client would
                 await asyncio.sleep(0.02)
         return found[0]
@@ -93,7 +96,7 @@ async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncItera
 
     async with (
         serving(app, listen("127.0.0.1", 0)) as url,
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as http,
     ):
         robot = asyncio.create_task(send())
         try:
@@ -105,8 +108,19 @@ async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncItera
 @pytest.fixture(autouse=True)
 def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("service.updates.webhooks.FOLDER_LOOK", 0.05)
+    look_at = webhooks._look_at
+    LOOKS.clear()
+
+    def looked_at(folder: str) -> object:
+        found = look_at(folder)
+        LOOKS.append(folder)
+        return found
+
+    monkeypatch.setattr(webhooks, "_look_at", looked_at)
     # What a busy machine misses takes no policy back here; tests/service/updates/test_rollout.py has that.
-    monkeypatch.setattr("service.updates.webhooks.ProbationSettings", partial(ProbationSettings, missed=1.0))
+    monkeypatch.setattr(
+        "service.updates.webhooks.ProbationSettings", partial(ProbationSettings, missed=1e3, starvations=1000)
+    )
     monkeypatch.delenv("WEBHOOK_SECRET", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -116,7 +130,7 @@ async def test_a_folder_that_changes_is_swapped_in_and_one_that_is_broken_is_not
         await rig.running()
         first = (await rig.stats())["policy_commit"]
         assert len(first) == 40
-        await asyncio.sleep(0.2)  # the first look at the folder
+        await until(lambda: LOOKS, within=30)  # what is there now is known
         write(rig.folder, 0.2)
         swapped = await rig.until(lambda found: found and found[0]["result"])
         assert (swapped["result"], swapped["trigger"]) == ("swapped", "folder"), swapped
@@ -165,7 +179,7 @@ async def test_a_staged_policy_waits_for_its_word(tmp_path: Path) -> None:
     async with rigged(tmp_path / "policy") as rig:
         await rig.running("stage")
         first = (await rig.stats())["policy_commit"]
-        await asyncio.sleep(0.2)  # the first look at the folder
+        await until(lambda: LOOKS, within=30)  # what is there now is known
         write(rig.folder, 0.2)
         staged = await rig.until(lambda found: found and found[0]["result"])
         assert staged["result"] == "staged", staged
@@ -264,11 +278,11 @@ async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> N
         )
         assert made.status == "enabled"
         await rig.running()
-        await asyncio.sleep(0.2)  # the first look at the folder
+        await until(lambda: LOOKS, within=30)  # what is there now is known
         write(rig.folder, 0.2)
         await rig.until(lambda found: found and found[0]["result"])
         assert (await rig.call("DELETE", "/sessions/arm"))[0] == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(heard) < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     await runner.cleanup()
@@ -297,7 +311,7 @@ async def test_a_folder_of_the_home_is_followed(tmp_path: Path, monkeypatch: pyt
     async with rigged(tmp_path / "policy") as rig:
         rig.folder = Path("~/policy")
         await rig.running()
-        await asyncio.sleep(0.2)  # the first look at the folder
+        await until(lambda: LOOKS, within=30)  # what is there now is known
         write(tmp_path / "policy", 0.2)
         swapped = await rig.until(lambda found: found and found[0]["result"])
         assert swapped["result"] == "swapped", swapped
@@ -371,7 +385,12 @@ async def test_how_far_an_update_came_is_known_after_a_kill(tmp_path: Path) -> N
         write(rig.folder, 0.2)
         status, told = await rig.call("POST", "/sessions/arm/policy", json={})
         assert (status, told["stages"][-1]["name"]) == (200, "probation"), told
-        await asyncio.sleep(0.2)
+
+        def is_written() -> bool:
+            found = b"".join(file.read_bytes() for file in state.glob("deployments.sqlite3*"))
+            return b"probation" in found and b"missed_ticks" in found
+
+        await until(is_written, within=30)
         # What is on the disk at this moment is all that a kill leaves.
         copy.mkdir()
         for file in state.glob("deployments.sqlite3*"):

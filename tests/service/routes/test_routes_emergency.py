@@ -14,10 +14,11 @@ from service.app import create_app
 from service.engine.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.settings import Settings
+from tests.pauses import Pauses
 
 
 async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not claim():  # noqa: ASYNC110 - each look is one round of the loop
             await asyncio.sleep(0)
 
@@ -59,14 +60,14 @@ async def test_one_session_is_stopped_and_latched_and_the_others_are_not(server,
     ],
     ids=["too long to take", "longer than anybody reads", "stalled", "stalled chunks"],
 )
-async def test_no_body_keeps_a_stop_waiting(server, path: str, rest: bytes) -> None:
+async def test_no_body_keeps_a_stop_waiting(server, path: str, rest: bytes, pauses: Pauses) -> None:
     await server.create()
     await server.call("POST", "/sessions/arm/start")
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + rest)
     began = time.monotonic()
-    assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
-    assert time.monotonic() - began < 1, "the deadline of a request is ten"
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
+    assert pauses.running(began) < 1, "the deadline of a request is ten"
     writer.close()
     found = (await server.call("GET", "/sessions/arm"))[1]
     assert (found["status"], found["stats"]["emergency_stop"]) == ("stopped", "asked for over HTTP")
@@ -89,26 +90,27 @@ async def test_a_stop_over_http_is_heard_before_anything_is_sent_when_the_loop_w
     host, port = server.address
 
     def stop() -> None:
-        connection = http.client.HTTPConnection(host, port, timeout=5)
+        connection = http.client.HTTPConnection(host, port, timeout=30)
         connection.request("POST", "/api/sessions/arm/emergency_stop")
+        asked.set()
         answers.append(connection.getresponse().status)
         connection.close()
 
     answers: list[int] = []
+    asked = threading.Event()
     stopping = threading.Timer(0.02, stop)
     sent = len(link.sent)
     stopping.start()
     time.sleep(0.2)  # noqa: ASYNC251 - the event loop is blocked while the stop comes
-    unblocked = time.monotonic()
+    assert asked.wait(30)
     session = server.app.ctx.sessions.get("arm")
     await until(lambda: session.is_latched)
-    took = time.monotonic() - unblocked
+    heard = len(link.sent)
     showing.cancel()
     await until(lambda: bool(answers))
     assert answers == [200]
-    assert took < 0.02 + 1 / 50
-    late = [one for one in link.sent[sent:] if one.at > unblocked + took]
-    assert all(one.values == pose for one in late), "nothing but the hold after the stop"
+    assert len([one for one in link.sent[sent:heard] if one.values != pose]) <= 2, "it is heard within 20 ms and a tick"
+    assert all(one.values == pose for one in link.sent[heard:]), "nothing but the hold after the stop"
 
 
 async def test_a_robot_that_somebody_elses_controller_commands_is_taken() -> None:

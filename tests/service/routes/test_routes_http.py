@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import re
+import time
 
 import pytest
 from sanic.response import text
@@ -20,13 +21,13 @@ class Wire:
         await self.writer.drain()
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)).decode()
+        head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 30)).decode()
         first, *lines = head.strip().split("\r\n")
         headers = {name.lower(): value.strip() for name, value in (line.split(":", 1) for line in lines)}
         body = await self.reader.readexactly(int(headers.get("content-length", 0)))
         return int(first.split()[1]), headers, body
 
-    async def is_closed(self, within: float = 5.0) -> bool:
+    async def is_closed(self, within: float = 30.0) -> bool:
         return await asyncio.wait_for(self.reader.read(), within) == b""
 
 
@@ -159,18 +160,18 @@ async def test_what_is_not_http_is_400_in_json(server, dial, head):
     ],
     ids=["request line", "head", "body"],
 )
-async def test_a_request_that_drips_in_is_cut_at_its_deadline(serve, dial, start):
+async def test_a_request_that_drips_in_is_cut_at_its_deadline(serve, dial, start, pauses):
     async with serve(request_deadline=1.0) as server:
         wire = await dial(server)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = time.monotonic()
         await wire.send(start)
-        while loop.time() < began + 0.8:
+        while time.monotonic() < began + 0.8:
             await wire.send("x")
             await asyncio.sleep(0.05)
         status, _, body = await wire.answer()
         # A timeout that starts anew with each byte would end 1 s after the last.
-        assert 0.9 < loop.time() - began < 1.6
+        assert time.monotonic() - began > 0.9
+        assert pauses.running(began) < 1.6
         assert (status, b'"code":"request_timeout"' in body) == (408, True)
         assert await wire.is_closed()
         assert (await server.call("GET", "/health"))[0] == 200
@@ -194,11 +195,11 @@ async def test_an_idle_connection_and_a_slow_answer_have_no_such_deadline(serve,
 
 
 async def test_the_deadline_of_one_request_does_not_count_for_the_next(serve, dial):
-    async with serve(request_deadline=0.6) as server:
+    async with serve(request_deadline=2.0) as server:
         wire = await dial(server)
-        for _ in range(4):
+        for _ in range(3):
             await wire.send("GET /health HTTP/1.1\r\n")
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
             await wire.send("Host: localhost\r\n\r\n")
             assert (await wire.answer())[0] == 200
 

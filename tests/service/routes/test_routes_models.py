@@ -20,6 +20,7 @@ from service.errors import ModelError
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
+from tests.waiting import until
 
 JSON, NPZ, MSGPACK = "application/json", "application/x-npz", "application/msgpack"
 FORMS = (JSON, NPZ, MSGPACK)
@@ -53,11 +54,7 @@ class Server:
         return self.app.ctx.models.forwards._places
 
     async def until_free(self) -> None:
-        for _ in range(1000):
-            if not self.places:
-                return
-            await asyncio.sleep(0.005)
-        raise AssertionError("a place was never given back")
+        await until(lambda: not self.places, within=60)
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Server]]
@@ -75,7 +72,7 @@ def serve(loaded) -> Serve:
         )
         async with (
             serving(app, listen("127.0.0.1", 0)) as url,
-            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=40)) as http,
+            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as http,
         ):
             yield Server(app, url, http)
 
@@ -268,15 +265,14 @@ async def test_more_requests_than_places_are_503_with_when_to_come_back(serve, l
 
 
 async def test_a_body_that_drips_in_is_cut_at_the_deadline_and_gives_its_place_back(serve):
-    async with serve(request_deadline=0.6, max_forwards=1) as server:
+    async with serve(request_deadline=2.0, max_forwards=1) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
         writer.write(b"Content-Length: 5000\r\n\r\nPK")
-        await asyncio.sleep(0.1)
-        assert server.places == 1
+        await until(lambda: server.places == 1, within=30)
         assert (await server.forward(b"x", NPZ))[0] == 503
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
         assert b" 408 " in head
         writer.close()
         await server.until_free()
@@ -288,8 +284,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_place_ba
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
         writer.write(b"Content-Length: 5000\r\n\r\nPK")
-        await asyncio.sleep(0.1)
-        assert server.places == 1
+        await until(lambda: server.places == 1, within=30)
         writer.close()
         await server.until_free()
 
@@ -324,7 +319,7 @@ async def test_a_client_that_does_not_read_a_long_answer_is_cut(serve):
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         head = f"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
         assert (await server.forward(body, NPZ))[0] == 503
         await server.until_free()
         status, answer, _ = await server.forward(body, NPZ)
@@ -338,10 +333,10 @@ async def test_who_asks_before_sending_is_told_at_once(server):
     for name, expected in (("other", b" 404 "), ("dit", b"HTTP/1.1 100 ")):
         writer.write(f"POST /models/{name}/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n".encode())
         writer.write(b"Content-Length: 50000000\r\nExpect: 100-continue\r\n\r\n")
-        lines = [await asyncio.wait_for(reader.readline(), 5)]
+        lines = [await asyncio.wait_for(reader.readline(), 30)]
         if name == "other" and b" 100 " in lines[0]:
             await reader.readline()
-            lines.append(await asyncio.wait_for(reader.readline(), 5))
+            lines.append(await asyncio.wait_for(reader.readline(), 30))
         assert any(expected in line for line in lines)
         writer.close()
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -23,7 +23,7 @@ async def feed(server) -> None:
 
 
 async def until(server, wanted, path="/recordings"):
-    for _ in range(400):
+    for _ in range(2400):
         _, found = await server.call("GET", path)
         if wanted(found):
             return found

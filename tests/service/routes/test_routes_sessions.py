@@ -111,7 +111,7 @@ async def test_a_client_that_gives_up_finds_its_session_in_the_list(server):
     create.cancel()
     await asyncio.gather(create, return_exceptions=True)
     server.load.gate.set()
-    for _ in range(200):
+    for _ in range(3000):
         _, listed = await server.call("GET", "/sessions")
         if listed[0]["status"] == "ready":
             return

@@ -115,11 +115,11 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
     rig.policies["shadow"] = ScriptedPolicy(failures=[*nonsense, hang])
     session = await rig.running(shadow_policy_path="shadow")
     try:
-        await rig.until(lambda: rig.stats["shadow"]["skipped"] >= 2, within=10)
+        await rig.until(lambda: rig.stats["shadow"]["skipped"] >= 2 and rig.stats["hold"] is None)
         shadow = rig.stats["shadow"]
         assert (shadow["errors"], shadow["compared"], shadow["difference"]) == (3, 0, {})
         assert "not finite" in shadow["last_error"]
-        assert (session.stage, rig.stats["hold"]) == (Stage.RUNNING, None)
+        assert session.stage is Stage.RUNNING
         await rig.sessions.delete("s")
     finally:
         hang.set()

@@ -3,11 +3,12 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from service.engine.scripted_policy import ScriptedPolicy
+from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.errors import MoveRefused
 from service.motion.tap import Tick
 from service.safety.watchdog import Patience
@@ -15,24 +16,24 @@ from service.sessions.request import NewSession, SessionSettings
 from service.stage import Stage
 from service.transport.base import BadInput, RobotLeft
 from service.transport.memory import MemoryLink
-from tests.service.safety.conftest import POSE
+from tests.service.safety.conftest import LENIENT, POSE
 
 
-async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rig) -> None:
-    session = await rig.running()
-    rig.is_dark = True
-    await rig.until(lambda: session.stage is Stage.DEGRADED)
-    held = len(rig.link.sent)
-    stats = rig.stats
-    assert stats["hold_code"] == "camera_stale"
-    assert stats["watch"]["is_blind"]
-    assert "camera 'front': no new frame" in session.status().error_message
-    await asyncio.sleep(0.1)
-    assert len(rig.link.sent) == held, "nothing but the hold went out"
-    rig.is_dark = False
-    await rig.until(lambda: session.stage is Stage.RUNNING and len(rig.link.sent) > held + 5)
-    assert session.status().error_message is None
-    assert [event for event, _ in rig.events] == ["session.created", "session.started"]
+async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rigged) -> None:
+    async with rigged(patience=LENIENT) as rig:
+        session = await rig.running()
+        rig.is_dark = True
+        await rig.until(lambda: session.stage is Stage.DEGRADED and rig.stats["hold_code"] == "camera_stale")
+        await rig.until(lambda: [one.values for one in rig.link.sent[-4:]] == 4 * [POSE])
+        held = len(rig.link.sent)
+        assert rig.stats["watch"]["is_blind"]
+        assert "camera 'front': no new frame" in session.status().error_message
+        await asyncio.sleep(0.1)
+        assert len(rig.link.sent) == held, "nothing but the hold went out"
+        rig.is_dark = False
+        await rig.until(lambda: session.stage is Stage.RUNNING and len(rig.link.sent) > held + 5)
+        assert session.status().error_message is None
+        assert [event for event, _ in rig.events] == ["session.created", "session.started"]
 
 
 async def test_a_robot_that_sees_nothing_for_long_is_stopped_and_does_not_move_when_it_sees_again(rig) -> None:
@@ -67,34 +68,37 @@ async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_camer
         assert rig.stats["stop_code"] == "link_lost"
 
 
-async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rig) -> None:
-    session = await rig.running()
-    rig.is_dark = rig.is_dumb = True
-    before = time.monotonic()
-    rig.link.reconnect()
-    queued, sent = len(session.drive.control.actions), len(rig.link.sent)
-    assert queued
-    await rig.until(lambda: session.drive.control.hold is not None)
-    assert len(session.drive.control.actions) == 0, "the plan from before is gone"
-    rig.link.deliver_frame("front", np.ones((48, 64, 3), np.uint8), before)
-    assert "no frame since a link was lost" in session.drive.buffer.lacking(time.monotonic()).text
-    rig.is_dark = False
-    await asyncio.sleep(0.1)
-    targets = [one.values["Rotation"] for one in rig.link.sent[sent:]]
-    assert set(targets) <= {1.0}, "only the measured pose went out"
-    rig.is_dumb = False
-    await rig.until(lambda: rig.link.sent[-1].values["Rotation"] > 1.0)
+async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rigged) -> None:
+    async with rigged(patience=LENIENT) as rig:
+        session = await rig.running()
+        await rig.until(lambda: len(session.drive.control.actions) > 0)
+        rig.is_dark = rig.is_dumb = True
+        before = time.monotonic()
+        rig.link.reconnect()
+        sent = len(rig.link.sent)
+        assert len(session.drive.control.actions)
+        await rig.until(lambda: session.drive.control.hold is not None)
+        assert len(session.drive.control.actions) == 0, "the plan from before is gone"
+        rig.link.deliver_frame("front", np.ones((48, 64, 3), np.uint8), before)
+        assert "no frame since a link was lost" in session.drive.buffer.lacking(time.monotonic()).text
+        rig.is_dark = False
+        await asyncio.sleep(0.1)
+        targets = [one.values["Rotation"] for one in rig.link.sent[sent:]]
+        assert set(targets) <= {1.0}, "only the measured pose went out"
+        rig.is_dumb = False
+        await rig.until(lambda: rig.link.sent[-1].values["Rotation"] > 1.0)
 
 
-async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_told_anew(rig) -> None:
-    session = await rig.running()
-    rig.is_dumb = True
-    await asyncio.sleep(0.02)
-    rig.link._inbox.event(RobotLeft(rig.link.rooms.joint_input))
-    await rig.until(lambda: rig.stats["hold_code"] == "joints_missing")
-    await rig.until(lambda: session.stage is Stage.DEGRADED)
-    rig.is_dumb = False
-    await rig.until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
+async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_told_anew(rigged) -> None:
+    async with rigged(patience=LENIENT) as rig:
+        session = await rig.running()
+        rig.is_dumb = True
+        await asyncio.sleep(0.02)
+        rig.link._inbox.event(RobotLeft(rig.link.rooms.joint_input))
+        await rig.until(lambda: rig.stats["hold_code"] == "joints_missing")
+        await rig.until(lambda: session.stage is Stage.DEGRADED)
+        rig.is_dumb = False
+        await rig.until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
 
 
 async def test_a_robot_that_reports_in_another_unit_is_a_warning_until_it_does_not(rig) -> None:
@@ -110,8 +114,8 @@ async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigge
     async with rigged() as rig:
         session = await rig.running()
         rig.still = np.zeros((48, 64, 3), np.uint8)
-        await rig.until(lambda: rig.stats["watch"]["camera_frozen"] == ["front"])
-        assert (session.stage, rig.stats["hold"]) == (Stage.RUNNING, None)
+        await rig.until(lambda: rig.stats["watch"]["camera_frozen"] == ["front"] and rig.stats["hold"] is None)
+        assert session.stage is Stage.RUNNING
         rig.still = None
         await rig.until(lambda: rig.stats["watch"]["camera_frozen"] == [])
     async with rigged(patience=Patience(frozen_after=0.1, frozen_stops=True)) as rig:
@@ -163,15 +167,17 @@ async def test_bad_input_stops_only_a_robot_that_moves(rig) -> None:
 
 
 async def test_an_inference_that_hangs_holds_first_then_is_an_error_of_its_session_only(rigged) -> None:
-    async with rigged(stuck_after=1.2) as rig:
+    async with rigged(stuck_after=3.0) as rig:
         hang = threading.Event()
         rig.policies["policy"] = ScriptedPolicy(failures=[np.zeros((1, 20, 6), np.float32), hang])
         rig.policies["other"] = ScriptedPolicy()
         session = await rig.running()
         await rig.until(lambda: session.stage is Stage.ERROR)
         hang.set()
-        assert rig.stats["holds"]["inference_slow"] == 1
-        assert "did not return in 1.2 s" in session.status().error_message
+        holds = rig.stats["holds"]
+        # A pause of the machine is a hold between two of these.
+        assert 1 <= holds["inference_slow"] <= 1 + holds.get("paused", 0)
+        assert "did not return in 3 s" in session.status().error_message
         assert rig.sessions.engine.facts()["threads_replaced"] == 1
         other = await rig.sessions.create(NewSession("other", "other", "memory://", rate=50))
         assert other.stage is Stage.READY
@@ -254,7 +260,7 @@ async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the
     async with rigged(frame_age_limit=0.3, patience=Patience()) as rig:
         session = await rig.running()
         control = session.drive.control
-        sent, plans = len(rig.link.sent), Plans(rig.link)
+        sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
         session.attach(plans)
         time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP and SIGCONT do
         assert len(control.actions), "there is a plan that must not be done"
@@ -262,7 +268,7 @@ async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the
         until_then = [one.values["Rotation"] for one in rig.link.sent[sent : plans.sent[0]]]
         assert until_then
         assert set(until_then) == {1.0}, "the hold, and nothing else before the new plan"
-        assert control.holds["paused"] == 1
+        assert control.holds["paused"] == paused + 1
 
 
 class Plans:
@@ -295,12 +301,21 @@ async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anyth
         hearing = asyncio.create_task(hear())
         await asyncio.sleep(0)
         sent = len(rig.link.sent)
-        threading.Timer(0.05, lambda: loop.call_soon_threadsafe(inbox.put_nowait, None)).start()
+        told = threading.Event()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, None)
+            told.set()
+
+        threading.Timer(0.05, tell).start()
         time.sleep(0.2)  # noqa: ASYNC251
-        unblocked = time.monotonic()
+        assert told.wait(30)
+        rounds = 0
+        while not session.is_latched:
+            rounds += 1
+            assert rounds < 8, "it is heard before the next tick"
+            await asyncio.sleep(0)
         await hearing
-        assert session.is_latched
-        assert time.monotonic() - unblocked < 0.02 + 1 / 50
         await rig.until(lambda: session.drive.control.is_idle)
         assert {one.values["Rotation"] for one in rig.link.sent[sent:]} == {1.0}, "only holds after the block"
 
@@ -308,6 +323,8 @@ async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anyth
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
 async def test_a_jump_of_the_clock_changes_nothing(rigged, monkeypatch, jump: float) -> None:
     async with rigged(frame_age_limit=5.0) as rig:
+        # Its plan lasts 8 s: a pause of the machine is no hold.
+        rig.policies["policy"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, chunk=400))
         session = await rig.running()
         wall, holds = time.time, rig.stats["holds"]
         monkeypatch.setattr(time, "time", lambda: wall() + jump)

@@ -8,16 +8,16 @@ import pytest
 
 from jaxmodels.types import TASK
 from service.engine.engine import Engine
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.errors import InvalidRequest
 from service.motion.telling import LONGEST, readable, told
 from service.schemas import AdjustRequest, NewSessionRequest
 from service.sessions.sessions import Sessions
 from service.transport.memory import MemoryTransport
-from tests.service.sessions.test_sessions import NEW, Rig, rigged
+from tests.service.sessions.test_sessions import LONG, NEW, Rig, rigged
 from tests.waiting import until
 
-READS = replace(SO100_REQUIREMENTS, language=True)
+READS = replace(LONG, language=True)
 RED, BLUE = "pick up the red cube", "pick up the blue cube"
 
 

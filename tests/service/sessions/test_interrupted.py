@@ -18,6 +18,7 @@ from service.errors import MoveRefused, PolicyError, SessionExists, TransportErr
 from service.sessions.records import SCHEMA, SessionRecords
 from service.sessions.sessions import NewSession, Sessions, SessionSettings
 from service.transport.memory import MemoryTransport
+from tests.waiting import until
 
 NEW = NewSession("arm", "policy", "memory://", workspace_id="home", max_relative_target={"Jaw": 2.0})
 
@@ -189,8 +190,7 @@ async def test_a_deleted_one_is_forgotten_and_its_rooms_go(server: Server) -> No
         await after.sessions.delete("arm")
         assert after.stages() == {}
         assert after.told == ["session.deleted"]
-        await asyncio.sleep(0.02)
-        assert after.transport.existing == set()
+        await until(lambda: after.transport.existing == set())
         async with after_a_kill(after) as third:
             assert third.stages() == {}
 
@@ -203,8 +203,7 @@ async def test_one_of_the_same_owner_takes_its_place(server: Server) -> None:
                 await after.sessions.create(replace(NEW, owner=other))
         await after.sessions.create(replace(NEW, owner="ada", policy_path="another", workspace_id="elsewhere"))
         assert after.stages() == {"arm": "ready"}
-        await asyncio.sleep(0.02)
-        assert {room.split("/")[0] for room in after.transport.existing} == {"elsewhere"}
+        await until(lambda: {room.split("/")[0] for room in after.transport.existing} == {"elsewhere"})
         async with after_a_kill(after) as third:
             assert third.sessions.get("arm").new.policy_path == "another"
 
@@ -326,8 +325,7 @@ async def test_rooms_of_a_deletion_that_was_cut_off_go_at_the_next_start(server:
     async with after_a_kill(server) as after:
         assert after.stages() == {}
         assert len(after.transport.existing) == 3
-        await asyncio.sleep(0.02)
-        assert after.transport.existing == set()
+        await until(lambda: after.transport.existing == set())
     left.set()
     await deleting
 
@@ -338,10 +336,8 @@ async def test_rooms_that_somebody_else_made_or_is_in_are_left_alone(server: Ser
     async with after_a_kill(server) as after:
         after.transport.occupied.add("home/arm-joint-output")
         await after.sessions.delete("arm")
-        await asyncio.sleep(0.02)
-        assert after.transport.existing == {"home/arm-front", "home/arm-joint-output"}
+        await until(lambda: after.transport.existing == {"home/arm-front", "home/arm-joint-output"})
         async with after_a_kill(after) as third:
             # Whoever was in it has left since.
-            await asyncio.sleep(0.02)
-            assert third.transport.existing == {"home/arm-front"}
+            await until(lambda: third.transport.existing == {"home/arm-front"})
     server.transport.existing.discard("home/arm-front")

@@ -29,10 +29,14 @@ from service.errors import (
 from service.sessions.sessions import NewSession, Sessions, SessionSettings
 from service.stage import Stage
 from service.transport.memory import MemoryLink, MemoryTransport
+from tests.pauses import Pauses
 from tests.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 NEW = NewSession("s", "policy", "memory://", rate=100)
+# A plan of 4 s, and frames that may be older: where holds are counted, a pause of the machine is none.
+LONG = replace(SO100_REQUIREMENTS, chunk=400)
+PATIENT = SessionSettings(frame_age_limit=30.0)
 
 
 class Rig:
@@ -131,8 +135,11 @@ async def test_a_started_session_drives_the_robot_with_wire_names(rig: Rig) -> N
 
 async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     link = await rig.running()
-    await until(lambda: len(link.sent) > 60)
-    session = rig.sessions.get("s")
+    session = rig.sessions.live("s")
+    assert session.drive is not None
+    control = session.drive.control
+    # None is under way, which one counts already and the other not yet.
+    await until(lambda: len(link.sent) > 60 and control.chunks > 1 and not control.is_waiting and control.hold is None)
     status = json.loads(json.dumps(asdict(session.status()), allow_nan=False))
     stats, inference = status["stats"], status["inference_stats"]
     assert status["status"] == "running"
@@ -140,7 +147,7 @@ async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     assert stats["images_received"]["front"] > 10
     assert stats["joints_received"] > 10
     assert stats["camera_fps"]["front"] > 20
-    assert stats["chunks"] == inference["inference_count"] == rig.policy.acted > 1
+    assert stats["chunks"] + stats["chunks_discarded"] == inference["inference_count"] == rig.policy.acted > 1
     assert stats["errors"] == 0
     assert stats["hold"] is None
     assert stats["measured_joints"] == POSE
@@ -412,15 +419,19 @@ async def test_a_policy_without_state_gets_none(rig: Rig) -> None:
 
 
 async def test_a_stalled_camera_holds_in_time_says_why_and_resumes_by_itself(rig: Rig) -> None:
+    rig.policy = ScriptedPolicy(LONG)
     link = await rig.running()
     rig.robots.pop().cancel()
-    stalled, sent = time.monotonic(), len(link.sent)
-    session = rig.sessions.get("s")
+    sent = len(link.sent)
+    session = rig.sessions.live("s")
     await until(lambda: session.status().stats["hold_code"] == "camera_stale")
-    assert time.monotonic() - stalled <= 0.35
     assert "limit 300 ms" in str(session.status().stats["hold"])
-    await asyncio.sleep(0.1)
-    assert held(link, -4) == [POSE] * 4
+    await until(lambda: held(link, -4) == [POSE] * 4)
+    # By what went out, and when: a machine that pauses sends nothing meanwhile.
+    assert session.drive is not None
+    stalled = session.drive.buffer.seen_at()["front"]
+    assert stalled is not None
+    assert max(each.at for each in link.sent if each.values != POSE) - stalled <= 0.35
     silent = len(link.sent)
     await asyncio.sleep(0.1)
     assert len(link.sent) == silent > sent
@@ -451,9 +462,13 @@ async def test_after_the_joint_room_was_lost_the_pose_must_come_anew(rig: Rig) -
     link = await rig.running()
     link.reconnect("s-joint-input")
     rig.robots.pop().cancel()
-    link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
     session = rig.sessions.get("s")
-    await until(lambda: session.status().stats["hold_code"] == "joints_missing")
+
+    def is_seen_and_not_felt() -> bool:
+        link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+        return session.status().stats["hold_code"] == "joints_missing"
+
+    await until(is_seen_and_not_felt)
 
 
 async def test_starting_while_the_link_is_lost_is_reconnecting(rig: Rig) -> None:
@@ -489,7 +504,7 @@ async def test_a_policy_that_raises_holds_and_three_times_in_a_row_is_an_error_u
     assert message is not None
     assert "(3 times in a row)" in message
     assert "secret" not in message
-    await asyncio.sleep(0.08)
+    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
     assert held(link, -4) == [POSE] * 4
     with pytest.raises(MoveRefused, match="allowed now: restart"):
         await rig.sessions.start("s")
@@ -515,7 +530,7 @@ async def test_answers_that_are_no_chunks_hold_and_three_in_a_row_are_a_stop_unt
     await until(lambda: session.is_latched)
     assert session.stage is Stage.STOPPED
     assert (session.reason or "").startswith("policy_invalid: the policy returned")
-    await asyncio.sleep(0.08)
+    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
     assert held(link, -4) == [POSE] * 4
     assert all(np.isfinite(list(sent.values.values())).all() for sent in link.sent)
     with pytest.raises(MoveRefused):
@@ -527,7 +542,7 @@ async def test_answers_that_are_no_chunks_hold_and_three_in_a_row_are_a_stop_unt
 
 
 async def test_a_stuck_policy_is_an_error_of_its_session_only() -> None:
-    async with rigged(stuck_after=0.2) as rig:
+    async with rigged(stuck_after=1.0) as rig:
         stuck = ScriptedPolicy()
         rig.loader.make = lambda: stuck
         await rig.running(replace(NEW, session_id="stuck", policy_path="stuck"))
@@ -536,7 +551,7 @@ async def test_a_stuck_policy_is_an_error_of_its_session_only() -> None:
         never = threading.Event()
         stuck.failures = [never]
         await until(lambda: rig.sessions.get("stuck").stage is Stage.ERROR)
-        assert "did not return in 0.2 s" in str(rig.sessions.get("stuck").status().error_message)
+        assert "did not return in 1 s" in str(rig.sessions.get("stuck").status().error_message)
         sent = len(link.sent)
         await until(lambda: len(link.sent) > sent + 10)
         assert rig.sessions.get("fine").stage is Stage.RUNNING
@@ -547,11 +562,18 @@ async def test_frames_of_another_size_hold_while_they_are_compiled_for(rig: Rig)
     link = await rig.running()
     session = rig.sessions.get("s")
     rig.robots.pop().cancel()
-    rig.policy.compile_latency = 0.15
+    gate, compile = threading.Event(), rig.policy.compile
+
+    def gated(batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        assert gate.wait(30)
+        compile(batch, cameras)
+
+    rig.policy.compile = gated  # type: ignore[method-assign]
     rig.robot(size=(96, 128))
     await until(lambda: session.status().stats["hold_code"] == "compiling")
     assert session.status().stats["hold"] == "compiling for 96x128 frames"
     assert held(link, -1) == [POSE]
+    gate.set()
     await until(lambda: session.status().stats["hold_code"] is None)
     sent = len(link.sent)
     await until(lambda: len(link.sent) > sent + 5)
@@ -576,20 +598,20 @@ class Gated(ScriptedPolicy):
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         if batch > 1:
             self.begun.set()
-            self.gate.wait(5)
+            self.gate.wait(60)
         super().compile(batch, cameras)
 
 
 @asynccontextmanager
 async def started_beside_a_compile() -> AsyncIterator[tuple[Rig, Gated]]:
     """A session that is started while a larger batch is being compiled, with a robot that sends."""
-    policy = Gated()
+    policy = Gated(LONG)
     policy.gate, policy.begun = threading.Event(), threading.Event()
     try:
-        async with rigged(batch_sizes=(1, 2, 4)) as rig:
+        async with rigged(PATIENT, batch_sizes=(1, 2, 4)) as rig:
             rig.policy = policy
             await rig.sessions.create(NEW)
-            await asyncio.to_thread(policy.begun.wait, 5)
+            await asyncio.to_thread(policy.begun.wait, 30)
             rig.robot()
             await rig.sessions.start("s")
             await until(lambda: rig.sessions.get("s").status().stats["hold_code"] == "compiling")
@@ -668,14 +690,14 @@ async def test_commands_stay_within_the_range_of_each_joint(rig: Rig) -> None:
 
 
 async def test_without_input_a_session_times_out_and_can_be_restarted() -> None:
-    async with rigged(SessionSettings(input_timeout=0.2)) as rig:
+    async with rigged(SessionSettings(input_timeout=1.0)) as rig:
         link = await rig.running()
         session = rig.sessions.get("s")
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.2)
         assert session.stage is Stage.RUNNING
         rig.robots.pop().cancel()
         await until(lambda: session.stage is Stage.TIMEOUT)
-        assert session.status().error_message == "no frame or joints for 0.2 s; restart it when they are back"
+        assert session.status().error_message == "no frame or joints for 1 s; restart it when they are back"
         with pytest.raises(MoveRefused, match="allowed now: stop, restart"):
             await rig.sessions.start("s")
         sent = len(link.sent)
@@ -721,7 +743,7 @@ async def test_an_emergency_stop_latches_at_once_holds_and_is_left_only_by_reset
     assert await rig.sessions.emergency_stop("button") == ["s"]
     assert session.stage is Stage.STOPPED
     assert held(link, sent) == [POSE]  # before anything was awaited
-    await asyncio.sleep(0.1)
+    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
     assert held(link, sent) == [POSE] * 4
     assert session.status().error_message == "button"
     for move in (rig.sessions.start, rig.sessions.restart):
@@ -764,7 +786,8 @@ async def test_an_emergency_stop_clears_the_plan_even_while_an_inference_is_on_i
     await until(lambda: rig.policy.acted > acted)
     sent = len(link.sent)
     link.deliver_emergency_stop()
-    await asyncio.sleep(0.2)
+    control = rig.sessions.live("s").drive.control  # type: ignore[union-attr]
+    await until(lambda: control.is_idle and not control.is_waiting)
     assert held(link, sent) == [POSE] * 4
     assert rig.sessions.get("s").queue()["queue_length"] == 0
 
@@ -772,7 +795,7 @@ async def test_an_emergency_stop_clears_the_plan_even_while_an_inference_is_on_i
 # Leaving.
 
 
-async def test_closing_holds_every_robot_at_once_and_leaves_all_rooms() -> None:
+async def test_closing_holds_every_robot_at_once_and_leaves_all_rooms(pauses: Pauses) -> None:
     async with rigged() as rig:
         links = [await rig.running(replace(NEW, session_id=f"s{number}")) for number in range(4)]
         sent = [len(link.sent) for link in links]
@@ -784,15 +807,15 @@ async def test_closing_holds_every_robot_at_once_and_leaves_all_rooms() -> None:
             # A tick that was due at this very moment may have come before it.
             assert POSE in held(link, before)[:2]
             assert held(link, before)[-1] == POSE
-        assert time.monotonic() - started < 0.1
+        assert pauses.running(started) < 0.1
         await closing
-        assert time.monotonic() - started < 2
+        assert pauses.running(started) < 2
         assert rig.transport.existing == set()
         with pytest.raises(MoveRefused, match="shutting down"):
             await rig.sessions.create(NEW)
 
 
-async def test_closing_is_done_in_time_even_when_a_link_hangs_and_a_load_never_ends() -> None:
+async def test_closing_is_done_in_time_even_when_a_link_hangs_and_a_load_never_ends(pauses: Pauses) -> None:
     settings = SessionSettings(close_within=0.3)
     async with rigged(settings) as rig:
         link = await rig.running()
@@ -816,7 +839,7 @@ async def test_closing_is_done_in_time_even_when_a_link_hangs_and_a_load_never_e
         await until(lambda: "other" in rig.loader.loads)
         started = time.monotonic()
         await rig.sessions.close()
-        assert time.monotonic() - started < 2.5
+        assert pauses.running(started) < 2.5
         assert held(link, -1) == held(hung, -1) == [POSE]
         assert link.is_closed
         with pytest.raises(ServiceError):

@@ -13,7 +13,7 @@ import pytest
 
 from service.transport.server import TransportSettings, serve_transport
 
-PATIENCE = 3.0
+PATIENCE = 30.0
 
 
 @dataclass

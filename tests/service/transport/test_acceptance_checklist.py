@@ -710,7 +710,7 @@ async def take_answer(producer, peer: RTCPeerConnection) -> None:
     await peer.setRemoteDescription(RTCSessionDescription(pushed["answer"]["sdp"], "answer"))
 
 
-async def test_a_frame_of_known_colour_arrives_within_three_seconds(caller, peers):
+async def test_a_frame_of_known_colour_arrives_within_three_seconds(caller, peers, pauses):
     path = await caller.room("video", "v")
     started = time.monotonic()
     producer, consumer = await caller.join(path, "p", "producer"), await caller.join(path, "c", "consumer")
@@ -720,12 +720,12 @@ async def test_a_frame_of_known_colour_arrives_within_three_seconds(caller, peer
     await offer(caller, path, peers[0])
     track = await take_offer(caller, path, consumer, peers[1])
     await take_answer(producer, peers[0])
-    frame = await asyncio.wait_for((await track).recv(), 3)
-    assert time.monotonic() - started < 3
+    frame = await asyncio.wait_for((await track).recv(), 30)
+    assert pauses.running(started) < 3
     assert np.abs(frame.to_ndarray(format="rgb24").mean((0, 1)) - (200, 40, 90)).max() < 6
 
 
-async def test_a_camera_that_starts_late_offers_again_and_is_seen(caller, peers):
+async def test_a_camera_that_starts_late_offers_again_and_is_seen(caller, peers, pauses):
     path = await caller.room("video", "v")
     producer, consumer = await caller.join(path, "p", "producer"), await caller.join(path, "c", "consumer")
     early = [RTCPeerConnection(RTCConfiguration(iceServers=[])) for _ in range(2)]
@@ -745,8 +745,8 @@ async def test_a_camera_that_starts_late_offers_again_and_is_seen(caller, peers)
     await offer(caller, path, late[0])
     track = await take_offer(caller, path, consumer, late[1])
     await take_answer(producer, late[0])
-    frame = await asyncio.wait_for((await track).recv(), 3)
-    assert time.monotonic() - started < 3
+    frame = await asyncio.wait_for((await track).recv(), 30)
+    assert pauses.running(started) < 3
     assert np.abs(frame.to_ndarray(format="rgb24").mean((0, 1)) - (20, 220, 60)).max() < 6
 
 

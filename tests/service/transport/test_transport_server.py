@@ -57,7 +57,7 @@ class RawSocket:
 
     async def until(self, wanted: bytes) -> bytes:
         found = b""
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             while wanted not in found:
                 part = await self.reader.read(1 << 16)
                 assert part, f"closed after {found!r}"
@@ -65,7 +65,7 @@ class RawSocket:
         return found
 
     async def close_code(self) -> int:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             found = await self.reader.read()
         at = found.rindex(b"\x88")
         return struct.unpack(">H", found[at + 2 : at + 4])[0]
@@ -175,7 +175,7 @@ async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, m
         raw.send(*frame)
     await begun.wait()
     writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-    assert (await asyncio.wait_for(other.readline(), 5)).startswith(b"HTTP/1.1 200")
+    assert (await asyncio.wait_for(other.readline(), 30)).startswith(b"HTTP/1.1 200")
     assert read < 4000
     writer.close()
     raw.reset()
@@ -211,7 +211,7 @@ async def test_a_socket_that_never_joins_is_closed(serve):
         assert await (await caller.open(path)).next() is None
 
 
-async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve):
+async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve, pauses):
     async with serve(outbox=OutboxLimits(messages=20, size=8 << 20, seconds=2.0)) as caller:
         path = await caller.room("robotics", "r")
         slow = await RawSocket.open(caller, path)
@@ -227,7 +227,7 @@ async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve)
             joint = {"name": "Jaw", "value": number, "padding": "x" * 500_000}
             await producer.send({"type": "joint_update", "data": [joint]})
             assert (await quick.next())["data"][0]["value"] == number
-            worst = max(worst, time.monotonic() - sent)
+            worst = max(worst, pauses.running(sent))
         await caller.settled(path, consumers=["quick"], producer="p")
         assert worst < 1.0
         slow.reset()
@@ -270,7 +270,7 @@ async def test_a_client_that_closes_properly_may_join_again_at_once_with_its_id(
             assert json.loads(await client.recv())["type"] == "joined"
 
 
-async def test_a_request_that_drips_is_cut_off(serve, monkeypatch):
+async def test_a_request_that_drips_is_cut_off(serve, monkeypatch, pauses):
     monkeypatch.setattr("service.transport.server.REQUEST_DEADLINE", 0.2)
     async with serve() as caller:
         reader, writer = await asyncio.open_connection(*caller.base.removeprefix("http://").split(":"))
@@ -278,9 +278,9 @@ async def test_a_request_that_drips_is_cut_off(serve, monkeypatch):
         for part in (b"GET /health HTTP/1.1\r\nHo", b"s", b"t"):
             writer.write(part)
             await asyncio.sleep(0.06)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             assert b" 408 " in await reader.read()
-        assert time.monotonic() - started < 2.0
+        assert pauses.running(started) < 2.0
         writer.close()
 
 
@@ -428,7 +428,7 @@ async def test_only_listed_pages_may_call_when_pages_are_listed(serve):
 async def test_idle_rooms_go_by_themselves(serve):
     async with serve(idle=0.0, cleanup_interval=0.02) as caller:
         path = await caller.room("robotics", "r")
-        for _ in range(100):
+        for _ in range(1500):
             if (await caller.call("GET", path))[0] == 404:
                 return
             await asyncio.sleep(0.02)
@@ -478,12 +478,12 @@ async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
             sockets = [await session.ws_connect(f"{base}/video/workspaces/w/rooms/v/ws") for _ in range(3)]
             for number, one in enumerate(sockets[1:]):
                 await one.send_json({"participant_id": f"c{number}", "role": "consumer"})
-                await one.receive(3)
+                await one.receive(30)
         for one in sockets:
-            while (frame := await one.receive(3)).type is aiohttp.WSMsgType.TEXT:
+            while (frame := await one.receive(30)).type is aiohttp.WSMsgType.TEXT:
                 pass
             assert frame.type is aiohttp.WSMsgType.CLOSE
-    for _ in range(200):
+    for _ in range(3000):
         left = asyncio.all_tasks() - before
         if not left:
             return

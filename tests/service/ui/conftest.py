@@ -92,7 +92,7 @@ class Server:
         self._living.append(asyncio.create_task(arm.live()))
         return arm
 
-    async def until(self, claim: Callable[[], Any], seconds: float = 5.0) -> None:
+    async def until(self, claim: Callable[[], Any], seconds: float = 30.0) -> None:
         """Wait until this is so."""
         async with asyncio.timeout(seconds):
             while not claim():  # noqa: ASYNC110 - of threads and sockets there is no event
@@ -119,7 +119,7 @@ async def started(port: int = 0, **settings: Any) -> AsyncIterator[Server]:
     app = create_app(Settings(**settings), transport=transport, load=load, read_requirements=read_requirements)
     async with (
         serving(app, listen("127.0.0.1", port)) as url,
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as http,
     ):
         server = Server(app, url, http, load, transport)
         try:

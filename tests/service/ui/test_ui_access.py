@@ -19,7 +19,7 @@ async def ticket(server, key: str) -> str:
 
 async def sessions_seen(server, key: str) -> list[str]:
     async with server.http.ws_connect(f"/ui/live?ticket={await ticket(server, key)}") as socket:
-        raw = await socket.receive_bytes(timeout=5)
+        raw = await socket.receive_bytes(timeout=30)
     return [part.split(b'"')[0].decode() for part in raw.split(b'{"id":"')[1:]]
 
 
@@ -55,11 +55,11 @@ async def test_a_page_cannot_look_at_what_is_not_its_callers_and_its_socket_ends
         async with server.http.ws_connect(f"/ui/live?ticket={await ticket(server, mine)}") as socket:
             await socket.send_json({"type": "look", "session": "theirs", "pictures": True})
             for number in range(1, 5):
-                raw = await socket.receive_bytes(timeout=5)
+                raw = await socket.receive_bytes(timeout=30)
                 assert b'"session"' not in raw
                 await socket.send_json({"type": "seen", "number": number})
             keys.revoke("me")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while (message := await socket.receive()).type is aiohttp.WSMsgType.BINARY:
                     await socket.send_json({"type": "seen", "number": (number := number + 1)})
         assert (message.type, message.data) == (aiohttp.WSMsgType.CLOSE, 1008)
@@ -109,7 +109,7 @@ async def test_one_key_cannot_keep_the_pages_of_others_out(serve, keys):
         ]
         assert sorted(viewer.caller.name for viewer in live.viewers) == ["greedy", "greedy", "other"]
         for socket, why in ((opened[0], "others want to look on, too"), (opened[4], "3 pages look on already")):
-            while (end := await socket.receive(timeout=5)).type is not aiohttp.WSMsgType.CLOSE:
+            while (end := await socket.receive(timeout=30)).type is not aiohttp.WSMsgType.CLOSE:
                 pass
             assert (end.data, end.extra) == (1013, why)
         for socket in opened:

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM.exists(), reason="no /usr/bin/chromium; on Debian: apt-get install chromium"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-WAIT = 10_000  # ms
+WAIT = 30_000  # ms
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 640}
 
 
@@ -355,16 +355,15 @@ async def test_a_key_is_asked_for_and_a_viewer_sees_its_own_and_may_only_look_an
             assert "robojax-key" not in stored
 
 
-async def test_a_pressed_stop_reaches_the_robot_in_time(browser, server):
+async def test_a_pressed_stop_reaches_the_robot_in_time(browser, server, pauses):
     arm = await server.create()
     async with opened(browser, server) as page:
         await page.click("#start:enabled")
         await server.until(lambda: arm.link.sent)
-        loop = asyncio.get_running_loop()
-        pressed = loop.time()
+        pressed = time.monotonic()
         await page.keyboard.press("Escape")
         await server.until(lambda: server.app.ctx.sessions.get("arm").is_latched)
-        assert loop.time() - pressed < 0.5
+        assert pauses.running(pressed) < 0.5
 
 
 async def test_devices_are_shown_with_what_they_do_and_one_that_failed_in_red(browser, serve):

@@ -40,7 +40,7 @@ class Page:
         await self.socket.send_json(word)
 
     async def next(self, *, is_seen: bool = True) -> dict[str, Any]:
-        message = unpack(await self.socket.receive_bytes(timeout=5))
+        message = unpack(await self.socket.receive_bytes(timeout=30))
         if is_seen and "number" in message:
             await self.say(type="seen", number=message["number"])
         return message
@@ -103,9 +103,12 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
         assert (picture["camera"], picture["content"][:3]) == ("front", b"\xff\xd8\xff")
         assert picture["age"] < 1
         arm.is_seeing = False
-        message = await page.until(lambda message: message["frame_ages"]["front"] > 0.3)
-        assert "picture" not in kinds(message), "what was shown already is not sent again"
-    await server.until(lambda: not live.viewers)
+        await page.until(lambda message: message["frame_ages"]["front"] > 0.3)
+        while live.pictures._making is not None:
+            await page.next()
+        await page.next()  # of a machine that paused, the last picture may come only now
+        assert "picture" not in kinds(await page.next()), "what was shown already is not sent again"
+    await server.until(lambda: not live.viewers and live.pictures._making is None)
     arm.is_seeing, made = True, live.pictures.made
     await asyncio.sleep(0.3)
     assert live.pictures.made == made
@@ -128,11 +131,11 @@ async def test_all_pictures_together_take_a_small_part_of_a_core(server, monkeyp
 
 async def test_a_page_that_does_not_keep_up_gets_nothing_more_and_is_cut_off(server):
     live = server.app.ctx.live
-    live.settings = LiveSettings(patience=0.5)
+    live.settings = LiveSettings(patience=2.0)
     async with opened(server) as slow, opened(server) as quick:
         keeping_up = asyncio.create_task(quick.until(lambda message: message["number"] == 12))
         assert [(await slow.next(is_seen=False))["number"] for _ in range(2)] == [1, 2]
-        end = await slow.socket.receive(timeout=5)
+        end = await slow.socket.receive(timeout=30)
         assert end.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR)
         assert live.cut == 1
         await keeping_up
@@ -173,7 +176,7 @@ async def test_text_that_is_not_utf_8_closes_the_socket_and_is_not_written_down(
     async with opened(server) as page:
         await page.next()
         await page.socket._writer.send_frame(b'{"type":"stop","reason":"\xff"}', aiohttp.WSMsgType.TEXT)
-        while (end := await page.socket.receive(timeout=5)).type is not aiohttp.WSMsgType.CLOSE:
+        while (end := await page.socket.receive(timeout=30)).type is not aiohttp.WSMsgType.CLOSE:
             pass
         assert (end.data, end.extra) == (1007, "text is not UTF-8")
     await server.until(lambda: not server.app.ctx.live.viewers)
@@ -183,7 +186,7 @@ async def test_text_that_is_not_utf_8_closes_the_socket_and_is_not_written_down(
 async def test_so_many_look_on_and_no_more(server):
     server.app.ctx.live.settings = LiveSettings(viewers=1)
     async with opened(server) as first, opened(server) as second:
-        end = await second.socket.receive(timeout=5)
+        end = await second.socket.receive(timeout=30)
         assert (end.type, end.data, end.extra) == (aiohttp.WSMsgType.CLOSE, 1013, "1 pages look on already")
         assert (await first.next())["viewers"] == 1
 

@@ -47,7 +47,7 @@ class Seen:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-async def until(claim: Callable[[], Any], within: float = 5.0) -> Any:
+async def until(claim: Callable[[], Any], within: float = 30.0) -> Any:
     """Wait until something is so."""
     for _ in range(int(within / 0.005)):
         if found := claim():

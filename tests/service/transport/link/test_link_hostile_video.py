@@ -87,8 +87,8 @@ class Viewer:
         self.screen = Screen(lambda image, at: self.shown.append(image), lambda error: None)
         self.screen.fit(self.receiver)
 
-    async def sees(self, shade: int, shape=(48, 64, 3)) -> bool:
-        for _ in range(300):
+    async def sees(self, shade: int, shape=(48, 64, 3), *, looks: int = 3000) -> bool:
+        for _ in range(looks):
             if any(image.shape == shape and abs(float(image.mean()) - shade) < 4 for image in self.shown):
                 return True
             await asyncio.sleep(0.01)
@@ -147,7 +147,7 @@ async def test_hundreds_of_broken_packets_harm_nobody_and_the_picture_comes_back
         await asyncio.sleep(0.02)
     counts = viewer.screen.counts()
     again = Sender(kind)  # as a robot whose process was replaced
-    if not await viewer.sees(200):
+    if not await viewer.sees(200, looks=300):
         for packet in again.packets(200):
             await wire.arrive(packet)
     assert await viewer.sees(200), counts

@@ -101,7 +101,7 @@ async def test_an_inbox_that_raises_ends_the_session(server, seen, quick):
             connect_robot(server.url, link.rooms, on_command=lambda values, at: None, pace=quick) as robot,
         ):
             robot.send_joints({"Jaw": 1.0})
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
 
     with pytest.raises(ExceptionGroup) as failure:
         await session()
@@ -154,7 +154,7 @@ async def redirect(request):
 
 
 async def too_slow(request):
-    await asyncio.sleep(3)
+    await asyncio.sleep(30)
 
 
 async def a_list(request):
@@ -185,7 +185,8 @@ async def rest_only(request):
     ],
 )
 async def test_a_server_that_does_not_fit_is_explained(seen, quick, handler, words):
-    pace = dataclasses.replace(quick, request=0.3, leave=0.1)
+    # Only where there is none: any other answer may be late.
+    pace = dataclasses.replace(quick, request=0.3 if handler is too_slow else 30.0, leave=0.1)
     async with http_server(handler) as url:
         with pytest.raises(TransportError) as error:
             async with connect(url, seen, pace):
@@ -278,7 +279,7 @@ async def test_the_index_goes_out_with_a_joint(server, seen, quick):
             await socket.receive_json()
             await socket.receive_json()
             link.send([JointValue("Jaw", 1.5, 5), JointValue("Elbow", 2.5)])
-            message = await socket.receive_json(timeout=3)
+            message = await socket.receive_json(timeout=30)
     assert message["data"] == [{"name": "Jaw", "value": 1.5, "index": 5}, {"name": "Elbow", "value": 2.5}]
 
 
@@ -451,13 +452,13 @@ async def test_after_a_restart_of_the_server_rooms_are_made_again_and_joined_wit
     assert await server.rooms("robotics", "w") == set()
 
 
-async def test_a_link_that_swallows_everything_is_lost_after_two_heartbeats(proxy, seen, quick, until):
+async def test_a_link_that_swallows_everything_is_lost_after_two_heartbeats(proxy, seen, quick, until, pauses):
     async with connect(proxy.url, seen, quick):
         await asyncio.sleep(quick.heartbeat / 2)
         proxy.carries.clear()
-        began = asyncio.get_running_loop().time()
+        began = time.monotonic()
         down = (await until(lambda: seen.of(LinkDown)))[0]
-        assert asyncio.get_running_loop().time() - began <= 2.2 * quick.heartbeat + 0.3
+        assert pauses.running(began) <= 2.2 * quick.heartbeat + 0.3
         assert "no answer to a heartbeat" in down.reason
         proxy.carries.set()
         proxy.cut()

@@ -90,7 +90,7 @@ def is_colour(image, colour):
     return np.abs(image.astype(int) - colour).mean() < 3
 
 
-async def see(seen, until, colour, camera="front", within=10.0):
+async def see(seen, until, colour, camera="front", within=30.0):
     return await until(
         lambda: any(name == camera and is_colour(image, colour) for name, image, _ in seen.frames), within
     )
@@ -158,7 +158,7 @@ def test_it_works_under_uvloop(quick):
             join_robot(url, link.rooms, quick) as robot,
             filming(robot, GREEN),
         ):
-            for _ in range(600):
+            for _ in range(6000):
                 if any(is_colour(image, GREEN) for _, image, _ in frames):
                     break
                 await asyncio.sleep(0.005)
@@ -187,7 +187,7 @@ async def test_the_last_picture_before_a_pause_arrives(server, seen, quick, unti
             await see(seen, until, RED)
         await asyncio.sleep(0.1)
         robot.show("front", picture(GREEN))
-        await see(seen, until, GREEN, within=2)
+        await see(seen, until, GREEN)
 
 
 async def test_a_second_offer_replaces_the_first(server, seen, quick, until):
@@ -244,14 +244,15 @@ async def test_a_robot_killed_without_goodbye_is_replaced_by_the_next(server, se
             sys.executable, "-c", ROBOT, json.dumps(server.url), rooms, json.dumps(RED), cwd=ROOT
         )
         try:
-            await see(seen, until, RED, within=15)
+            await see(seen, until, RED)
         finally:
             os.kill(robot.pid, signal.SIGKILL)
             await robot.wait()
-        await asyncio.sleep(0.2)
-        count = len(seen.frames)
-        await asyncio.sleep(0.2)
-        assert len(seen.frames) == count
+        count = -1
+        async with asyncio.timeout(30):
+            # What it had sent is decoded, and nothing more comes.
+            while count != (count := len(seen.frames)):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
         async with join_robot(server.url, link.rooms, quick) as robot, filming(robot, GREEN):
             await see(seen, until, GREEN)
 
