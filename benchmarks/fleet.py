@@ -152,20 +152,16 @@ class Side:
             await asyncio.sleep(0.002)
         return found
 
-
-async def chained(
-    policy: str, size: int, device: str, batches: int, frame: tuple[int, int] | None = None
-) -> list[float]:
-    """Seconds from the end of a full batch to the end of the next, while others wait already: two groups of ``size``
-    robots that take turns, in an engine that knows no larger batch.
-    """
-    ends: list[tuple[float, bool]] = []
-    async with Side(policy, sorted({1, size}), (device,), frame) as side:
-        seen = side.observations(size)
+    async def chained(self, size: int, batches: int) -> list[float]:
+        """Seconds from the end of a full batch to the end of the next, while others wait already: two groups of so many
+        robots that take turns. The engine should know no larger batch.
+        """
+        ends: list[tuple[float, bool]] = []
+        seen = self.observations(size)
 
         async def ask(observation: Mapping[str, np.ndarray]) -> int:
             due = time.monotonic() + COMPILED_WITHIN
-            return (await side.engine.submit(side.served, observation, due=due)).batch
+            return (await self.engine.submit(self.served, observation, due=due)).batch
 
         async def group() -> None:
             while len(ends) < batches:
@@ -173,7 +169,7 @@ async def chained(
                 ends.append((time.perf_counter(), set(together) == {size}))
 
         await asyncio.gather(group(), group())
-    return [end - before for (before, _), (end, is_full) in pairwise(ends) if is_full]
+        return [end - before for (before, _), (end, is_full) in pairwise(ends) if is_full]
 
 
 async def most(ride: Callable[[int], Any], start: int, largest: int, tell: Callable[[int, Ridden], None]) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import act_latency, pictures
-from benchmarks.fleet import Ridden, Side, chained, most
+from benchmarks.fleet import Ridden, Side, most
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
 
 GROWING = (1, 2, 4, 8, 16, 32)
@@ -41,22 +41,24 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
     if options.two_lanes:
         sides[TWO] = (sizes, (device, device))
     found: dict[str, Any] = {"most_robots": {}, "growing": {}, "together_ms": {}, "tried": {}}
-    if not options.big:  # what fleets are planned with (fleet_sim)
-        found["chained_ms"] = {}
-        for size in sizes:
-            taken = [
-                seconds
-                for _ in range(3)
-                for seconds in await chained(policy, size, device, max(options.rounds * 20 // size, 20), options.frame)
-            ]
-            found["chained_ms"][str(size)] = percentiles(taken, (50, 90)) | {"batches": len(taken)}
-            print(f"batches of {size}, one after the other:", json.dumps(found["chained_ms"][str(size)]), flush=True)
     async with AsyncExitStack() as stack:
         ready = {
             name: await stack.enter_async_context(Side(policy, *side, options.frame)) for name, side in sides.items()
         }
+        chains: dict[int, Side] = {}
+        if not options.big:  # what fleets are planned with (fleet_sim)
+            for size in sizes:
+                side = Side(policy, sorted({1, size}), (device,), options.frame)
+                chains[size] = await stack.enter_async_context(side)
+        chained: dict[int, list[float]] = {size: [] for size in chains}
+
+        async def follow() -> None:
+            for size, side in chains.items():
+                chained[size] += await side.chained(size, max(options.rounds * 10 // size, 10))
+
         found["batch_ms"] = {name: side.served.costs.milliseconds() for name, side in ready.items()}
         print("batches:", json.dumps(found["batch_ms"]), flush=True)
+        await follow()
         for robots in GROWING:
             answers: dict[str, list[float]] = {name: [] for name in ready}
             for _ in range(3):
@@ -76,6 +78,7 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
                 async def ride(robots: int, side: Side = side, period: float = period) -> Ridden:
                     return await side.ride(robots, period, options.seconds)
 
+                await follow()
                 found["most_robots"][rate][name] = await most(ride, 8, options.most, tell)
         growing = next(iter(periods.values()))
         for name, side in ready.items():
@@ -84,6 +87,12 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
                 for robots in GROWING
                 if robots <= options.most
             ]
+        await follow()
+    if chained:
+        found["chained_ms"] = {
+            str(size): percentiles(taken, (50, 90)) | {"batches": len(taken)} for size, taken in chained.items()
+        }
+        print("batches one after the other:", json.dumps(found["chained_ms"]), flush=True)
     found["ratios"] = {
         rate: {name: round(count / max(counts[ONE], 1), 2) for name, count in counts.items() if name != ONE}
         for rate, counts in found["most_robots"].items()
