@@ -95,7 +95,7 @@ def serving(command: str, folder: Path, environment: dict[str, str]) -> Iterator
         yield found[1]
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=90)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the guide's commands want curl")
@@ -114,7 +114,7 @@ def test_the_commands_run_and_answer_what_python_answers(ran: Ran) -> None:
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=90,
                 check=False,
             )
             assert run.returncode == 0, f"{line}\n{run.stdout}\n{run.stderr}"

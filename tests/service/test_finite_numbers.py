@@ -59,16 +59,16 @@ def answered():
             async with http.ws_connect(f"{ROOM}/ws") as consumer, http.ws_connect(f"{ROOM}/ws") as producer:
                 for socket, role in ((consumer, "consumer"), (producer, "producer")):
                     await socket.send_json({"participant_id": role, "role": role})
-                    while (await socket.receive_json(timeout=5))["type"] != "joined":
+                    while (await socket.receive_json(timeout=30))["type"] != "joined":
                         pass
                 for number in NUMBERS:
                     update = (
                         '{"type": "joint_update", "data": [{"name": "Jaw", "value": 1}, {"name": "Pitch", "value": @}]}'
                     )
                     await producer.send_str(update.replace("@", number))
-                    found["producer", number] = (await producer.receive_json(timeout=5))["type"]
+                    found["producer", number] = (await producer.receive_json(timeout=30))["type"]
                 await producer.send_json({"type": "joint_update", "data": [{"name": "Jaw", "value": 7.0}]})
-                found["consumer"] = await consumer.receive_json(timeout=5)
+                found["consumer"] = await consumer.receive_json(timeout=30)
             async with http.get("/sessions") as told:
                 found["sessions"] = await told.json()
         return found

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from tests.stub_hub.webhooks import SUSPENDED, Webhook
 
 LOST = 0  # in place of a status: sent by the Hub, but no answer
+GATHER = 5.0  # seconds in which the next of those that are mixed up has to come
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Deliveries:
             self._waiting.put((delivery,) * self.plan.copies)
         return delivery
 
-    def settle(self, timeout: float = 10.0) -> None:
+    def settle(self, timeout: float = 60.0) -> None:
         """Wait until all of them were sent.
 
         Raises:
@@ -113,7 +114,7 @@ class Deliveries:
             batch, taken = list(first), 1
             while taken < self.plan.reorder:
                 try:
-                    further = self._waiting.get(timeout=0.2)
+                    further = self._waiting.get(timeout=GATHER)
                 except queue.Empty:
                     break
                 if further is None:

@@ -22,6 +22,7 @@ class Failure:
         retry_after: seconds that a 429 asks the client to wait.
         released: set it and what hangs goes on as a dropped connection.
         met: requests that it has met so far.
+        held: answers that it has held back so far, of those that hang or stall.
     """
 
     pattern: str
@@ -31,10 +32,16 @@ class Failure:
     retry_after: int = 0
     released: threading.Event = field(default_factory=threading.Event)
     met: int = 0
+    held: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.how, int) and self.how not in HOWS:
             raise ValueError(f"how {self.how!r}: wanted an HTTP status or one of {', '.join(HOWS)}")
+
+    def hold(self) -> None:
+        """Wait until it is released."""
+        self.held += 1
+        self.released.wait()
 
     def is_for(self, line: str) -> bool:
         return (self.times is None or self.met < self.times) and re.search(self.pattern, line) is not None

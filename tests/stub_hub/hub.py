@@ -94,7 +94,7 @@ class StubHub:
         """Every delivery so far."""
         return self.deliveries.log
 
-    def settle(self, timeout: float = 10.0) -> None:
+    def settle(self, timeout: float = 60.0) -> None:
         """Wait until every delivery was sent; see `Deliveries.settle`."""
         self.deliveries.settle(timeout)
 
@@ -296,7 +296,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         answer = self.server.hub.answer(Request(self.command, self.path, headers, body))
         if isinstance(answer, Failure):
             if answer.how == "hang":
-                answer.released.wait()
+                answer.hold()
             return
         sent = answer.body if self.command != "HEAD" else b""
         self.send_response(answer.status)
@@ -309,7 +309,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(sent[: len(sent) // 2])
         self.wfile.flush()
         if answer.breaks.how == "stall":
-            answer.breaks.released.wait()
+            answer.breaks.hold()
 
     do_HEAD = do_POST = do_DELETE = do_PUT = do_GET
 

@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from tests.stub_hub import DeliveryPlan, Receiver
 # The peer: delivers no policies; a handler that loads would load four times.
 async def test_a_publish_of_four_commits_is_one_swap_to_the_last(world: World) -> None:
     """Deliveries come twice, in any order, over HTTP, into another thread."""
-    await world.restart(replace(SETTINGS, quiet=0.5))
+    all_came, begin = threading.Event(), time.monotonic()
+    world.now = lambda: time.monotonic() if all_came.is_set() else begin
     with Receiver(world.deployments.hint) as receiver:
         api = HfApi(endpoint=world.hub.url, token="hf_someone")
         hook = await asyncio.to_thread(
@@ -27,6 +29,7 @@ async def test_a_publish_of_four_commits_is_one_swap_to_the_last(world: World) -
         new = policy(1)
         made = [world.hub.push(REPO, {name: new[name]}) for name in reversed(new)]
         await asyncio.to_thread(world.hub.settle)
+        all_came.set()
         await world.idle()
     assert len(receiver.got) == 8
     assert world.robots.of("swap") == [made[-1]]
@@ -97,7 +100,7 @@ async def test_a_file_that_never_arrives_whole_is_no_fault_of_the_commit(world: 
 
 
 async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World, tmp_path: Path) -> None:
-    hanging = HubSource(world.hub.url, cache=tmp_path / "other", limits=HubLimits(answer=0.5, download=10.0))
+    hanging = HubSource(world.hub.url, cache=tmp_path / "other", limits=HubLimits(answer=0.5, download=60.0))
     world.sources = lambda repo: hanging
     await world.restart()
     hangs = world.hub.script("GET .*/tree/", "hang")
@@ -107,6 +110,7 @@ async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World,
     left_behind = [thread for thread in threading.enumerate() if thread.name == "hub-call"]
     hangs.released.set()
     await until(lambda: not any(thread.is_alive() for thread in left_behind))
+    hanging.limits = HubLimits(answer=30.0, download=60.0, kept_free=0)  # it answers again, and may take its time
     sha = world.push(policy(2))
     await world.idle()
     assert world.robots["a"].sha == sha
@@ -496,7 +500,8 @@ async def test_a_repo_that_is_gone_is_an_alert_and_serving_goes_on(world: World)
     gone = pushed(None, event={"action": "delete", "scope": "repo"}, updatedRefs=None)
     reading = world.deployments.hint(gone, "1")
     assert reading.alert is not None
-    await until(lambda: world.results == ["alert"])
+    await until(lambda: world.events)  # which comes after the record
+    assert world.results == ["alert"]
     assert world.deployments.list()[0].reason == "repo_deleted"
     assert world.events[-1][0] == "policy.alert"
     assert world.robots.steps == []

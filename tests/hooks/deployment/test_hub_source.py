@@ -58,7 +58,7 @@ async def test_what_the_hub_does_wrong_has_a_code(
     hub.push(REPO, policy(1))
     hub.script("GET /api/models/", how, times=None, **details)
     with pytest.raises(SourceError, match=REPO) as raised:
-        await limited(hub, tmp_path, answer=0.3 if how == "hang" else 10.0).head(REPO, "main")
+        await limited(hub, tmp_path, answer=0.3 if how == "hang" else 30.0).head(REPO, "main")
     assert raised.value.code == code
 
 

@@ -1,6 +1,7 @@
 """Sessions without robots that do as they are told, and everything around them."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from hooks.payload import WebhookPayload
 from tests import waiting
 from tests.stub_hub import StubHub
 
-until = partial(waiting.until, within=10.0)
+until = partial(waiting.until, within=30.0)
 
 REPO = "someone/arm"
 
@@ -116,13 +117,14 @@ SETTINGS = DeploymentSettings(quiet=0.1, longest=5.0, poll=None, transfer_pause=
 
 
 class World:
-    """Everything together; `events` is what was told to the outside."""
+    """Everything together; `events` is what was told to the outside, `now` the clock that hints are held by."""
 
     def __init__(self, hub: StubHub, robots: Robots, sources: Callable[[str], Source], folder: Path):
         self.hub = hub
         self.robots = robots
         self.sources = sources
         self.database = folder / "deployments.sqlite"
+        self.now: Callable[[], float] = time.monotonic
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.deployments = self.opened()
         self._running: asyncio.Task[None] | None = None
@@ -134,6 +136,7 @@ class World:
             database=self.database,
             settings=settings,
             on_event=lambda event, data: self.events.append((event, data)),
+            now=lambda: self.now(),
         )
 
     def start(self) -> None:

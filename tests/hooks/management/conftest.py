@@ -2,12 +2,18 @@
 
 import http.server
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 
+from hooks.limits import begin
 from hooks.management import WebhooksClient
 from tests.stub_hub import StubHub
+from tests.stub_hub.failures import Failure
+
+Result = TypeVar("Result")
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +41,27 @@ def stub() -> Iterator[StubHub]:
 @pytest.fixture
 def client(stub) -> WebhooksClient:
     return WebhooksClient(stub.url, "hf_token")
+
+
+@pytest.fixture
+def limit_ends_at(monkeypatch) -> Callable[[Failure], None]:
+    """Let the limit of a call be over as soon as this failure holds its answer back, and never by the clock.
+
+    A limit that is short enough for a test is over before anything was sent when the machine stands still for a while.
+    """
+
+    def set_limit(failure: Failure) -> None:
+        def within(seconds: float, work: Callable[[], Result]) -> Result:
+            held, future = failure.held, begin(work)
+            while not future.done():
+                if failure.held > held:
+                    raise TimeoutError(f"not done in {seconds:g} s")
+                time.sleep(0.002)
+            return future.result()
+
+        monkeypatch.setattr("hooks.management.hub.within", within)
+
+    return set_limit
 
 
 class Receiver:

@@ -23,18 +23,18 @@ def quick(stub, timeout: float = 0.3) -> WebhooksClient:
 
 # The peer: waits for ever.
 @pytest.mark.parametrize("how", ["hang", "stall"])
-def test_a_hub_that_hangs_is_an_error_within_the_limit(stub, how):
+def test_a_hub_that_hangs_is_an_error_within_the_limit(stub, how, pauses):
     stub.script("GET", how, None)
     began = time.monotonic()
     with pytest.raises(HubSilent, match="did not answer GET") as caught:
-        quick(stub).list_webhooks()
-    assert 0.3 <= time.monotonic() - began < 1.3
+        quick(stub, timeout=1.0).list_webhooks()  # and that is time enough to ask
+    assert 1.0 <= time.monotonic() - began < 2.0 + pauses.lost(began)
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, HubTrouble)
     assert caught.value.was_sent
 
 
-def test_a_hub_that_gives_one_byte_at_a_time_is_an_error_within_the_limit(stub, monkeypatch):
+def test_a_hub_that_gives_one_byte_at_a_time_is_an_error_within_the_limit(stub, monkeypatch, pauses):
     """Each read is quick enough for the HTTP client, all of them together are not for us."""
     ended = threading.Event()
 
@@ -50,7 +50,7 @@ def test_a_hub_that_gives_one_byte_at_a_time_is_an_error_within_the_limit(stub, 
     began = time.monotonic()
     with pytest.raises(HubSilent):
         quick(stub).list_webhooks()
-    assert time.monotonic() - began < 1.3
+    assert pauses.running(began) < 1.3
     ended.set()
 
 
@@ -81,7 +81,7 @@ def test_what_would_be_sent_after_the_limit_is_not_sent(stub, monkeypatch):
     request = session.request
 
     def slow(*arguments, **named):
-        found.wait(5)
+        found.wait(60)
         try:
             return request(*arguments, **named)
         finally:
@@ -92,7 +92,7 @@ def test_what_would_be_sent_after_the_limit_is_not_sent(stub, monkeypatch):
         quick(stub).create_webhook(url=URL, watched="model:someone/arm")
     assert not caught.value.was_sent
     found.set()
-    assert done.wait(5)
+    assert done.wait(60)
     assert stub.requests == []
     assert not stub.webhooks
 
@@ -112,29 +112,31 @@ def test_what_may_be_repeated_is(stub, client, how, met):
         assert len(stub.requests) == met
 
 
-def test_a_429_is_waited_for_as_long_as_it_asks(stub, client):
+def test_a_429_is_waited_for_as_long_as_it_asks(stub, client, pauses):
     stub.script("GET", 429, 1, retry_after=1)
     began = time.monotonic()
     assert client.list_webhooks() == []
-    assert 1 <= time.monotonic() - began < 2
+    assert 1 <= time.monotonic() - began < 2 + pauses.lost(began)
     assert len(stub.requests) == 2
 
 
-def test_a_429_that_asks_for_more_than_the_limit_is_an_error_at_once(stub, client):
+def test_a_429_that_asks_for_more_than_the_limit_is_an_error_at_once(stub, client, pauses):
     stub.script("GET", 429, None, retry_after=300)
     began = time.monotonic()
     with pytest.raises(HubRefused, match="it asks to wait 300 s") as caught:
         client.list_webhooks()
-    assert time.monotonic() - began < 1
+    assert pauses.running(began) < 1
     assert caught.value.status == 429
     assert len(stub.requests) == 1
 
 
 @pytest.mark.parametrize("how", [429, 500, 503, "drop", "hang", "cut"])
-def test_a_webhook_is_never_asked_for_twice(stub, how):
-    stub.script("POST", how, None)
+def test_a_webhook_is_never_asked_for_twice(stub, client, how, limit_ends_at):
+    failure = stub.script("POST", how, None)
+    if how == "hang":
+        limit_ends_at(failure)
     with pytest.raises(HubTrouble):
-        quick(stub).create_webhook(url=URL, watched="model:someone/arm")
+        client.create_webhook(url=URL, watched="model:someone/arm")
     assert [request.method for request in stub.requests] == ["POST"]
 
 
@@ -155,10 +157,10 @@ def test_a_deletion_that_was_done_before_its_answer_broke_off_is_done(stub, clie
     assert [request.method for request in stub.requests] == ["DELETE", "DELETE"]
 
 
-def test_a_hub_that_is_not_there_is_said(stub):
+def test_a_hub_that_is_not_there_is_said(stub, client):
     stub.close()
     with pytest.raises(HubUnreachable, match="cannot be reached") as caught:
-        quick(stub).list_webhooks()
+        client.list_webhooks()
     assert isinstance(caught.value, ConnectionError)
     assert not caught.value.was_sent
 

@@ -78,7 +78,7 @@ def serving() -> Callable[..., AbstractAsyncContextManager[Sender]]:
     return serve
 
 
-async def ended(receiver: Receiver, event_id: str | None = None, *, within: float = 10.0) -> None:
+async def ended(receiver: Receiver, event_id: str | None = None, *, within: float = 60.0) -> None:
     """Wait until this event has ended, or all have."""
     async with asyncio.timeout(within):
         while any(  # noqa: ASYNC110 (only the inbox knows)

@@ -15,6 +15,7 @@ from hooks.receiving.event import Event, Status
 from hooks.receiving.inbox import Inbox
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import ReceiverSettings
+from tests import waiting
 
 QUICK = {"backoff": 0.001, "longest_backoff": 0.002}
 
@@ -61,12 +62,12 @@ async def test_no_more_run_at_one_time_than_may(serving, make_payload, until, li
 
     def sync(payload: dict) -> None:
         enter(1)
-        barrier.wait(5)
+        barrier.wait(30)
         enter(-1)
 
     async def later(payload: dict) -> None:
         enter(1)
-        await asyncio.wait_for(pair.wait(), 5)
+        await asyncio.wait_for(pair.wait(), 30)
         enter(-1)
 
     receiver.add(sync if limit == "threads" else later, "x", mode="queue", concurrency=2 if limit == "own" else None)
@@ -211,7 +212,7 @@ async def test_a_run_that_takes_too_long_has_failed(serving, make_payload, until
 
     def sync(event: Event) -> None:
         runs.append("sync")
-        goes_on.wait(10)
+        goes_on.wait(60)
 
     receiver.add(later, mode="queue", timeout=0.02)
     receiver.add(sync, mode="queue", timeout=0.02)
@@ -220,6 +221,7 @@ async def test_a_run_that_takes_too_long_has_failed(serving, make_payload, until
             await sender.post(f"/webhooks/{path}", make_payload())
         await until(receiver)
         dead = {event.path: event.error for event in await receiver.events(status=Status.DEAD)}
+        await waiting.until(lambda: "sync" in runs, within=30.0)  # its thread may begin after its time
     goes_on.set()
     # The sync one still runs in its thread: beside itself it must not run.
     assert sorted(runs) == ["later", "later", "sync"]
@@ -232,12 +234,13 @@ async def test_a_sync_run_that_goes_on_is_not_handed_back_to_its_sender(serving,
 
     def sync(event: Event) -> None:
         runs.append(event.attempt)
-        goes_on.wait(10)
+        goes_on.wait(60)
 
     receiver.add(sync, timeout=0.02)
     async with serving(receiver) as sender:
         same = {"webhook-id": "1"}
         told = [await sender.post("/webhooks/sync", make_payload(), headers=same) for _ in range(2)]
+        await waiting.until(lambda: runs, within=30.0)  # its thread may begin after its time
     goes_on.set()
     assert [one.status for one in told] == [500, 200]
     assert told[1].json["status"] == "dead"
@@ -381,7 +384,7 @@ async def test_another_process_replays_and_the_running_receiver_picks_it_up(serv
         with Inbox(tmp_path / "e.sqlite3") as inbox:
             [event] = inbox.list(status="done")
             assert inbox.replay(event.id).status is Status.WAITING
-            await asyncio.wait_for(again.wait(), 1.0)
+            await asyncio.wait_for(again.wait(), 30)
             with pytest.raises(UnknownEvent, match="no event 'e9'"):
                 inbox.replay("e9")
     assert attempts == [1, 2]

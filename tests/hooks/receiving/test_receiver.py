@@ -20,6 +20,7 @@ from hooks.receiving.event import Event, Status
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import ReceiverSettings
 from hooks.signatures import sign_github, sign_standard
+from tests.pauses import Pauses
 
 SECRET = "a-secret-of-sixteen"
 SIGNED = {"x-webhook-secret": SECRET}
@@ -148,7 +149,9 @@ async def test_other_methods_are_405(serving, method: str) -> None:
 
 
 # The peer: 200.
-async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving) -> None:
+async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
+    # Where it takes longer to send, the connection may end before the answer is read.
+    monkeypatch.setattr("hooks.receiving.body.DRAINED_WITHIN", 60.0)
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
     receiver.add(echo)
 
@@ -313,13 +316,15 @@ async def test_without_an_id_an_equal_body_is_a_duplicate_for_a_while(serving) -
 
 
 # The peer: a sender of a handler of 60 s waits 60 s.
-async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(serving, make_payload, until) -> None:
+async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
+    serving, make_payload, until, pauses: Pauses
+) -> None:
     receiver = Receiver(ReceiverSettings(answer_within=0.05))
     goes_on, runs = threading.Event(), []
 
     def slow(payload: dict) -> str:
         runs.append(payload)
-        assert goes_on.wait(10)
+        assert goes_on.wait(60)
         return "done"
 
     receiver.add(slow)
@@ -327,7 +332,7 @@ async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(s
     async with serving(receiver) as sender:
         began = time.monotonic()
         told = await sender.post("/webhooks/slow", make_payload(), headers=same)
-        assert time.monotonic() - began < 1
+        assert pauses.running(began) < 1
         assert told.status == 202
         assert told.json == {"status": "accepted", "event_id": told.json["event_id"]}
         again = await sender.post("/webhooks/slow", make_payload(), headers=same)
@@ -348,7 +353,7 @@ async def test_queued_endpoints_are_told_202_at_once(serving, make_payload) -> N
     receiver.add(later, mode="queue")
     async with serving(receiver) as sender:
         assert (await sender.post("/webhooks/later", make_payload())).status == 202
-        await asyncio.wait_for(ran.wait(), 5)
+        await asyncio.wait_for(ran.wait(), 30)
 
 
 # The peer: 6.0 s, as three sync handlers of 2 s run on its loop; benchmarks/webhook_receive.py has both.
@@ -358,7 +363,7 @@ async def test_unrelated_requests_are_quick_while_slow_sync_handlers_run(serving
 
     def slow(payload: dict) -> None:
         running.release()
-        assert goes_on.wait(10)
+        assert goes_on.wait(60)
 
     receiver.add(slow)
     receiver.add(lambda: "quick", "quick")
@@ -411,11 +416,11 @@ async def test_a_sender_that_goes_away_does_not_end_its_event(serving, make_payl
     receiver.add(slow)
     async with serving(receiver) as sender:
         task = asyncio.create_task(sender.post("/webhooks/slow", make_payload()))
-        await asyncio.wait_for(began.wait(), 5)
+        await asyncio.wait_for(began.wait(), 30)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         goes_on.set()
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), 30)
 
 
 async def test_an_error_of_the_handler_is_500_without_its_text_and_the_next_try_runs(

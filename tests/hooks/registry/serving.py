@@ -44,8 +44,17 @@ def settings(**changed: Any) -> RegistrySettings:
 
 async def until_known(registry: Registry) -> None:
     """Until the watched folder was read for the first time: only what changes after that is a change."""
-    for _ in range(1000):
+    for _ in range(3000):
         if (await registry.facts())["folders_known"]:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the folder was not read")
+
+
+async def until_delivered(registry: Registry, count: int) -> None:
+    """Until so many deliveries are written down as such."""
+    for _ in range(3000):
+        if (await registry.facts()).get("deliveries_delivered") == count:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not {count} were delivered")

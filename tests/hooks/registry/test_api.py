@@ -225,7 +225,7 @@ async def test_the_delivery_log_and_a_replay_to_where_it_points_now(served: Serv
     await served.registry.emit_repo("act", "b" * 40, "a" * 40)
     await target.wait_for(1)
     path = f"{BASE}/{made.id}/deliveries"
-    for _ in range(100):
+    for _ in range(3000):
         _, answer, _ = await served.request("GET", path)
         if answer["deliveries"][0]["status"] == "delivered":
             break

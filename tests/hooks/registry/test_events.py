@@ -44,7 +44,7 @@ async def log(registry: Registry, webhook: Webhook) -> list[dict[str, Any]]:
 
 
 async def until_finished(registry: Registry, webhook: Webhook) -> dict[str, Any]:
-    for _ in range(500):
+    for _ in range(3000):
         entries = await log(registry, webhook)
         if entries and all(entry["status"] != "waiting" for entry in entries):
             return entries[0]
@@ -171,7 +171,7 @@ async def test_a_webhook_that_says_410_is_disabled(registry: Registry, target: T
     target.answers = [web.Response(status=410)]
     await registry.emit_repo("lab/act", NEW, OLD)
     await target.wait_for(1)
-    for _ in range(200):
+    for _ in range(3000):
         if (await registry.management.get(webhook.id)).disabled:
             break
         await asyncio.sleep(0.01)
@@ -186,7 +186,7 @@ async def test_a_webhook_that_fails_again_and_again_is_suspended_until_it_is_ena
         target.answers = [web.Response(status=500) for _ in range(4)]
         await registry.emit_repo("lab/act", NEW, OLD)
         await registry.emit_repo("lab/act", OLD, NEW)
-        for _ in range(300):
+        for _ in range(3000):
             if (await registry.management.get(webhook.id)).disabled:
                 break
             await asyncio.sleep(0.01)

@@ -4,17 +4,20 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from watchfiles import awatch
 
 from hooks.deployment.folder_source import FolderSource
 from hooks.registry.folders import Quiet, Stopped, look_at, sha_of
 from hooks.registry.registry import Registry
 from hooks.registry.watcher import FolderWatcher
-from tests.hooks.registry.serving import settings, until_known
+from tests.hooks.registry.serving import settings, until_delivered, until_known
 from tests.hooks.sending.target import TargetServer, target_server, until
+from tests.pauses import Pauses
 
 GO_ON = threading.Event()
 
@@ -34,17 +37,16 @@ class Heard(list):
 
 
 @pytest.fixture
-async def heard(tmp_path: Path) -> AsyncIterator[Heard]:
+async def heard(tmp_path: Path, pauses: Pauses) -> AsyncIterator[Heard]:
     heard = Heard()
     watcher = FolderWatcher({"act": tmp_path / "act"}, heard.settled, quiet=0.15, poll=30.0)
     running = asyncio.create_task(watcher.run())
     await asyncio.sleep(0.1)
     yield heard
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+    began = time.monotonic()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert loop.time() - began < 1.0
+    assert pauses.running(began) < 1.0
 
 
 def test_quiet_is_counted_from_the_last_move() -> None:
@@ -165,11 +167,19 @@ async def test_a_folder_that_moves_while_it_is_read_is_read_again(
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_folder_that_is_not_there_is_said_once_and_looked_at_now_and_then(tmp_path: Path, caplog) -> None:
-    heard = Heard()
+async def test_a_folder_that_is_not_there_is_said_once_and_looked_at_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    heard, watched = Heard(), []
     folder = tmp_path / "not" / "there" / "act"
+
+    def watch(path: Path, **options):
+        watched.append(path)
+        return awatch(path, **options)
+
+    monkeypatch.setattr("hooks.registry.watcher.awatch", watch)
     running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=0.02).run())
-    await asyncio.sleep(0.15)
+    await until(lambda: watched.count(folder) > 3)
     assert [line.count(f"{folder} is not there") for line in caplog.messages] == [1]
     write_policy(folder)
     await until(lambda: len(heard) == 1)
@@ -190,6 +200,7 @@ async def test_a_change_reaches_the_webhooks_once_and_the_same_content_never(tmp
             assert target.got == []
             write_policy(folder, b"second")
             await target.wait_for(1)
+            await until_delivered(registry, 1)  # what is under way at the end is sent again
         second = sha_of(folder, GO_ON)
         body = target.got[0].json
         assert body["repo"]["headSha"] == second

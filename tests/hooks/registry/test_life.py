@@ -20,6 +20,7 @@ from hooks.registry.settings import RegistrySettings
 from hooks.sending.resolver import resolve
 from tests.hooks.registry.serving import TOKEN, serve, settings, until_known
 from tests.hooks.sending.target import Delivery, target_server
+from tests.pauses import Pauses
 
 # A process of its own: makes the webhook at its first start, emits events to a number, and says when each is queued.
 SERVER = """
@@ -56,7 +57,7 @@ class Process:
             self.queued = int(line)
 
     async def until_queued(self, number: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.queued < number and self._process.poll() is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
@@ -81,11 +82,11 @@ async def test_a_server_killed_in_the_middle_of_a_delivery_makes_it_again_with_t
     async with target_server() as target:
         target.gate.clear()
         first = Process(tmp_path / "registry.sqlite3", target.url, 0, 1)
-        await target.wait_for(1, within=20)
+        await target.wait_for(1, within=60)
         first.kill()
         target.gate.set()
         second = Process(tmp_path / "registry.sqlite3", target.url, 0, 0)
-        await target.wait_for(2, within=20)
+        await target.wait_for(2, within=60)
         second.kill()
         assert len({delivery.id for delivery in target.got}) == 1
         assert len({delivery.body for delivery in target.got}) == 1
@@ -104,7 +105,7 @@ async def test_no_event_is_lost_and_each_keeps_its_id_over_kills_at_random_momen
             emitted = process.kill() + 1
             assert emitted > 0, f"kill {kill}"
         process = Process(tmp_path / "registry.sqlite3", target.url, emitted, count)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while len(numbers(target.got)) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         process.kill()
@@ -117,7 +118,7 @@ async def test_no_event_is_lost_and_each_keeps_its_id_over_kills_at_random_momen
             assert firsts == sorted(firsts)
 
 
-async def test_it_stops_in_time_while_a_target_hangs_and_a_folder_is_watched(tmp_path: Path) -> None:
+async def test_it_stops_in_time_while_a_target_hangs_and_a_folder_is_watched(tmp_path: Path, pauses: Pauses) -> None:
     (tmp_path / "act").mkdir()
     made = settings(database=tmp_path / "registry.sqlite3", folders={"act": tmp_path / "act"})
     async with target_server() as target:
@@ -127,7 +128,7 @@ async def test_it_stops_in_time_while_a_target_hangs_and_a_folder_is_watched(tmp
             await registry.emit_session("session.started", {})
             await target.wait_for(1)
             began = time.monotonic()
-        assert time.monotonic() - began < 2
+        assert pauses.running(began) < 2
 
 
 async def test_a_name_server_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +181,7 @@ def test_it_runs_on_the_event_loop_of_the_service(tmp_path: Path) -> None:
             await until_known(registry)
             (folder / "config.json").write_text("{ }")
             await target.wait_for(1)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not (tmp_path / "mark").exists():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 

@@ -42,12 +42,12 @@ class TargetServer:
         await self.gate.wait()
         return self.answers.pop(0) if self.answers else web.Response(text="fine")
 
-    async def wait_for(self, count: int, within: float = 10.0) -> None:
+    async def wait_for(self, count: int, within: float = 30.0) -> None:
         async with asyncio.timeout(within), self.arrived:
             await self.arrived.wait_for(lambda: len(self.got) >= count)
 
 
-async def until(is_so: Callable[[], object], within: float = 10.0) -> None:
+async def until(is_so: Callable[[], object], within: float = 30.0) -> None:
     """Wait for what tells nobody that it happened."""
     for _ in range(int(within / 0.01)):
         if is_so():

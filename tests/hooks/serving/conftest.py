@@ -41,7 +41,7 @@ def ask(url: str, payload: object = None, *, method: str | None = None, **header
     named = {name.replace("_", "-"): text for name, text in headers.items()}
     request = urllib.request.Request(url, data=body, method=method, headers=named)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return Told(answer.status, answer.read().decode(), answer.headers)
     except urllib.error.HTTPError as refused:
         return Told(refused.code, refused.read().decode(), refused.headers)
@@ -100,7 +100,7 @@ def script(tmp_path: Path, environment: dict[str, str]) -> Script:
                 if line.startswith("Go to "):
                     break
             else:
-                raise AssertionError(f"it did not serve: {told} {process.communicate(timeout=10)[1]}")
+                raise AssertionError(f"it did not serve: {told} {process.communicate(timeout=60)[1]}")
             yield process, next(line.split()[-1] for line in told if line.startswith("Running on local URL"))
         finally:
             if process.poll() is None:
@@ -113,5 +113,5 @@ def script(tmp_path: Path, environment: dict[str, str]) -> Script:
 def end(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[int, str]:
     """The exit code after a signal, and what was said on standard error."""
     process.send_signal(number)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     return process.returncode, errors

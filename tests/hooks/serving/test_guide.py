@@ -88,7 +88,7 @@ def test_the_commands_run_beside_what_they_start(hub, surroundings, tmp_path):
             assert done.returncode == 0, (line, done.stdout, done.stderr)
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert process.returncode == 0
     assert len(hub.webhooks) == 1
 

@@ -71,16 +71,16 @@ def test_without_a_program_share_fails_and_says_what_to_install(make, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "within", "message"),
     [
-        ("#!/bin/sh\necho no such account; exit 3\n", r"ended with 3; it said:\n +no such account"),
-        ("#!/bin/sh\nexec /bin/sleep 60\n", "told no address within 0.5 s; it said: nothing"),
+        ("#!/bin/sh\necho no such account; exit 3\n", 60, r"ended with 3; it said:\n +no such account"),
+        ("#!/bin/sh\nexec /bin/sleep 60\n", 0.5, "told no address within 0.5 s; it said: nothing"),
     ],
 )
-async def test_a_program_without_an_address_is_an_error_with_its_words(install, text, message):
+async def test_a_program_without_an_address_is_an_error_with_its_words(install, text, within, message):
     program = install(text=text)
     with pytest.raises(TunnelFailed, match=message):
-        async with tunnel(Program((str(program),), "https://.*"), "http://127.0.0.1:1", within=0.5):
+        async with tunnel(Program((str(program),), "https://.*"), "http://127.0.0.1:1", within=within):
             pass
 
 
@@ -115,7 +115,7 @@ def test_a_killed_server_takes_its_tunnel_along(install, tmp_path):
     process.wait()
     process.stdin.close()
     process.stdout.close()
-    assert watch.wait(15) == 0
+    assert watch.wait(60) == 0
 
 
 def test_the_program_is_the_one_that_is_named_or_the_first_that_is_installed(install, tmp_path):
