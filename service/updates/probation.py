@@ -25,7 +25,8 @@ class ProbationSettings:
         step: how far a command may change from one tick to the next, as a part of the joint's range; at least 1.5 times
             what the policy before did.
         starvations: how often it may let the queue run dry.
-        missed: part of the ticks that may be missed (two in any case).
+        missed: part of all its ticks that may be missed (two in any case), be it at once: a machine that others use,
+            too, stands still for a moment now and then, and a robot meanwhile.
     """
 
     seconds: float = 30.0
@@ -150,8 +151,9 @@ class Probation:
         if (dry := now.starvations - self.first.starvations) > settings.starvations:
             return "starved", f"the queue ran dry {dry} times on its probation"
         missed, ticks = now.missed_ticks - self.first.missed_ticks, now.ticks - self.first.ticks
-        if missed > max(2, settings.missed * ticks):
-            return "missed_ticks", f"{missed} of {ticks} ticks were missed on its probation"
+        allowed = max(2, int(settings.missed * settings.seconds / drive.control.period))
+        if missed > allowed:
+            return "missed_ticks", f"{missed} of {ticks} ticks were missed on its probation, {allowed} may be"
         step = drive.control.largest_step
         if (step > self._allowed).any():
             joint = int(np.argmax(step / self._allowed))

@@ -25,7 +25,7 @@ from service.sessions.sessions import NewSession, Session, Sessions, SessionSett
 from service.transport.memory import MemoryTransport
 from service.updates.gates import Limits, Verdict
 from service.updates.probation import ProbationSettings
-from service.updates.rollout import Rollout, RolloutSettings
+from service.updates.rollout import RUNS, Rollout, RolloutSettings
 from tests import waiting
 from tests.faults.meter import Meter
 from tests.pauses import Pauses
@@ -106,11 +106,11 @@ async def rigged(
     seconds: float = 0.3,
     fade: float = 0.2,
     step: float = 0.15,
+    missed: float = 1e3,  # what a busy machine misses speaks against nobody here
     limits: Limits | None = None,
     stuck_after: float = 5.0,
 ) -> AsyncIterator[Rig]:
-    # What a busy machine misses speaks against nobody here.
-    probation = ProbationSettings(seconds=seconds, patience=patience, step=step, missed=1e3, starvations=1_000)
+    probation = ProbationSettings(seconds=seconds, patience=patience, step=step, missed=missed, starvations=1_000)
     made = Rig(RolloutSettings(limits or UNHURRIED, patience=patience, fade=fade, probation=probation), stuck_after)
     try:
         yield made
@@ -271,6 +271,27 @@ async def test_a_host_that_is_silent_for_a_while_says_nothing_against_the_policy
     assert session.policies.running.commit != NEXT, "it went back before the session failed"
 
 
+async def test_a_policy_is_slow_when_it_is_so_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.running()
+    engine, tried = rig.sessions.engine, list[float]()
+
+    async def try_out(served, observation, real=engine.try_out):
+        chunk, _ = await real(served, observation)
+        tried.append(60.0 if len(tried) in slow else 0.001)
+        return chunk, tried[-1]
+
+    monkeypatch.setattr(engine, "try_out", try_out)
+    slow = range(RUNS - 2, RUNS)  # the machine stood still for a moment
+    verdict = await rig.prepare(ScriptedPolicy())
+    assert verdict.reason is None, verdict.text
+    assert verdict.figures["inference_p90_ms"] == 1.0
+    assert len(tried) == 2 * RUNS
+    tried.clear()
+    slow = range(1000)
+    verdict = await rig.prepare(ScriptedPolicy(), sha="c" * 40)
+    assert (verdict.reason, len(tried)) == ("slow", 2 * RUNS)
+
+
 class Poisoned(ScriptedPolicy):
     def act(self, observation):
         return np.full_like(super().act(observation), np.nan)
@@ -335,6 +356,27 @@ async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_ses
     sent = len(rig.transport.link.sent)
     await until(lambda: len(rig.transport.link.sent) > sent + 10)
     assert str(session.stage) == "running"
+
+
+async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_more_of_them_are() -> None:
+    async with rigged(seconds=30.0, missed=0.02, limits=UNHURRIED) as rig:
+        session = await rig.running()
+        assert (await rig.prepare(ScriptedPolicy())).reason is None
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        assert session.drive is not None
+        control = session.drive.control
+        allowed = int(0.02 * 30.0 / control.period)
+        probation = asyncio.create_task(rig.rollout.probation("s", NEXT))
+        control.missed_ticks += allowed // 2  # all at once, right after it took over
+        looked = control.ticks + 20
+        await until(lambda: control.ticks > looked)
+        assert not probation.done()
+        control.missed_ticks += allowed
+        verdict = await probation
+        assert verdict.reason == "missed_ticks"
+        assert f"{allowed} may be" in verdict.text
+        assert session.policies.running is not None
+        assert session.policies.running.commit == SHA
 
 
 async def test_a_failure_of_the_very_first_inference_is_the_new_policys(watched: Rig) -> None:
