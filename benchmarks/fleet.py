@@ -35,6 +35,15 @@ class Ridden:
     wall: float = 0.0
     processor: float = 0.0
 
+    def add(self, other: "Ridden") -> None:
+        """Count what another ride of as many robots found, too."""
+        for mine, more in ((self.seconds, other.seconds), (self.late, other.late)):
+            mine += more
+        self.batches += other.batches
+        self.misses += other.misses
+        self.wall += other.wall
+        self.processor += other.processor
+
     def figures(self, robots: int) -> dict[str, Any]:
         answers = max(len(self.seconds), 1)
         return {

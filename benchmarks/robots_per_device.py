@@ -30,6 +30,7 @@ from benchmarks.fleet import Ridden, Side, most
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
 
 GROWING = (1, 2, 4, 8, 16, 32)
+TURNS = 3
 ONE, BATCHED, TWO = "one at a time", "batched", "batched, two lanes"
 
 
@@ -81,12 +82,13 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
                 await follow()
                 found["most_robots"][rate][name] = await most(ride, 8, options.most, tell)
         growing = next(iter(periods.values()))
-        for name, side in ready.items():
-            found["growing"][name] = [
-                (await side.ride(robots, growing, options.seconds)).figures(robots)
-                for robots in GROWING
-                if robots <= options.most
-            ]
+        for robots in (robots for robots in GROWING if robots <= options.most):
+            ridden = {name: Ridden() for name in ready}
+            for _ in range(TURNS):
+                for name, side in ready.items():
+                    ridden[name].add(await side.ride(robots, growing, options.seconds / TURNS))
+            for name, together in ridden.items():
+                found["growing"].setdefault(name, []).append(together.figures(robots))
         await follow()
     if chained:
         found["chained_ms"] = {
