@@ -62,7 +62,7 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
         await follow()
         for robots in GROWING:
             answers: dict[str, list[float]] = {name: [] for name in ready}
-            for _ in range(3):
+            for _ in range(TURNS):
                 for name, side in ready.items():
                     answers[name] += await side.together(robots, options.rounds)
             found["together_ms"][str(robots)] = {name: percentiles(taken, (50, 99)) for name, taken in answers.items()}
