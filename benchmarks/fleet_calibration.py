@@ -7,9 +7,12 @@ are used up to tell the simulation how long, and how fast that fades; all others
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
 
 from benchmarks.fleet_forming import Times
 
@@ -52,27 +55,17 @@ def calibrated(found: Mapping[str, Any], side: str) -> Machine:
     rows = {row["robots"]: row["answer_ms"]["p50"] / 1e3 for row in found["growing"][side]}
     if any(robots not in rows for robots in USED):
         return Machine(times, max(rows[min(rows)] - warm, 0.0))
-    always, cold, fading = _cooling([(1 / RATE / robots - rows[robots], rows[robots]) for robots in USED])
-    return Machine(times, max(always - warm, 0.0), cold, fading)
+    pauses = [1 / RATE / robots - rows[robots] for robots in USED]
+    return Machine(times, *_cooling(warm, np.array(pauses), np.array([rows[robots] for robots in USED])))
 
 
-def _cooling(rows: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """What three answers after three pauses, the longest first, say of ``always + cold * (1 - exp(-pause / fading))``;
-    all in seconds.
+def _cooling(warm: float, pauses: np.ndarray, rows: np.ndarray) -> tuple[float, float, float]:
+    """What comes nearest to answers after pauses that take ``front + warm + cold * (1 - exp(-pause / fading))``; all in
+    seconds, and none of them negative.
     """
-    (long, few), (middle, some), (short, many) = rows
-    if few <= many:
-        return many, 0.0, 1.0
-
-    def gone(fading: float) -> float:
-        """The share of the way from the longest pause to the shortest that the one in the middle has gone."""
-        far = math.exp(-long / fading)
-        return (math.exp(-middle / fading) - far) / (math.exp(-short / fading) - far)
-
-    least, largest = 1e-4, 1.0
-    for _ in range(50):
-        fading = math.sqrt(least * largest)
-        least, largest = (fading, largest) if gone(fading) < (few - some) / (few - many) else (least, fading)
-    fading = math.sqrt(least * largest)
-    cold = (few - many) / (math.exp(-short / fading) - math.exp(-long / fading))
-    return few - cold * (1 - math.exp(-long / fading)), cold, fading
+    found = (math.inf, 0.0, 0.0, 1.0)
+    for fading in np.geomspace(5e-4, 5e-2, 200):
+        kinds = np.stack([np.ones_like(rows), 1 - np.exp(-pauses / fading)], axis=1)
+        (front, cold), error = nnls(kinds / rows[:, None], (rows - warm) / rows)
+        found = min(found, (float(error), float(front), float(cold), float(fading)))
+    return found[1:]
