@@ -16,6 +16,7 @@ Last result: benchmarks/results/robots_per_device.json
 import argparse
 import asyncio
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -163,8 +164,10 @@ def main() -> None:
 
 
 def _size(text: str) -> tuple[int, int]:
-    height, width = text.split("x")
-    return int(height), int(width)
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no height and width, as 480x640")
+    return int(found[1]), int(found[2])
 
 
 def _first_device() -> str:
