@@ -14,7 +14,7 @@ from service.cluster.messages import EngineFacts, Refusal
 from service.cluster.remote_policy import RemotePolicy
 from service.engine.costs import Costs
 from service.engine.device_lane import DeviceGone, InputRefused, LaneClosed, Overdue
-from service.engine.served import Inference, InferenceStuck, Replica
+from service.engine.served import Frames, Inference, InferenceStuck, Replica, frames_of
 from service.errors import PolicyFailed
 
 # Seconds after which another engine is asked: three times what an answer usually takes, at least this, and so long
@@ -99,7 +99,7 @@ class RemoteLane:
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
         self._sender.submit(self._post, arguments, partial(hand_over, loop, outcome), outcome)
-        answer = asyncio.create_task(self._answer(outcome, replica, now))
+        answer = asyncio.create_task(self._answer(outcome, replica, frames_of(observation), now))
         answer.add_done_callback(is_heard)
         if may_move:
             usual = self._usual
@@ -118,14 +118,16 @@ class RemoteLane:
         usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
         return min(usual, self._stuck_after)
 
-    async def _answer(self, outcome: asyncio.Future[Any], replica: Replica, asked_at: float) -> Inference:
+    async def _answer(
+        self, outcome: asyncio.Future[Any], replica: Replica, frames: Frames, asked_at: float
+    ) -> Inference:
         done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
         if not done:
             raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
         total = time.monotonic() - asked_at
         inference = _inference(outcome.result(), total)
         self._took.learn(1, total)
-        replica.costs.learn(inference.batch, inference.compute)
+        replica.costs(frames).learn(inference.batch, inference.compute)
         return inference
 
     def _post(self, arguments: tuple[Any, ...], done: Callable[[Any], None], outcome: asyncio.Future[Any]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service.engine.costs import Costs
-from service.engine.served import Served
+from service.engine.served import Frames, Served, in_words
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,22 @@ def each(costs: Costs, sizes: Iterable[int], rates: Sequence[float], devices: in
     return costs.usual(best) / best, best
 
 
+def taken(served: Served, frames: Frames, rates: Sequence[float]) -> float:
+    """Share of one device's time that robots of these rates take, whose pictures are all of these sizes."""
+    first, devices = served.replicas[0], len(served.replicas)
+    return sum(rates) * each(first.costs(frames), first.can(frames), rates, devices)[0] / devices
+
+
+def dearest(served: Served, shown: Iterable[Frames]) -> Frames:
+    """What a robot is expected to come with of which nothing is known: what it is promised should hold then, too.
+
+    Args:
+        shown: by others with the same policy.
+    """
+    first = served.replicas[0]
+    return max((first.trained, *shown), key=lambda frames: first.costs(frames).usual(1))
+
+
 def judge(
     served: Served,
     per_second: float,
@@ -43,26 +59,30 @@ def judge(
     others: float,
     *,
     limit: float,
+    frames: Frames | None = None,
 ) -> Admission:
     """Whether so many more inferences fit.
 
     Args:
-        mine: rates of those who share the policy already.
-        others: share of a device that other policies take.
+        mine: rates of those who share the policy already, with frames of the same sizes.
+        others: share of a device that all others take.
         limit: share that all together may take.
+        frames: what the policy is asked with; what it was trained with when None.
     """
-    costs, devices = served.costs, len(served.replicas)
-    sizes = served.replicas[0].can(frozenset(served.requirements.cameras.items()))
-    seconds, batch = each(costs, sizes, (*mine, per_second), devices)
+    first, devices = served.replicas[0], len(served.replicas)
+    frames = first.trained if frames is None else frames
+    costs = first.costs(frames)
+    seconds, batch = each(costs, first.can(frames), (*mine, per_second), devices)
     before = others + sum(mine) * seconds / devices
     share = per_second * seconds / devices
     left = max(limit - before, 0.0) * devices / seconds if seconds else per_second
     # One at a time there is no more than what one inference leaves, whatever the others do.
     alone = 1 / costs.slow(1) if costs.slow(1) else per_second
     possible = min(left, alone, per_second)
+    shown = "" if frames == first.trained else f"{in_words(dict(frames))}, "
     text = (
-        f"an inference takes {seconds * 1e3:.1f} ms here (in batches of {batch}), {len(mine)} other sessions of this "
-        f"policy and {before:.0%} of the device's time are promised (engine_load allows {limit:.0%}); this session "
+        f"an inference takes {seconds * 1e3:.1f} ms here ({shown}in batches of {batch}), {len(mine)} other sessions "
+        f"like it and {before:.0%} of the device's time are promised (engine_load allows {limit:.0%}); this session "
         f"asks for {per_second:.1f} inferences per second and there is time for {possible:.1f}"
     )
     return Admission(before + share <= limit + 1e-9 and per_second <= alone, share, possible, text)

@@ -1,5 +1,7 @@
 """Which requests go to the device next, together: decided from when each is due and what batches are known to take."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -8,6 +10,8 @@ from service.engine.costs import Costs
 
 # A larger batch has to give so many times more answers per second: what it gives, each member waits longer for.
 WORTH = 1.02
+# So much later than reckoned all others may be served, in times of the best batch: more come, or the device is slower.
+SPARE = 0.5
 
 
 class Waiting(Protocol):
@@ -47,7 +51,8 @@ class Batching(Generic[Request]):
     the device is busy, and nobody waits for others to join. Who has to begin soonest goes first, so that nobody who is
     served often is in anybody's way. A request joins when nobody would come late by it who would not anyway, in this
     line or in another; of the sizes for which that holds, the one that gives most answers per second is taken, or now
-    and then one that can be full and has not been measured for long.
+    and then one that can be full and has not been measured for long. Where more wait than can be served in time,
+    whoever is spared makes others late, and more of them: then the size that gives most is taken, whoever it is.
     """
 
     def __init__(self) -> None:
@@ -91,10 +96,20 @@ class Batching(Generic[Request]):
             together = [request for request in line.waiting if not request.is_alone]
             count, size = _fitting(now, together, others, line.costs, line.sizes)
             members = together[:count]
-        line.waiting = [request for request in line.waiting if request not in members]
+        taken = set(map(id, members))
+        line.waiting = [request for request in line.waiting if id(request) not in taken]
         if not line.waiting:
             del self._lines[key]
         return Chosen(key, members, size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """So many go together, in a batch of the size at this place among the sizes, which takes so long at most."""
+
+    count: int
+    place: int
+    seconds: float
 
 
 def _fitting(
@@ -104,25 +119,74 @@ def _fitting(
     costs: Costs,
     sizes: Sequence[int],
 ) -> tuple[int, int]:
-    """How many of those who could go together do, and the size of their batch."""
+    """How many of those who could go together do, and the size of their batch.
+
+    Args:
+        others: of each other line, when the first is due and how long it takes.
+    """
+    if len(together) == 1:
+        return 1, 1
+    queue = _Queue([request.due for request in together], now, costs, sizes)
     at_once = now + costs.slow(1)
-    best, most = (1, 1), 1 / max(costs.usual(1), 1e-9)
-    before = 1
+
+    def is_another_late(end: float) -> bool:
+        return any(at_once + cost <= due < end + cost for due, cost in others)
+
     for size in sizes[1:]:
-        if len(together) <= before:
-            break  # the rest would be padding
-        count = min(len(together), size)
         # A size that was measured in a bad moment would never be run again, and never be known to be better.
-        is_tried = count == size and costs.is_old(size)
-        end = now + (costs.at_most(size) if is_tried else costs.slow(size))
-        if any(at_once <= member.due < end for member in together[:count]):
-            break
-        if any(at_once + cost <= due < end + cost for due, cost in others):
-            break
-        if is_tried:
-            return count, size
-        rate = count / max(costs.usual(size), 1e-9)
-        if rate > WORTH * most or costs.usual(size) <= 0:
-            best, most = (count, size), rate
-        before = size
-    return best
+        if size <= len(together) and costs.is_old(size):
+            end = now + costs.at_most(size)
+            if not (queue.is_late(size, end) or is_another_late(end)):
+                return size, size
+    most = queue.best(len(sizes))
+    way = queue.best(len(sizes), now)
+    while way.count and (is_another_late(now + way.seconds) or not queue.can_be_in_time(way.count, now + way.seconds)):
+        way = queue.best(way.place, now)
+    way = way if way.count else most
+    return way.count, sizes[way.place]
+
+
+class _Queue:
+    """Who waits in one line.
+
+    Args:
+        dues: when each is due, the soonest first.
+    """
+
+    def __init__(self, dues: Sequence[float], now: float, costs: Costs, sizes: Sequence[int]):
+        self._dues = dues
+        # So many are late even if they run now: nobody's reason to hurry.
+        self._hopeless = bisect_left(dues, now + costs.slow(1))
+        self._sizes = [(size, max(costs.usual(size), 1e-9), costs.slow(size)) for size in sizes]
+        self._spare = SPARE * self.best(len(sizes)).seconds
+
+    def is_late(self, count: int, end: float, served: int = 0) -> bool:
+        """Whether one of the next so many is late when they are served at this time, and need not be."""
+        first = max(served, self._hopeless)
+        return first < served + count and self._dues[first] < end
+
+    def best(self, sizes: int, begin: float = -math.inf, served: int = 0) -> _Way:
+        """Of the smallest so many sizes the one that gives most answers per second, when so many were served.
+
+        Args:
+            begin: when it does; what would make anybody late is left out, and when nothing is left nobody goes.
+        """
+        left, before, most, best = len(self._dues) - served, 0, 0.0, _Way(0, 0, 0.0)
+        for place, (size, usual, slow) in enumerate(self._sizes[:sizes]):
+            count = min(left, size)
+            if left <= before or self.is_late(count, begin + slow, served):
+                break  # the rest would be padding, or takes longer
+            if count / usual > WORTH * most:
+                most, best = count / usual, _Way(count, place, slow)
+            before = size
+        return best
+
+    def can_be_in_time(self, served: int, now: float) -> bool:
+        """Whether all that are left are, with something to spare."""
+        while served < len(self._dues):
+            way = self.best(len(self._sizes), now + self._spare, served)
+            if not way.count:
+                return False
+            now += way.seconds
+            served += way.count
+        return True

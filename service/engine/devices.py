@@ -170,7 +170,7 @@ class Devices:
             "waiting": lane.waiting,
             "load": round(lane.load(time.monotonic()), 4),
             "batches": {str(size): count for size, count in sorted(lane.batches.items())},
-            "batch_ms": [replica.costs.milliseconds() for replica in here],
+            "batch_ms": [replica.milliseconds() for replica in here],
         }
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmodels.errors import JaxModelsError
 from service.engine.admission import Admission
 from service.engine.askers import Askers
-from service.engine.claims import Claims
+from service.engine.claims import Claims, Seen
 from service.engine.device_lane import DeviceLane
 from service.engine.devices import Devices
 from service.engine.dispatch import Dispatch
@@ -91,7 +91,7 @@ class Engine:
             lanes = [Lane(name, niceness, stuck_after) for name in names]
         self._devices = Devices(lanes, devices, patience if are_elsewhere else 0.0)
         self._growth = Growth(batch_sizes, self._may_grow, niceness)
-        self._store = Store(self._devices.replicas, self._ready, niceness)
+        self._store = Store(self._devices.replicas, self._ready, niceness, are_elsewhere=are_elsewhere)
         self._turnover = Turnover(self._devices, self._store)
         self._dispatch = Dispatch(self._devices, self._turnover)
 
@@ -129,7 +129,8 @@ class Engine:
 
     def _ready(self, served: Served) -> None:
         self._turnover.loaded(served)
-        self._growth.want(served)
+        for frames in served.replicas[0].prepared:
+            self._growth.want(served, dict(frames))
 
     def join(self, device: str, lane: DeviceLane) -> None:
         """Have policies run on one more device, too, as soon as those that are loaded were put there.
@@ -208,17 +209,19 @@ class Engine:
                 if not self._asked:
                     self._idle.set()
 
-    def admit(self, served: Served, per_second: float, *, who: object = None) -> Admission:
+    def admit(self, served: Served, per_second: float, *, seen: Seen, who: object = None) -> Admission:
         """Whether there is time for so many more inferences per second of this policy; promises nothing.
 
         Args:
+            seen: sizes of the frames that it is to be asked with. Before they are known and measured, they count as
+                those of the session of this policy that costs most, or as those that it was trained with.
             who: whose claim is to be another one; it counts no more.
         """
-        return self._claims.admit(served, per_second, who=who)
+        return self._claims.admit(served, per_second, seen=seen, who=who)
 
-    def claim(self, who: object, served: Served, per_second: float) -> None:
-        """Promise somebody so many inferences per second, until ``release``."""
-        self._claims.claim(who, served, per_second)
+    def claim(self, who: object, served: Served, per_second: float, seen: Seen) -> None:
+        """Promise somebody so many inferences per second, until ``release``; what they take follows the frames."""
+        self._claims.claim(who, served, per_second, seen)
 
     def move_claim(self, who: object, served: Served) -> None:
         """What was promised to somebody is of another policy from now on, which may take more or less of the time."""

@@ -20,7 +20,7 @@ REHEARSING = 0.25
 @dataclass(frozen=True)
 class _Wanted:
     served: "weakref.ref[Served]"
-    sizes: Sizes | None
+    sizes: Sizes
     batch: int
 
 
@@ -55,13 +55,11 @@ class Growth:
         """Programs that are still to be compiled."""
         return len(self._wanted)
 
-    def want(self, served: Served, sizes: Sizes | None = None) -> None:
-        """Compile all batch sizes for frames of these sizes (the policy's own by default), in time."""
-        known = {(wanted.served(), str(wanted.sizes), wanted.batch) for wanted in self._wanted}
+    def want(self, served: Served, sizes: Sizes) -> None:
+        """Compile all batch sizes for frames of these sizes, in time."""
+        known = [(wanted.served(), wanted.sizes, wanted.batch) for wanted in self._wanted]
         place = weakref.ref(served)
-        self._wanted += [
-            _Wanted(place, sizes, batch) for batch in self._batches if (served, str(sizes), batch) not in known
-        ]
+        self._wanted += [_Wanted(place, sizes, batch) for batch in self._batches if (served, sizes, batch) not in known]
         if self._wanted and self._task is None:
             self._task = asyncio.create_task(self._grow(), name="batch sizes")
 

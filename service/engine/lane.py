@@ -14,7 +14,7 @@ import numpy as np
 
 from service.engine.batching import Batching, Chosen
 from service.engine.device_lane import LaneClosed, Overdue
-from service.engine.served import Inference, InferenceStuck, Replica, frames_of
+from service.engine.served import Frames, Inference, InferenceStuck, Replica, frames_of
 from service.engine.stacking import Stacks, shape_of
 from service.engine.worker import yield_to_others
 
@@ -39,6 +39,7 @@ class Request:
     """One observation, and who waits for what to do about it.
 
     Attributes:
+        frames: the sizes of what it sees.
         due: when the plan of whoever asks runs dry, monotonic.
         is_alone: it is not put together with others, because it may spoil what they get.
         may_move: another device can be asked when this one takes too long.
@@ -48,6 +49,7 @@ class Request:
 
     replica: Replica
     observation: Mapping[str, np.ndarray]
+    frames: Frames
     outcome: asyncio.Future[Inference]
     submitted: float
     due: float
@@ -156,9 +158,10 @@ class Lane:
         if self._is_closed:
             raise LaneClosed(CLOSED)
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        soon = now + 2 * replica.costs.slow(1)
+        frames = frames_of(observation)
+        soon = now + 2 * replica.costs(frames).slow(1)
         due = min(soon if due is None else due, now + PATIENCE)
-        request = Request(replica, observation, loop.create_future(), now, due, is_alone, may_move)
+        request = Request(replica, observation, frames, loop.create_future(), now, due, is_alone, may_move)
         self._asked.add(request)
         self.asked_at = now
         self._inbox.requests.put(request)
@@ -310,13 +313,15 @@ def _take_in(inbox: _Inbox) -> bool:
         shape = None if request.is_alone else shape_of(request.observation)
         if shape is None:
             request.is_alone = True
-        sizes = (1,) if request.is_alone else request.replica.can(frames_of(request.observation))
-        # What runs alone has the place in line that its policy has.
-        inbox.batching.add((request.replica, shape), request, request.replica.costs, sizes)
+        replica, frames = request.replica, request.frames
+        sizes = (1,) if request.is_alone else replica.can(frames)
+        # What runs alone has the place in line that its policy has, with such frames.
+        inbox.batching.add((replica, frames, shape), request, replica.costs(frames), sizes)
 
 
 def _batch_of(chosen: Chosen[Request]) -> Batch:
-    costs = chosen.members[0].replica.costs
+    first = chosen.members[0]
+    costs = first.replica.costs(first.frames)
     overdue = max(3 * costs.usual(chosen.size), OVERDUE) if costs.is_known else UNKNOWN
     batch = Batch(chosen.members, chosen.size, time.monotonic(), overdue)
     for member in chosen.members:
@@ -325,7 +330,7 @@ def _batch_of(chosen: Chosen[Request]) -> Batch:
 
 
 def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[Inference] | BaseException:
-    replica, shape = line
+    replica, frames, shape = line
     members = batch.members
     try:
         if batch.size == 1:
@@ -342,7 +347,7 @@ def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[Inference] | Bas
     spent = ended - batch.started
     # One that hung for a minute must not turn robots away for as long as it is remembered; a device that got slower is
     # known all the same.
-    replica.costs.learn(batch.size, min(spent, batch.overdue) if batch.is_left else spent)
+    replica.costs(frames).learn(batch.size, min(spent, batch.overdue) if batch.is_left else spent)
     return [
         Inference(
             # A copy each: what one session does with its rows is nobody else's business.

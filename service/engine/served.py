@@ -105,19 +105,43 @@ class Replica:
     Attributes:
         policy: itself, with its weights there.
         lane: number of the device thread that runs it.
-        costs: what its batches take.
     """
 
     def __init__(self, policy: Policy, lane: int = 0):
         self.policy = policy
         self.lane = lane
-        self.costs = Costs()
+        self._costs: dict[Frames, Costs] = {}
         self._sizes: dict[Frames, tuple[int, ...]] = {}
+        self._taken_over: dict[Frames, list[int]] = {}
+
+    @property
+    def trained(self) -> Frames:
+        """The frames that the policy was trained with."""
+        return frozenset(self.policy.requirements.cameras.items())
 
     @property
     def prepared(self) -> Sequence[Frames]:
         """Frames that one at a time can run for."""
         return tuple(self._sizes)
+
+    @property
+    def taken_over(self) -> Sequence[Frames]:
+        """Frames that other weights were asked with in programs that these have, too."""
+        return tuple(self._taken_over)
+
+    def costs(self, frames: Frames) -> Costs:
+        """What batches of frames of these sizes take."""
+        return self._costs.get(frames) or self._costs.setdefault(frames, Costs())
+
+    def milliseconds(self) -> dict[str, dict[str, float]]:
+        """Batch size to median and p90, JSON-ready; other frames than the policy was trained with are named, too."""
+        own = self.costs(trained := self.trained).milliseconds()
+        others = {in_words(dict(frames)): costs for frames, costs in tuple(self._costs.items()) if frames != trained}
+        return own | {
+            f"{size} of {words}": figures
+            for words, costs in sorted(others.items(), key=lambda other: other[0])
+            for size, figures in costs.milliseconds().items()
+        }
 
     def can(self, frames: Frames) -> tuple[int, ...]:
         """Batch sizes that can run at once for frames of these sizes."""
@@ -129,15 +153,31 @@ class Replica:
         Args:
             rehearsing: seconds there are for learning; none where others may be waiting for the device.
         """
+        frames = self.trained if cameras is None else frozenset(cameras.items())
         self.policy.compile(batch, cameras)
+        if batch not in self._taken_over.get(frames, ()):
+            self._rehearse(batch, cameras, self.costs(frames), rehearsing)
+        self._sizes[frames] = tuple(sorted({*self.can(frames), batch}))
+
+    def _rehearse(self, batch: int, cameras: Sizes | None, costs: Costs, rehearsing: float) -> None:
         spent: list[float] = []
         fewest, most = REHEARSALS
         while len(spent) < fewest or (len(spent) < most and sum(spent) < rehearsing):
             spent.append(self.policy.rehearse(batch, cameras))
-            self.costs.learn(batch, spent[-1])
-        sizes = self.policy.requirements.cameras if cameras is None else cameras
-        frames = frozenset(sizes.items())
-        self._sizes[frames] = tuple(sorted({*self.can(frames), batch}))
+            costs.learn(batch, spent[-1])
+
+    def take_over(self, before: "Replica") -> None:
+        """What batches took with other weights they take with these, too, where both run the same program.
+
+        To be asked before anything is prepared: what is compiled by then was compiled for the other one. Preparing it
+        is no more than a trial then.
+        """
+        if before.policy.requirements != self.policy.requirements:
+            return
+        for frames, sizes in tuple(before._sizes.items()):
+            shared = [size for size in sizes if self.policy.is_compiled(size, dict(frames))]
+            if known := [size for size in shared if self.costs(frames).take_over(before.costs(frames), size)]:
+                self._taken_over[frames] = known
 
 
 class Served:
@@ -167,8 +207,8 @@ class Served:
 
     @property
     def costs(self) -> Costs:
-        """What batches take on its first device."""
-        return self.replicas[0].costs
+        """What batches of the frames that it was trained with take on its first device."""
+        return self.replicas[0].costs(self.replicas[0].trained)
 
     def add(self, replica: Replica) -> None:
         """It runs on one more device, where it was made ready for all that it is ready for here."""
@@ -194,7 +234,7 @@ def frames_of(observation: Mapping[str, np.ndarray]) -> Frames:
     return frozenset(
         (name[len(IMAGES) :], (value.shape[1], value.shape[2]))
         for name, value in observation.items()
-        if name.startswith(IMAGES) and np.ndim(value) == 4
+        if name.startswith(IMAGES) and isinstance(value, np.ndarray) and value.ndim == 4
     )
 
 

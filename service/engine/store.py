@@ -33,17 +33,25 @@ class Store:
     Args:
         replicate: a loaded policy on each device it is to run on; in a thread.
         loaded: told of every policy that is ready.
+        are_elsewhere: devices are not of this process. What comes from there is compiled already, which says nothing
+            of whose programs it runs, so nothing that was learnt of another policy is believed of it.
 
     Attributes:
         building: held by whatever loads or compiles, so that only one thing at a time does.
     """
 
     def __init__(
-        self, replicate: Callable[[Policy], tuple[Replica, ...]], loaded: Callable[[Served], None], niceness: int
+        self,
+        replicate: Callable[[Policy], tuple[Replica, ...]],
+        loaded: Callable[[Served], None],
+        niceness: int,
+        *,
+        are_elsewhere: bool = False,
     ):
         self._replicate = replicate
         self._loaded = loaded
         self._niceness = niceness
+        self._are_elsewhere = are_elsewhere
         self._entries: dict[_Key, _Entry] = {}
         self._compiling: dict[tuple[Served, Frames], asyncio.Task[None]] = {}
         self._is_frozen = False
@@ -114,11 +122,19 @@ class Store:
             policy = load(*place, like=like, on_progress=tell)
             tell("compiling")
             replicas = self._replicate(policy)
+            # All of them first: two on one device share their programs, and what is prepared is compiled for both.
+            for replica in replicas:
+                if replica.lane in before:
+                    replica.take_over(before[replica.lane])
             for replica in replicas:
                 replica.prepare(1, None)
+                for frames in replica.taken_over:
+                    if frames != replica.trained:
+                        replica.prepare(1, dict(frames))
             return replicas
 
         async with self.building:
+            before = self._by_lane(like)
             try:
                 replicas = await call_in_thread(load_and_compile, "policy-loader", self._niceness)
             except PolicyFailed:
@@ -137,6 +153,13 @@ class Store:
         served = Served(replicas[0].policy, replicas)
         self._loaded(served)
         return served
+
+    def _by_lane(self, like: Policy | None) -> dict[int, Replica]:
+        """The copies of a policy whose programs one that is loaded may share."""
+        if self._are_elsewhere:
+            return {}
+        found = (served.replicas for served in self.all if any(one.policy is like for one in served.replicas))
+        return {replica.lane: replica for replica in next(found, ())}
 
     async def compile(self, served: Served, sizes: Sizes) -> None:
         """See ``Engine.compile``."""

@@ -3,22 +3,26 @@
 import math
 from dataclasses import replace
 
+from service.engine.claims import Seen
 from service.engine.engine import Engine, Served
 from service.errors import Overloaded
 from service.motion.pace import Pace
 
 
-def admitted(engine: Engine, who: object, served: Served, pace: Pace, *, degrade: bool) -> Pace:
+def admitted(engine: Engine, who: object, served: Served, pace: Pace, *, degrade: bool, seen: Seen) -> Pace:
     """The pace that the engine has the time for, which is promised to ``who`` from here on.
 
     A chunk is asked for every ``action_steps`` actions; with ``degrade`` more of them are done of each chunk, as many
     as it takes.
 
+    Args:
+        seen: sizes of the frames that come, which the promise follows.
+
     Raises:
         Overloaded: there is no time for it; with the figure.
     """
     per_second = pace.action_rate / pace.action_steps
-    admission = engine.admit(served, per_second, who=who)
+    admission = engine.admit(served, per_second, seen=seen, who=who)
     if not admission.fits:
         steps = math.ceil(pace.action_rate / admission.per_second - 1e-9) if admission.per_second > 0 else math.inf
         if not degrade:
@@ -32,7 +36,7 @@ def admitted(engine: Engine, who: object, served: Served, pace: Pace, *, degrade
                 f"before the next: {admission.text}; delete another session"
             )
         pace = replace(pace, action_steps=int(steps))
-    engine.claim(who, served, pace.action_rate / pace.action_steps)
+    engine.claim(who, served, pace.action_rate / pace.action_steps, seen)
     return pace
 
 

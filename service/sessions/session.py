@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from functools import partial
 
-from service.engine.engine import Engine, LoadPolicy, Served
+from service.engine.engine import Engine, LoadPolicy, Served, Sizes
 from service.engine.progress import Progress
 from service.engine.worker import call_in_thread
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
@@ -320,9 +320,16 @@ class Session(Standing):
             await self.policies.close()
 
     def _admitted(self, served: Served, asked: Pace) -> Pace:
-        pace = admitted(self._engine, self, served, asked, degrade=self.new.degrade)
+        pace = admitted(self._engine, self, served, asked, degrade=self.new.degrade, seen=self._seen)
         self._admission = promised(asked, pace)
         return pace
+
+    def _seen(self) -> Sizes | None:
+        """The sizes of the frames that come; None before every camera has shown one."""
+        if self.drive is None:
+            return None
+        sizes = self.drive.buffer.sizes()
+        return sizes if len(sizes) == len(self.new.camera_names) else None
 
     def _shadow(self, served: Served, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
         return shadow_of(

@@ -162,6 +162,45 @@ async def test_frames_of_another_size_are_compiled_for_while_the_robot_is_held(p
         await sessions.close()
 
 
+async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compiled_policy_took(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[jaxmodels.Policy] = []
+    rehearse = jaxmodels.Policy.rehearse
+
+    def noted(policy: jaxmodels.Policy, *arguments: Any) -> float:
+        rehearsed.append(policy)
+        return rehearse(policy, *arguments)
+
+    monkeypatch.setattr(jaxmodels.Policy, "rehearse", noted)
+    load: Any = jaxmodels.load_policy
+    engine = Engine(switch_interval=None, batch_sizes=(1, 2))
+    large = frozenset({("front", (48, 64))})
+    async with engine.policy(load, str(policy_folder), None, lambda word: None) as first:
+        await engine.compile(first, dict(large))
+        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        engine.has_running_robot = lambda: True
+        before, after = first.replicas[0], len(rehearsed)
+        folder = str(policy_folder)
+        async with engine.policy(load, folder, "1" * 40, lambda word: None, folder=folder, like=first.policy) as second:
+            await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+            (replica,) = second.replicas
+            assert replica.policy is not before.policy
+            assert len(rehearsed) == after
+            for frames in (before.trained, large):
+                assert replica.can(frames) == (1, 2)
+                known = replica.costs(frames).milliseconds()
+                assert set(known) == {"1", "2"}
+                assert known == before.costs(frames).milliseconds()
+            seen = {
+                "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
+                "observation.state": np.array([list(POSE.values())], np.float32),
+            }
+            answers = [await engine.submit(served, seen) for served in (first, second)]
+            assert np.array_equal(answers[0].chunk, answers[1].chunk)
+    await engine.close()
+
+
 async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_folder: Path) -> None:
     answered: list[tuple[dict[str, np.ndarray], np.ndarray]] = []
 

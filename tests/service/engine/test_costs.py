@@ -1,0 +1,112 @@
+"""What batches take: counted by batch size, fed and read by several threads at a time."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from statistics import median
+
+import pytest
+
+from service.engine.costs import KEPT, OLD, Costs
+
+
+def costs(**seconds: float) -> Costs:
+    made = Costs()
+    for size, taken in seconds.items():
+        made.learn(int(size[1:]), taken)
+    return made
+
+
+def test_what_is_taken_over_is_fed_on_its_own_from_then_on() -> None:
+    before, after = costs(b1=0.010, b8=0.020), Costs()
+    before.learn(8, 0.030)
+    assert after.take_over(before, 8)
+    assert after.milliseconds() == {"8": {"p50": 25.0, "p90": 30.0}}
+    for _ in range(KEPT):
+        after.learn(8, 0.1)
+    assert (after.usual(8), before.usual(8)) == (0.1, 0.025), "as many samples as ever, and none of another's"
+
+
+def test_what_never_ran_elsewhere_takes_nothing_away_from_what_is_known_here() -> None:
+    after = costs(b1=0.010)
+    assert not after.take_over(costs(b8=0.020), 1)
+    assert after.milliseconds() == {"1": {"p50": 10.0, "p90": 10.0}}
+
+
+def test_what_is_taken_over_counts_as_measured_now() -> None:
+    before, after = costs(b8=0.020), costs(b1=0.010)
+    for _ in range(OLD):
+        before.learn(1, 0.010)
+        after.learn(1, 0.010)
+    assert before.is_old(8)
+    assert after.take_over(before, 8)
+    assert not after.is_old(8)
+
+
+def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, is_in_the_middle, other_is_through = Costs(), threading.Event(), threading.Event()
+
+    def interrupted(samples: list[float]) -> float:
+        if samples == [0.001]:
+            is_in_the_middle.set()
+            other_is_through.wait(0.3)  # it is not, unless it may come in between
+        return median(samples)
+
+    def learn_another() -> None:
+        is_in_the_middle.wait(30)
+        known.learn(2, 0.002)
+        other_is_through.set()
+
+    monkeypatch.setattr("service.engine.costs.median", interrupted)
+    other = threading.Thread(target=learn_another)
+    other.start()
+    known.learn(1, 0.001)
+    other.join()
+    assert set(known.milliseconds()) == {"1", "2"}
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Threads take turns in the middle of everything."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_figures_are_whole_while_several_threads_learn() -> None:
+    """A device's thread, one that it left behind, and whoever compiles learn; the event loop and the figures read."""
+    failed: list[BaseException] = []
+    ended = threading.Event()
+
+    def reading(known: list[Costs]) -> None:
+        try:
+            while not ended.is_set():
+                for one in known:
+                    one.milliseconds()
+                    one.usual(1000)
+                    one.at_most(1000)
+        except BaseException as error:
+            failed.append(error)
+
+    def learning(known: list[Costs], first: int) -> None:
+        try:
+            for one in known:
+                for size in range(first, 60, 2):
+                    one.learn(size, 0.001 * size)
+        except BaseException as error:
+            failed.append(error)
+
+    known = [Costs() for _ in range(100)]
+    readers = [threading.Thread(target=reading, args=(known,)) for _ in range(2)]
+    writers = [threading.Thread(target=learning, args=(known, first)) for first in (1, 2, 1)]
+    for thread in (*readers, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    ended.set()
+    for thread in readers:
+        thread.join()
+    assert failed == []
+    assert all(set(one.milliseconds()) == {str(size) for size in range(1, 60)} for one in known)
