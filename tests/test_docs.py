@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxmodels.checkpoints.diffusers_config import read_block_config
 from jaxmodels.checkpoints.diffusers_names import places
+from tests.compiling import compiling_quickly
 
 GUIDE = Path(__file__).parent.parent / "docs" / "transformer2d.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -63,8 +64,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("ROBOJAX_COMPILE_CACHE", "off")
-        for number, text in enumerate(snippets("python"), 1):
-            exec(compile(text, f"{GUIDE.name}, Python block {number}", "exec"), names)
+        with compiling_quickly():
+            for number, text in enumerate(snippets("python"), 1):
+                exec(compile(text, f"{GUIDE.name}, Python block {number}", "exec"), names)
     return Ran(folder, names)
 
 

@@ -29,6 +29,7 @@ from service.transport.base import EmergencyStop, Rooms
 from service.transport.pace import Pace
 from service.transport.robot import Robot, connect_robot
 from service.transport.server import TransportSettings, serve_transport
+from tests.compiling import compiling_quickly
 from tests.pauses import Pauses
 
 RATE = 25.0
@@ -58,7 +59,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vector = {"mean": np.zeros(6, np.float32), "std": np.full(6, 20, np.float32)}
     image = {"mean": np.full((3, 1, 1), 0.5, np.float32), "std": np.full((3, 1, 1), 0.25, np.float32)}
     stats = {"observation.state": vector, "action": vector, "observation.images.front": image}
-    weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
+    with compiling_quickly():  # a program for each shape that is drawn
+        weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
     normalization = from_stats(inputs, outputs, config.normalization_mapping, stats)
     folder = tmp_path_factory.mktemp("policy") / "act"
     lerobot.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=RATE, joint_names=JOINTS)))

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+# Where a command is called in the tests' process, JAX would keep this test's folder as its cache.
+NO_CACHE = {"ROBOJAX_COMPILE_CACHE": "off"}
+
 
 def forward(url: str, name: str) -> Any:
     body = {"inputs": {"hidden_states": [[[[0.5] * 8] * 8] * 4], "timestep": 3, "class_labels": [1]}}
@@ -35,19 +38,19 @@ def test_check_tells_what_a_model_is_and_how_fast(robojax, model_folder):
     assert found["compile_s"] > 0
 
 
-def test_check_of_a_pipeline_asks_for_the_subfolder_and_then_shows_a_table(robojax, model_folder):
-    told = robojax("check", str(model_folder.parent))
+def test_check_of_a_pipeline_asks_for_the_subfolder_and_then_shows_a_table(call, model_folder):
+    told = call("check", str(model_folder.parent), **NO_CACHE)
     assert (told.returncode, "transformer" in told.stderr) == (3, True)
-    told = robojax("check", str(model_folder.parent), "--subfolder", "transformer", "--runs", "5")
+    told = call("check", str(model_folder.parent), "--subfolder", "transformer", "--runs", "5", **NO_CACHE)
     assert told.returncode == 0, told.stderr
     for text in ("Transformer2DModel with patches input", "class_labels (batch) int32", "p50", "cpu:0"):
         assert text in told.stdout
 
 
 @pytest.mark.parametrize("config", ["{", '{"_class_name": "FluxTransformer2DModel"}', '{"_class_name": 5}'])
-def test_check_of_a_folder_that_is_no_such_model_ends_with_3(robojax, tmp_path, config):
+def test_check_of_a_folder_that_is_no_such_model_ends_with_3(call, tmp_path, config):
     (tmp_path / "config.json").write_text(config)
-    told = robojax("check", str(tmp_path))
+    told = call("check", str(tmp_path), **NO_CACHE)
     assert (told.returncode, told.stdout) == (3, "")
     assert "config.json" in told.stderr
     assert "Traceback" not in told.stderr
@@ -74,8 +77,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_3(robojax, tmp_path):
     assert "Traceback" not in told.stderr
 
 
-def test_a_name_that_is_none_ends_with_2(robojax):
-    told = robojax("serve", "--model", "a/b=folder")
+def test_a_name_that_is_none_ends_with_2(call):
+    told = call("serve", "--model", "a/b=folder")
     assert (told.returncode, "a name of 1 to 64 letters" in told.stderr) == (2, True)
 
 

@@ -28,11 +28,11 @@ def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax, tmp_path):
     assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
 
 
-def test_updates_by_hand_are_told_with_what_became_of_them(serve, robojax):
+def test_updates_by_hand_are_told_with_what_became_of_them(serve, call):
     with serve("--state", "off") as (_, url):
 
         def told(*arguments: str, code: int = 0) -> str:
-            done = robojax(*arguments, "--url", url)
+            done = call(*arguments, "--url", url)
             assert done.returncode == code, done.stderr
             assert "Traceback" not in done.stderr
             return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""``robojax webhooks serve``, ``events`` and ``send`` as processes of their own."""
+"""``robojax webhooks serve`` as a process of its own, and what ``events`` and ``send`` tell of it."""
 
 import json
 import signal
@@ -73,7 +73,7 @@ def receive(environment, tmp_path):
     return start
 
 
-def test_a_module_is_served_sent_to_and_looked_at(receive, robojax):
+def test_a_module_is_served_sent_to_and_looked_at(receive, robojax, call):
     with receive("app:app", "--secret-file", "secret") as (process, url):
         options = ("--all-scopes", "--dup", "2", "--reorder", "--json")
         sent = robojax("webhooks", "send", f"{url}/webhooks/hello", "--secret-file", "secret", *options)
@@ -82,17 +82,17 @@ def test_a_module_is_served_sent_to_and_looked_at(receive, robojax):
         assert {row["scope"] for row in rows} == set(SCOPES)
         assert {row["status"] for row in rows} == {200}
 
-        wrong = robojax("webhooks", "send", f"{url}/webhooks/hello", "--bad-secret")
+        wrong = call("webhooks", "send", f"{url}/webhooks/hello", "--bad-secret")
         assert (wrong.returncode, wrong.stdout[:3]) == (1, "403")
         assert "0 of 1 accepted" in wrong.stdout
 
         options = ("--repo", "lab/arm", "--sha", "c0ffee", "--scope", "repo.content:tag")
-        queued = robojax("webhooks", "send", f"{url}/webhooks/fails", "--secret-file", "secret", *options)
+        queued = call("webhooks", "send", f"{url}/webhooks/fails", "--secret-file", "secret", *options)
         assert (queued.returncode, queued.stdout[:3]) == (0, "202")
 
         end = time.monotonic() + 60
         while True:  # it is run beside the answer
-            listed = robojax("webhooks", "events", "list", "--url", url, "--secret-file", "secret", "--json")
+            listed = call("webhooks", "events", "list", "--url", url, "--secret-file", "secret", "--json")
             events = json.loads(listed.stdout)
             newest = events[0]
             if newest["status"] == "dead" or time.monotonic() > end:
@@ -101,17 +101,17 @@ def test_a_module_is_served_sent_to_and_looked_at(receive, robojax):
         assert (newest["repo"], newest["scope"], newest["status"]) == ("lab/arm", "repo.content", "dead")
 
         # The file is the same: webhooks.sqlite where it was started.
-        shown = robojax("webhooks", "events", "show", newest["id"])
+        shown = call("webhooks", "events", "show", newest["id"])
         assert "error: ValueError: on purpose \\x1b[31m" in shown.stdout
         assert '"headSha": "c0ffee"' in shown.stdout
         assert SECRET not in shown.stdout
-        assert "run 1: ValueError" in robojax("webhooks", "events", "list", "--status", "dead").stdout
+        assert "run 1: ValueError" in call("webhooks", "events", "list", "--status", "dead").stdout
 
-        replayed = robojax("webhooks", "events", "replay", newest["id"], "--url", url, "--secret-file", "secret")
+        replayed = call("webhooks", "events", "replay", newest["id"], "--url", url, "--secret-file", "secret")
         assert replayed.returncode == 0
         assert f"event {newest['id']} is" in replayed.stdout
 
-        refused = robojax("webhooks", "events", "list", "--url", url)
+        refused = call("webhooks", "events", "list", "--url", url)
         assert (refused.returncode, refused.stdout) == (4, "")
         assert "give --secret-file" in refused.stderr
         process.send_signal(signal.SIGINT)
@@ -135,14 +135,26 @@ def test_a_file_is_served_without_a_name(receive):
         (("serve", "json"), "has no WebhooksServer"),
         (("serve", "app", "--secret-file", "none"), "none"),
         (("serve", "app", "--port", "70000"), "port 70000"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_2_and_says_why_and_what_to_do(robojax, arguments, why):
+    ends_with_2(robojax("webhooks", *arguments), why)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
         (("send", "ftp://x"), "no URL of an endpoint"),
         (("send", "http://127.0.0.1:1/x", "--scope", "repo.flight"), "no sample of 'repo.flight'"),
         (("events", "list"), "there is no file 'webhooks.sqlite'"),
         (("events", "list", "--status", "odd"), "there is no status 'odd'"),
     ],
 )
-def test_what_cannot_be_done_ends_with_2_and_says_why_and_what_to_do(robojax, arguments, why):
-    told = robojax("webhooks", *arguments)
+def test_what_cannot_be_sent_or_looked_at_ends_with_2_and_says_why_and_what_to_do(call, arguments, why):
+    ends_with_2(call("webhooks", *arguments), why)
+
+
+def ends_with_2(told, why):
     assert told.returncode == 2
     assert why in told.stderr
     assert "Do: " in told.stderr

@@ -1,6 +1,7 @@
 """``robojax train`` from end to end."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from service.cli.train import app
+from tests.compiling import compiling_quickly
 
 # Programs are compiled here, which takes a slow machine a minute each.
 pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(autouse=True)
+def compilation() -> Iterator[None]:
+    with compiling_quickly():
+        yield
 
 
 def test_a_policy_is_trained_and_the_same_command_goes_on_with_it(

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from service.cli.demo import app
 from tests.pauses import Pauses
 
 pytestmark = pytest.mark.usefixtures("can_draw")
@@ -36,10 +38,25 @@ def test_an_episode_goes_through_the_whole_stack_and_is_counted(pauses: Pauses) 
     assert 32 / (32 / 20 + pauses.lost(began)) <= float(shown[1]) < 30
 
 
-def test_too_few_cubes_are_a_failure() -> None:
-    ended = demo("--episodes", "1", "--require", "2")
-    assert ended.returncode == 1
-    assert "fewer than the 2 cubes wanted" in ended.stderr
+@pytest.mark.parametrize(
+    ("arguments", "lifted", "wanted"),
+    [
+        (("--episodes", "1", "--require", "2"), 1, 2),
+        (("--episodes", "1", "--require", "1"), 1, None),
+        ((), 15, 16),
+        ((), 16, None),
+    ],
+)
+def test_too_few_cubes_are_a_failure(
+    arguments: tuple[str, ...], lifted: int, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def watched(*_: object) -> int:
+        return lifted
+
+    monkeypatch.setattr("service.cli.demo._watch", watched)
+    ended = CliRunner().invoke(app, ["--headless", *arguments])
+    assert ended.exit_code == (0 if wanted is None else 1)
+    assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} cubes wanted\n")
 
 
 def test_a_policy_that_cannot_be_loaded_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:

@@ -1,14 +1,19 @@
 """``robojax eval`` as a person runs it, and the report that it leaves."""
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner, Result
 
 from service.cli.demo_options import policy_of
+from service.cli.evaluate import evaluate as command
 from service.demo.episodes import Outcome
 from service.demo.report import Evaluation, digests
 from service.demo.tasks import PICK, TWO_CUBES
@@ -75,13 +80,23 @@ def test_cubes_are_counted_filmed_and_reported_and_too_few_are_a_failure(tmp_pat
     assert "it is not written over" in again.stderr
 
 
-def test_what_cannot_be_evaluated_is_said_with_what_to_do(tmp_path: Path):
-    missing = evaluate("--policy.path", str(tmp_path))
-    assert missing.returncode == 3
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+    """The command in this process, for what it refuses to begin with."""
+    monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
+    app, ending = typer.Typer(), signal.getsignal(signal.SIGTERM)
+    app.command()(command)
+    yield lambda *arguments: CliRunner().invoke(app, arguments)
+    signal.signal(signal.SIGTERM, ending)
+
+
+def test_what_cannot_be_evaluated_is_said_with_what_to_do(refused: Callable[..., Result], tmp_path: Path):
+    missing = refused("--policy.path", str(tmp_path))
+    assert missing.exit_code == 3
     assert "config.json" in missing.stderr
     assert "Traceback" not in missing.stderr
-    untrained = evaluate("--task", "two-cubes")
-    assert untrained.returncode == 3
+    untrained = refused("--task", "two-cubes")
+    assert untrained.exit_code == 3
     assert "none is shipped for the task two-cubes" in untrained.stderr
     assert "robojax record-demo data/two-cubes --task two-cubes" in untrained.stderr
-    assert evaluate("--whole-stack", "--delay", "1").returncode == 2
+    assert refused("--whole-stack", "--delay", "1").exit_code == 2
