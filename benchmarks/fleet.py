@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,6 +13,7 @@ import numpy as np
 
 import jaxmodels
 from benchmarks.measured import percentiles
+from service.engine.costs import Costs
 from service.engine.engine import Engine, Served
 from service.errors import ServiceError
 
@@ -97,6 +98,12 @@ class Side:
         await self._stack.aclose()
         await self.engine.close()
 
+    @property
+    def costs(self) -> Costs:
+        """What batches of its robots' pictures take."""
+        sizes = {name: self._frame or size for name, size in self.served.requirements.cameras.items()}
+        return self.served.replicas[0].costs(frozenset(sizes.items()))
+
     def observations(self, count: int) -> list[dict[str, np.ndarray]]:
         """What so many robots see; beyond 16 some see the same."""
         rng, need = np.random.default_rng(0), self.served.requirements
@@ -161,45 +168,21 @@ class Side:
             await asyncio.sleep(0.002)
         return found
 
-    async def chained(self, size: int, batches: int) -> list[float]:
+    async def chained(self, size: int, seconds: float) -> list[float]:
         """Seconds from the end of a full batch to the end of the next, while others wait already: two groups of so many
-        robots that take turns. The engine should know no larger batch.
+        robots that take turns for so long. The engine should know no larger batch.
         """
         ends: list[tuple[float, bool]] = []
-        seen = self.observations(size)
+        seen, over = self.observations(size), time.perf_counter() + seconds
 
         async def ask(observation: Mapping[str, np.ndarray]) -> int:
             due = time.monotonic() + COMPILED_WITHIN
             return (await self.engine.submit(self.served, observation, due=due)).batch
 
         async def group() -> None:
-            while len(ends) < batches:
+            while time.perf_counter() < over:
                 together = await asyncio.gather(*(ask(observation) for observation in seen))
                 ends.append((time.perf_counter(), set(together) == {size}))
 
         await asyncio.gather(group(), group())
         return [end - before for (before, _), (end, is_full) in pairwise(ends) if is_full]
-
-
-async def most(ride: Callable[[int], Any], start: int, largest: int, tell: Callable[[int, Ridden], None]) -> int:
-    """How many robots there can be without a miss: twice as many until one misses, then halfway between; 0 for none.
-
-    A number counts as too many when it fails twice.
-    """
-
-    async def holds(robots: int) -> bool:
-        for _ in range(2):
-            found = await ride(robots)
-            tell(robots, found)
-            if not found.misses:
-                return True
-        return False
-
-    low, high = 0, start
-    while high <= largest and await holds(high):
-        low, high = high, 2 * high
-    high = min(high, largest + 1)
-    while high - low > max(1, low // 20):
-        middle = (low + high) // 2
-        low, high = (middle, high) if await holds(middle) else (low, middle)
-    return low

@@ -1,7 +1,7 @@
 """How a simulated machine forms batches: as our engine does it, and in the ways others do."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -9,8 +9,8 @@ import numpy as np
 from service.engine.batching import Batching
 from service.engine.costs import KEPT, Costs
 
-# Of a normal distribution.
-_P90 = 1.2816
+# What is rare makes robots late, so the ends are looked at closely.
+LEVELS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -32,38 +32,37 @@ class Ask:
 
 @dataclass(frozen=True)
 class Times:
-    """What batches take, by size: median and 90th percentile in seconds, drawn from a lognormal distribution."""
+    """What batches take.
 
-    seconds: Mapping[int, tuple[float, float]]
+    Attributes:
+        usual: batch size to seconds, the median.
+        beside: batch size to how many times as long as those around them batches take: the quantiles of ``LEVELS``;
+            always the same where there are none.
+    """
+
+    usual: Mapping[int, float]
+    beside: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Batch sizes there are programs for."""
-        return tuple(sorted(self.seconds))
+        return tuple(sorted(self.usual))
 
     def draw(self, size: int, random: np.random.Generator) -> float:
         """One batch."""
-        median, p90 = self.seconds[size]
-        return median * float(np.exp(_spread(median, p90) * random.standard_normal()))
+        return self._at(size, float(random.random()))
+
+    def _at(self, size: int, level: float) -> float:
+        beside = self.beside.get(size)
+        return self.usual[size] * (1.0 if beside is None else float(np.interp(level, LEVELS, beside)))
 
     def costs(self, sizes: Sequence[int]) -> Costs:
         """What an engine knows that has run batches of these sizes for a while."""
         known = Costs()
         for size in sizes:
-            median, p90 = self.seconds[size]
-            for share in _quantiles(KEPT):
-                known.learn(size, median * float(np.exp(_spread(median, p90) * share)))
+            for place in range(KEPT):
+                known.learn(size, self._at(size, (place + 0.5) / KEPT))
         return known
-
-
-def _spread(median: float, p90: float) -> float:
-    return float(np.log(max(p90 / median, 1.0))) / _P90
-
-
-def _quantiles(count: int) -> np.ndarray:
-    """Evenly likely values of a standard normal distribution, in any order."""
-    draws = np.random.default_rng(0).standard_normal(4096)
-    return np.quantile(draws, (np.arange(count) + 0.5) / count)
 
 
 class Forming(Protocol):
@@ -75,6 +74,10 @@ class Forming(Protocol):
 
     def take(self, now: float) -> tuple[Sequence[Ask], int] | float | None:
         """The next batch and the size it is padded to; or until when to wait for more; None when nobody waits."""
+        ...
+
+    def learn(self, size: int, seconds: float) -> None:
+        """A batch took so long."""
         ...
 
 
@@ -94,6 +97,10 @@ class ByDeadline:
         """See ``Forming``."""
         chosen = self._batching.choose(now)
         return None if chosen is None else (chosen.members, chosen.size)
+
+    def learn(self, size: int, seconds: float) -> None:
+        """See ``Forming``."""
+        self._costs.learn(size, seconds)
 
 
 class ByArrival:
@@ -124,6 +131,9 @@ class ByArrival:
         members = [ask for ask, _ in self._waiting[:largest]]
         self._waiting = self._waiting[largest:]
         return members, next(size for size in self._sizes if size >= len(members))
+
+    def learn(self, size: int, seconds: float) -> None:
+        """See ``Forming``; whoever goes by arrival need not know."""
 
 
 def formings(window: float) -> dict[str, Callable[[Times], Forming]]:

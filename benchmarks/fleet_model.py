@@ -11,9 +11,11 @@ import numpy as np
 import simpy
 
 from benchmarks.fleet_forming import Ask, Forming, Times
+from benchmarks.fleet_pace import Pace
 
 # Of a normal distribution.
 _P99 = 2.3263
+STEADY = Pace()
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class Plan:
     Attributes:
         robots, machines: how many; robots go to the machine with the fewest.
         period: between a robot's questions; an answer is late when it comes after one more.
-        times: of batches.
+        times: of batches, at the usual pace.
+        pace: of each machine; each begins at some moment of it.
         forming: how a machine forms them.
         link: between fronts and machines.
         front: processor time of a front for a question and its answer, one after the other.
         robots_of_a_front: that share one.
+        wake: how late robots ask: median and 99th percentile, lognormal.
         cold: how much longer a batch takes after a long pause of its machine, and the pause after which it is 63 %
             of that.
         seconds: that are simulated; ``warm`` of them do not count.
@@ -55,7 +59,9 @@ class Plan:
     period: float
     times: Times
     forming: Callable[[Times], Forming]
+    pace: Pace = STEADY
     link: Link = Link()
+    wake: Link = Link()
     front: float = 0.0
     robots_of_a_front: int = 1 << 30
     cold: tuple[float, float] = (0.0, 1.0)
@@ -75,19 +81,25 @@ class Found:
         late: answers after the plan had run dry, and questions that were lost with a machine.
         held: seconds without a plan of each robot whose machine failed.
         busy: share of their time that machines that did not fail computed.
-        batches, members: how many there were.
+        members: of batches, how many there were.
+        squares: of the members of each batch, summed.
     """
 
     answers: "array[float]" = field(default_factory=lambda: array("d"))
     late: int = 0
     held: list[float] = field(default_factory=list)
     busy: float = 0.0
-    batches: int = 0
     members: int = 0
+    squares: int = 0
 
     def percentile(self, percent: float) -> float:
         """Seconds that so many percent of the answers took at most."""
         return float(np.percentile(np.frombuffer(self.answers), percent)) if self.answers else float("nan")
+
+    @property
+    def mean_batch(self) -> float:
+        """Answers that came together, by answer, as robots count them."""
+        return self.squares / max(self.members, 1)
 
     @property
     def late_share(self) -> float:
@@ -101,6 +113,7 @@ class _Machine:
         self.is_up = True
         self.spent = 0.0
         self._world = world
+        self._began = float(world.random.random()) * world.plan.pace.seconds
         self._forming = world.plan.forming(world.plan.times)
         self._is_busy = False
         self._looks_at = -1.0
@@ -127,20 +140,22 @@ class _Machine:
         more, fading = world.plan.cold
         pause = world.now - self._ended
         seconds = world.plan.times.draw(size, world.random) + more * (1 - math.exp(-pause / fading))
+        seconds *= world.plan.pace.at(self._began + world.now)
         if world.counts:
             self.spent += seconds
-            world.found.batches += 1
             world.found.members += len(members)
-        world.later(seconds, partial(self._end, members))
+            world.found.squares += len(members) ** 2
+        world.later(seconds, partial(self._end, members, size, seconds))
 
     def _look(self) -> None:
         if self.is_up and not self._is_busy:
             self._begin()
 
-    def _end(self, members: Sequence[Ask]) -> None:
+    def _end(self, members: Sequence[Ask], size: int, seconds: float) -> None:
         if not self.is_up:
             return
         self._is_busy, self._ended = False, self._world.now
+        self._forming.learn(size, seconds)
         for ask in members:
             self._world.answer(ask)
         self._begin()
@@ -179,7 +194,7 @@ class _Robot:
             world.found.late += late > 0
         period = world.plan.period
         self._deadline += period * (1 if late <= 0 else int(late / period) + 2)
-        world.later(max(self._deadline - now, 0.0), self.ask)
+        world.later(max(self._deadline - now, 0.0) + world.plan.wake.draw(world.random), self.ask)
 
     def lost(self, machine: _Machine) -> None:
         """Its machine failed, and this is another one."""

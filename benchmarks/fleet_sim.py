@@ -12,6 +12,8 @@ Last result: benchmarks/results/fleet_sim.json
 """
 
 import argparse
+import asyncio
+import itertools
 import json
 import math
 import sys
@@ -21,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -29,13 +32,17 @@ from benchmarks import pictures
 from benchmarks.fleet_calibration import USED, Machine, calibrated
 from benchmarks.fleet_forming import ByDeadline, formings
 from benchmarks.fleet_model import Link, Plan, simulate
+from benchmarks.fleet_pace import growing_with
 from benchmarks.measured import RESULTS, quietness, result, write
+from benchmarks.most_robots import most_without_a_miss
 
 MEASURED = RESULTS / "robots_per_device.json"
 FLEETS = (10, 100, 1_000, 10_000, 100_000)
 CELL = 100  # machines
 SIMULATED_CELLS = 3  # of a larger fleet
+SIMULATED_TIMES = 5  # for what was measured once
 SEARCHED = 4.0  # seconds of each try of the search
+SEARCHED_MACHINES = 8  # of each try: some are slow just then
 HOURS = 730.0  # of a month
 # A machine's share of late answers with which its load is still taken for sound.
 LATE = 1e-4
@@ -60,22 +67,41 @@ def foretold(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         machine = calibrated(found, side)
         plan = _plan(machine, 1 / 20)
         for measured in growing:
-            simulated = simulate(replace(plan, robots=measured["robots"]))
+            robots = measured["robots"]
+            here = replace(plan, robots=robots, pace=machine.paces[growing_with(robots)])
             told = {**measured["answer_ms"], "mean_batch": measured["mean_batch"]}
-            said = {f"p{percent}": round(simulated.percentile(percent) * 1e3, 3) for percent in (50, 99)}
-            said["mean_batch"] = round(simulated.members / max(simulated.batches, 1), 2)
-            row = {"side": side, "robots": measured["robots"], "is_told": measured["robots"] in USED}
+            said = _told_of(here)
+            row = {"side": side, "robots": robots, "is_told": robots in USED}
             row |= {"measured_ms": told, "foretold_ms": said}
             rows.append(row | {"ratio_p50": round(said["p50"] / told["p50"], 3)})
             print(json.dumps(rows[-1]), flush=True)
         for rate, sides in found["most_robots"].items():
             most = sides[side]
-            tried = replace(_plan(machine, PERIODS[rate]), seconds=6.0, warm=0.0)
-            said_most = most_robots(tried, 0.0)
+            tried = replace(_plan(machine, PERIODS[rate]), pace=machine.paces[f"{rate}, {side}"])
+            said_most = _most_as_measured(replace(tried, seconds=found["seconds"], warm=0.0), found["most"])
             row = {"side": side, "rate": rate, "most_robots": {"measured": most, "foretold": said_most}}
             rows.append(row | {"ratio": round(said_most / max(most, 1), 3)})
             print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def _told_of(plan: Plan) -> dict[str, float]:
+    """What is said of a row that was measured: the median of some simulations, as each is lucky or not."""
+    found = [simulate(plan, seed) for seed in range(SIMULATED_TIMES)]
+    said = {f"p{percent}": round(median(one.percentile(percent) for one in found) * 1e3, 3) for percent in (50, 99)}
+    return said | {"mean_batch": round(median(one.mean_batch for one in found), 2)}
+
+
+def _most_as_measured(plan: Plan, largest: int) -> int:
+    """The most robots without a late answer, searched for as ``robots_per_device`` does; the median of some searches:
+    each is lucky or not.
+    """
+    seeds = itertools.count()
+
+    async def misses(robots: int) -> int:
+        return simulate(replace(plan, robots=robots), next(seeds)).late
+
+    return round(median(asyncio.run(most_without_a_miss(misses, largest)) for _ in range(SIMULATED_TIMES)))
 
 
 def _plan(machine: Machine, period: float) -> Plan:
@@ -84,6 +110,8 @@ def _plan(machine: Machine, period: float) -> Plan:
         machines=1,
         period=period,
         times=machine.times,
+        pace=machine.pace,
+        wake=machine.wake,
         forming=ByDeadline,
         front=machine.front,
         cold=(machine.cold, machine.fading),
@@ -92,10 +120,10 @@ def _plan(machine: Machine, period: float) -> Plan:
 
 
 def most_robots(plan: Plan, late: float) -> int:
-    """How many robots one machine serves with no larger share of late answers; by doubling and halving."""
+    """How many robots each machine serves with no larger share of late answers; by doubling and halving."""
 
     def holds(robots: int) -> bool:
-        found = simulate(replace(plan, robots=robots, machines=1))
+        found = simulate(replace(plan, robots=robots * plan.machines))
         return bool(found.answers) and found.late_share <= late
 
     low, high = 0, 1
@@ -159,7 +187,8 @@ def planned(options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
 
 def _of_forming(options: argparse.Namespace, plan: Plan, name: str) -> dict[str, Any]:
     here = replace(plan, forming=formings(options.window / 1e3)[name])
-    searched = replace(here, seconds=SEARCHED * max(options.period, 0.25) / 0.25, warm=options.period)
+    seconds = SEARCHED * max(options.period, 0.25) / 0.25
+    searched = replace(here, machines=SEARCHED_MACHINES, seconds=seconds, warm=options.period)
     each = max(int(most_robots(searched, LATE) * (1 - options.spare)), 1)
     rows = []
     for robots in FLEETS:

@@ -6,9 +6,10 @@
 Engines in this process, with the shipped policy, and robots that ask at the moments of their grid and need the answer
 before they ask again (at every tick), or before the actions they mean to do of a chunk are done. The most robots
 without a single miss, by doubling and halving; answers to robots that all ask at one moment; processor time per
-answer. Sides take turns, so that whatever else the machine does meets all of them. ``--big`` is for accelerators: ACT
-of LeRobot's size with random weights, two cameras of 480x640, up to 64 robots that tick at 50 Hz and infer at 5 Hz,
-and one inference beside LeRobot's own, eager and under torch.compile.
+answer. Sides take turns, so that whatever else the machine does meets all of them, and how fast it is meanwhile is
+measured before each try. ``--big`` is for accelerators: ACT of LeRobot's size with random weights, two cameras of
+480x640, up to 64 robots that tick at 50 Hz and infer at 5 Hz, and one inference beside LeRobot's own, eager and under
+torch.compile.
 
 Last result: benchmarks/results/robots_per_device.json
 """
@@ -21,14 +22,18 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import act_latency, pictures
-from benchmarks.fleet import Ridden, Side, most
+from benchmarks.chains import Chains
+from benchmarks.fleet import Ridden, Side
+from benchmarks.fleet_pace import growing_with
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
+from benchmarks.most_robots import most_without_a_miss
 
 GROWING = (1, 2, 4, 8, 16, 32)
 TURNS = 3
@@ -47,20 +52,23 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
         ready = {
             name: await stack.enter_async_context(Side(policy, *side, options.frame)) for name, side in sides.items()
         }
-        chains: dict[int, Side] = {}
+        chains: Chains | None = None
         if not options.big:  # what fleets are planned with (fleet_sim)
-            for size in sizes:
-                side = Side(policy, sorted({1, size}), (device,), options.frame)
-                chains[size] = await stack.enter_async_context(side)
-        chained: dict[int, list[float]] = {size: [] for size in chains}
+            chains = await stack.enter_async_context(Chains(policy, sizes, device, options.frame))
 
-        async def follow() -> None:
-            for size, side in chains.items():
-                chained[size] += await side.chained(size, max(options.rounds * 10 // size, 10))
+        async def look(during: str) -> None:
+            if chains is not None:
+                await chains.look(during)
 
-        found["batch_ms"] = {name: side.served.costs.milliseconds() for name, side in ready.items()}
+        async def ride(what: str, side: Side, period: float, tried: list[dict[str, Any]], robots: int) -> int:
+            await look(what)
+            ridden = await side.ride(robots, period, options.seconds)
+            tried.append(figures := ridden.figures(robots))
+            print(f"{what}:", json.dumps(figures), flush=True)
+            return ridden.misses
+
+        found["batch_ms"] = {name: side.costs.milliseconds() for name, side in ready.items()}
         print("batches:", json.dumps(found["batch_ms"]), flush=True)
-        await follow()
         for robots in GROWING:
             answers: dict[str, list[float]] = {name: [] for name in ready}
             for _ in range(TURNS):
@@ -72,30 +80,20 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
             found["most_robots"][rate], found["tried"][rate] = {}, {}
             for name, side in ready.items():
                 tried = found["tried"][rate][name] = []
-
-                def tell(robots: int, ridden: Ridden, rate: str = rate, name: str = name, tried: Any = tried) -> None:
-                    tried.append(figures := ridden.figures(robots))
-                    print(f"{rate}, {name}:", json.dumps(figures), flush=True)
-
-                async def ride(robots: int, side: Side = side, period: float = period) -> Ridden:
-                    return await side.ride(robots, period, options.seconds)
-
-                await follow()
-                found["most_robots"][rate][name] = await most(ride, 8, options.most, tell)
+                misses = partial(ride, f"{rate}, {name}", side, period, tried)
+                found["most_robots"][rate][name] = await most_without_a_miss(misses, options.most)
         growing = next(iter(periods.values()))
         for robots in (robots for robots in GROWING if robots <= options.most):
             ridden = {name: Ridden() for name in ready}
             for _ in range(TURNS):
                 for name, side in ready.items():
+                    await look(growing_with(robots))
                     ridden[name].add(await side.ride(robots, growing, options.seconds / TURNS))
             for name, together in ridden.items():
                 found["growing"].setdefault(name, []).append(together.figures(robots))
-        await follow()
-    if chained:
-        found["chained_ms"] = {
-            str(size): percentiles(taken, (50, 90)) | {"batches": len(taken)} for size, taken in chained.items()
-        }
-        print("batches one after the other:", json.dumps(found["chained_ms"]), flush=True)
+        if chains is not None:
+            found |= chains.figures()
+            print("batches one after the other:", json.dumps(found["chained_ms"]), flush=True)
     found["ratios"] = {
         rate: {name: round(count / max(counts[ONE], 1), 2) for name, count in counts.items() if name != ONE}
         for rate, counts in found["most_robots"].items()
@@ -156,7 +154,8 @@ def main() -> None:
     flags += [] if options.frame is None else ["--frame {}x{}".format(*options.frame)]
     command = " ".join(["python benchmarks/robots_per_device.py", *flags])
     question = "How many robots does one device serve, one inference at a time and batched?"
-    write(output, result(question, command, quiet, device=options.device, **found))
+    given = {"seconds": options.seconds, "most": options.most}
+    write(output, result(question, command, quiet, device=options.device, **given, **found))
     rows = {f"{rate}: {name}": float(n) for rate, each in found["most_robots"].items() for name, n in each.items()}
     ours = [name for name in rows if BATCHED in name]
     pictures.bars(output.with_suffix(".png"), "Robots without a miss", rows, "robots", ours)
