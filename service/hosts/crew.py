@@ -168,19 +168,22 @@ class Crew:
 
     def lose(self, why: str) -> None:
         """Nothing can be computed any more; whoever waits is told, and the other followers are sent away."""
+        is_closed = self._is_closed  # then connections end because they are closed here, and followers are told so
+        why = "the server is ending" if is_closed else why
         with self._lock:
             if self.lost is not None:
                 return
             self.lost = why
             waiting = [*self._waiting, *(answer for asked in self._asked.values() for answer in asked.answers.values())]
         self._is_lost.set()
-        if not self._is_closed:
+        if not is_closed:
             logger.error("the hosts are not together any more: %s", why)
             self._told(_words_for(why))
         for outcome in waiting:
             with suppress(InvalidStateError):
                 outcome.set_exception(HostsLost(_words_for(why)))
-        self._send_away(f"{why}; start this again, and the server")
+        if not is_closed:
+            self._send_away(f"{why}; start this again, and the server")
 
     def close(self) -> None:
         """Send the followers home; they end."""

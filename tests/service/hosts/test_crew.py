@@ -175,6 +175,31 @@ def test_all_hosts_are_sent_home_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     scene.close()
 
 
+def test_a_server_that_ends_calls_nobody_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own closing of a connection must not look like a follower's end, or the others are told so."""
+    scene, is_heard, whys = Scene(2), threading.Event(), []
+    end, lose, first = Channel.end, Crew.lose, scene.crew._links[0].channel
+
+    def end_slowly(channel: Channel, words: Words) -> None:
+        whys.append(words["why"])
+        if channel is not first:
+            assert is_heard.wait(30)  # the first one is closed by then, and heard to be
+        end(channel, words)
+
+    def lose_audibly(crew: Crew, why: str) -> None:
+        lose(crew, why)
+        is_heard.set()
+
+    monkeypatch.setattr(Channel, "end", end_slowly)
+    monkeypatch.setattr(Crew, "lose", lose_audibly)
+    scene.close()
+    assert whys == [None, None]
+    assert scene.told == []
+    assert not caplog.records
+    with pytest.raises(HostsLost, match="more: the server is ending"):
+        scene.crew.check()
+
+
 def test_a_host_that_fails_ends_it_for_all_and_is_named(scene: Scene) -> None:
     never = threading.Event()
     scene.replies[0] = lambda words: {"is": "failed", "why": "XlaRuntimeError"} if words["do"] == "act" else None
