@@ -175,7 +175,9 @@ def test_all_hosts_are_sent_home_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     scene.close()
 
 
-def test_a_server_that_ends_calls_nobody_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_ends_calls_no_host_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its own closing of a connection must not look like a follower's end, or the others are told so."""
     scene, is_heard, whys = Scene(2), threading.Event(), []
     end, lose, first = Channel.end, Crew.lose, scene.crew._links[0].channel
