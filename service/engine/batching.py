@@ -88,11 +88,11 @@ class Batching(Generic[Request]):
             heads[key] = line.waiting[0]
         if not heads:
             return None
-        key = min(heads, key=lambda key: heads[key].due - self._lines[key].costs.slow(1))
+        key = min(heads, key=lambda key: heads[key].due - self._lines[key].costs.expected(1).slow)
         line, head = self._lines[key], heads.pop(key)
         members, size = [head], 1
         if not head.is_alone:
-            others = [(other.due, self._lines[place].costs.slow(1)) for place, other in heads.items()]
+            others = [(other.due, self._lines[place].costs.expected(1).slow) for place, other in heads.items()]
             together = [request for request in line.waiting if not request.is_alone]
             count, size = _fitting(now, together, others, line.costs, line.sizes)
             members = together[:count]
@@ -127,7 +127,7 @@ def _fitting(
     if len(together) == 1:
         return 1, 1
     queue = _Queue([request.due for request in together], now, costs, sizes)
-    at_once = now + costs.slow(1)
+    at_once = now + costs.expected(1).slow
 
     def is_another_late(end: float) -> bool:
         return any(at_once + cost <= due < end + cost for due, cost in others)
@@ -156,8 +156,9 @@ class _Queue:
     def __init__(self, dues: Sequence[float], now: float, costs: Costs, sizes: Sequence[int]):
         self._dues = dues
         # So many are late even if they run now: nobody's reason to hurry.
-        self._hopeless = bisect_left(dues, now + costs.slow(1))
-        self._sizes = [(size, max(costs.usual(size), 1e-9), costs.slow(size)) for size in sizes]
+        self._hopeless = bisect_left(dues, now + costs.expected(1).slow)
+        expected = [(size, costs.expected(size)) for size in sizes]
+        self._sizes = [(size, max(taken.usual, 1e-9), taken.slow) for size, taken in expected]
         self._spare = SPARE * self.best(len(sizes)).seconds
 
     def is_late(self, count: int, end: float, served: int = 0) -> bool:

@@ -2,61 +2,101 @@
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 from typing import NamedTuple
 
 # Newest measurements of each size; a device that got slower is known after half as many batches.
 KEPT = 32
-# What a size took so many batches ago says little: the device may have been busy with something else just then.
-OLD = 256
+# What a size took so many batches ago says little, and is soon outweighed: so few of its measurements still count.
+OLD = 32
+TRUSTED = 4
+# Newest batches, of any size, that tell how fast the device is just now; even, so that of two sizes that take turns
+# neither is the pace.
+PACE = 6
 
 
-class _Taken(NamedTuple):
-    """Seconds of one size, and how many batches there had been when it ran last."""
+class Taken(NamedTuple):
+    """Seconds of one size: the median, and what nine of ten do not exceed."""
 
     usual: float
     slow: float
-    at: int
+
+
+class _Samples:
+    """Of one size: seconds, and how many they would have been at the pace at which all others are kept."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=KEPT)
+        self.paced: deque[float] = deque(maxlen=KEPT)
+
+    def add(self, seconds: float, pace: float) -> None:
+        self.seconds.append(seconds)
+        self.paced.append(seconds / pace)
+
+    def forget(self) -> None:
+        """All but the newest; what was measured once, too."""
+        kept = min(TRUSTED, len(self.seconds) - 1)
+        while len(self.seconds) > kept:
+            self.seconds.popleft()
+            self.paced.popleft()
 
 
 class Costs:
     """Seconds by batch size. Fed and read by any thread.
 
     A device's thread feeds it, whoever compiles, and a thread that was left behind and came back after all.
+
+    A machine that others share is slower for a tenth of a second now and then, and all batches of that time are. Were
+    each size remembered as it ran last, one that ran in such a moment would seem the worse choice until it runs again,
+    though all would have taken longer then. So what a batch takes is set against what those before it took, of whatever
+    size (``expected``); what is told to people and promised to robots is what was measured (``usual``).
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._samples: dict[int, deque[float]] = {}
+        self._samples: dict[int, _Samples] = {}
         # Replaced and never changed: who reads needs no lock, and nobody waits for a reader.
-        self._known: Mapping[int, _Taken] = {}
+        self._known: Mapping[int, Taken] = {}
+        self._paced: Mapping[int, Taken] = {}
+        self._ran_at: Mapping[int, int] = {}
         self._count = 0
+        self._ratios: deque[float] = deque(maxlen=PACE)
+        self._pace = 1.0
 
     def learn(self, size: int, seconds: float) -> None:
         """A batch of this size took so long."""
         with self._lock:
-            samples = self._samples.setdefault(size, deque(maxlen=KEPT))
+            before = self._paced.get(size)
+            samples = self._samples.setdefault(size, _Samples())
             if self.is_old(size):
-                samples.clear()
-            samples.append(seconds)
+                samples.forget()
+            samples.add(seconds, self._pace)  # of those before it: it says nothing about itself
             self._note(size)
+            if before is not None:
+                self._ratios.append(max(seconds, 1e-9) / max(before.usual, 1e-9))
+                self._pace = median(self._ratios)
 
     def take_over(self, other: "Costs", size: int) -> bool:
         """What batches of this size took elsewhere counts here, and not what they took here; whether any ran there."""
         with other._lock:
-            samples = tuple(other._samples.get(size, ()))
-        if samples:
+            there = other._samples.get(size)
+            seconds = () if there is None else tuple(there.seconds)
+            paced = () if there is None else tuple(one * other._pace for one in there.paced)
+        if seconds:
             with self._lock:
-                self._samples[size] = deque(samples, maxlen=KEPT)
+                samples = self._samples[size] = _Samples()
+                samples.seconds.extend(seconds)
+                samples.paced.extend(one / self._pace for one in paced)
                 self._note(size)
-        return bool(samples)
+        return bool(seconds)
 
     def _note(self, size: int) -> None:
-        ordered = sorted(self._samples[size])
-        slow = ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)]
         self._count += 1
-        self._known = {**self._known, size: _Taken(median(ordered), slow, self._count)}
+        samples = self._samples[size]
+        self._known = {**self._known, size: _taken(samples.seconds)}
+        self._paced = {**self._paced, size: _taken(samples.paced)}
+        self._ran_at = {**self._ran_at, size: self._count}
 
     @property
     def is_known(self) -> bool:
@@ -65,21 +105,26 @@ class Costs:
 
     def is_old(self, size: int) -> bool:
         """Whether others were measured since for so long that this one should be measured again."""
-        found = self._known.get(size)
-        return found is not None and self._count - found.at >= OLD
+        at = self._ran_at.get(size)
+        return at is not None and self._count - at >= OLD
 
     def at_most(self, size: int) -> float:
-        """Of an old size: what it took, or what as many members take in batches of the size that ran last."""
-        known = self._known
-        newest = max(known, key=lambda other: known[other].at, default=size)
-        return min(_of(known, size).slow, _of(known, newest).slow * max(size / newest, 1.0))
+        """Of an old size: what it should take, or what as many members take in batches of the size that ran last."""
+        ran_at = self._ran_at
+        newest = max(ran_at, key=lambda other: ran_at[other], default=size)
+        return min(self.expected(size).slow, self.expected(newest).slow * max(size / newest, 1.0))
+
+    def expected(self, size: int) -> Taken:
+        """What the next batch should take, as fast as the device was just now; zeros when nothing was ever measured."""
+        found, pace = _of(self._paced, size), self._pace
+        return Taken(found.usual * pace, found.slow * pace)
 
     def usual(self, size: int) -> float:
-        """The median; 0 when nothing was ever measured."""
+        """The median of what was measured; 0 when nothing was ever."""
         return _of(self._known, size).usual
 
     def slow(self, size: int) -> float:
-        """What nine of ten do not exceed; 0 when nothing was ever measured."""
+        """What nine of ten did not exceed; 0 when nothing was ever measured."""
         return _of(self._known, size).slow
 
     def milliseconds(self) -> dict[str, dict[str, float]]:
@@ -90,13 +135,18 @@ class Costs:
         }
 
 
-def _of(known: Mapping[int, _Taken], size: int) -> _Taken:
+def _taken(seconds: Collection[float]) -> Taken:
+    ordered = sorted(seconds)
+    return Taken(median(ordered), ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)])
+
+
+def _of(known: Mapping[int, Taken], size: int) -> Taken:
     found = known.get(size)
     if found is not None:
         return found
     # As many times as long as the nearest size takes, when it is larger: nothing is promised of a batch nobody ran.
     nearest = min(known, key=lambda other: abs(other - size), default=None)
     if nearest is None:
-        return _Taken(0.0, 0.0, 0)
-    usual, slow, at = known[nearest]
-    return _Taken(usual * max(size / nearest, 1.0), slow * max(size / nearest, 1.0), at)
+        return Taken(0.0, 0.0)
+    usual, slow = known[nearest]
+    return Taken(usual * max(size / nearest, 1.0), slow * max(size / nearest, 1.0))

@@ -105,6 +105,7 @@ def test_a_simulated_engine_learns_what_batches_take_as_a_real_one_does() -> Non
     assert isinstance(first, tuple)
     assert first[1] == 4
     for _ in range(KEPT):
+        forming.learn(2, STEADY.usual[2])
         forming.learn(4, 0.060)
     for number in range(4):
         forming.add(Ask(number, 0.0, 9.0), 0.0)

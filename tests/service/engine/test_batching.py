@@ -190,9 +190,41 @@ def test_only_a_full_batch_is_tried_again_and_makes_nobody_late_by_what_others_t
     assert chosen(beside).size == 2
 
 
+def run(true: dict[int, float], known: Costs, batches: int, pace: float = 1.0) -> list[int]:
+    """The sizes of so many batches, while more wait than fit into one, and nobody is in a hurry."""
+    sizes = []
+    for _ in range(batches):
+        sizes.append(chosen(line(*[9.0] * 12, known=known)).size)
+        known.learn(sizes[-1], pace * true[sizes[-1]])
+    return sizes
+
+
+TRUE = {1: 0.002, 2: 0.003, 4: 0.005, 8: 0.009}
+
+
+def test_a_moment_in_which_the_device_is_slow_gives_no_size_a_bad_name() -> None:
+    known = Costs()
+    for size in [*TRUE] * KEPT:
+        known.learn(size, TRUE[size])
+    for pace in (1.5, 1.0, 2.5, 1.0):
+        assert set(run(TRUE, known, OLD - len(TRUE), pace)) == {8}, "the others would take longer, too"
+        for size in TRUE:
+            known.learn(size, pace * TRUE[size])
+
+
+@pytest.mark.parametrize("wrong", [{4: 0.002}, {8: 0.040}, {1: 0.0002}])
+def test_what_is_thought_of_a_size_is_put_right_by_the_others(wrong: dict[int, float]) -> None:
+    """Even of one that seems so good that no other runs any more: it could be the device that got slower."""
+    known = Costs()
+    for size, seconds in [*(TRUE | wrong).items()] * KEPT:
+        known.learn(size, seconds)
+    run(TRUE, known, 8 * OLD)
+    assert run(TRUE, known, OLD).count(8) >= OLD - len(TRUE), "each of the others is tried once in so many batches"
+
+
 def test_sizes_are_not_old_because_little_was_measured() -> None:
     known = costs(b1=0.010, b2=0.012, b4=0.015, b8=0.090)
-    for _ in range(OLD - KEPT):
+    for _ in range(OLD - 4):
         known.learn(1, 0.010)
     assert not any(known.is_old(size) for size in (1, 2, 4, 8, 16))
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from service.engine.costs import KEPT, OLD, Costs
+from service.engine.costs import KEPT, OLD, PACE, Costs
 
 
 def costs(**seconds: float) -> Costs:
@@ -41,6 +41,33 @@ def test_what_is_taken_over_counts_as_measured_now() -> None:
     assert before.is_old(8)
     assert after.take_over(before, 8)
     assert not after.is_old(8)
+
+
+def test_what_the_next_batch_should_take_follows_the_newest_of_any_size() -> None:
+    known = Costs()
+    for _ in range(KEPT):
+        for size, seconds in ((1, 0.010), (8, 0.020)):
+            known.learn(size, seconds)
+    for _ in range(PACE):
+        known.learn(1, 0.030)
+    assert known.expected(8) == (pytest.approx(0.060), pytest.approx(0.060)), "8 did not run since, and it is as slow"
+    assert known.usual(8) == known.slow(8) == 0.020, "what was measured is told as it was"
+
+
+def test_of_two_sizes_that_take_turns_the_one_that_got_slower_is_found_out() -> None:
+    known = costs(b1=0.010, b8=0.020)
+    for _ in range(2 * KEPT):
+        known.learn(1, 0.010)
+        known.learn(8, 0.040)
+    assert known.expected(8).usual / known.expected(1).usual == pytest.approx(4, rel=0.05)
+
+
+def test_what_is_taken_over_is_expected_at_the_pace_of_now() -> None:
+    before, after = costs(b8=0.020), costs(b1=0.010)
+    for seconds in [0.010] * KEPT + [0.030] * PACE:
+        before.learn(1, seconds)
+    after.take_over(before, 8)
+    assert after.expected(8).usual == pytest.approx(0.060), "the device is slow, and that counts for a push, too"
 
 
 def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest.MonkeyPatch) -> None:

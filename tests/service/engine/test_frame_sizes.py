@@ -158,7 +158,7 @@ async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_
 
 async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
     async with asked_with_both(Sized()) as (engine, served):
-        counted = served.replicas[0].costs(LARGE_FRAMES)._samples[1]
+        counted = served.replicas[0].costs(LARGE_FRAMES)._samples[1].seconds
         before = len(counted)
         (lane,) = engine._devices.lanes.values()
         await lane.ask(served.replicas[0], LARGE_SEEN, None, is_alone=True)
