@@ -169,20 +169,21 @@ class Side:
         return found
 
     async def chained(self, size: int, seconds: float) -> list[float]:
-        """Seconds from the end of a full batch to the end of the next, while others wait already: two groups of so many
-        robots that take turns for so long. The engine should know no larger batch.
+        """Seconds from the end of a full batch on the device to the end of the next, while others wait already: two
+        groups of so many robots that take turns for so long. The engine should know no larger batch.
         """
         ends: list[tuple[float, bool]] = []
         seen, over = self.observations(size), time.perf_counter() + seconds
 
-        async def ask(observation: Mapping[str, np.ndarray]) -> int:
-            due = time.monotonic() + COMPILED_WITHIN
-            return (await self.engine.submit(self.served, observation, due=due)).batch
+        async def ask(observation: Mapping[str, np.ndarray]) -> tuple[float, int]:
+            asked, due = time.perf_counter(), time.monotonic() + COMPILED_WITHIN
+            inference = await self.engine.submit(self.served, observation, due=due)
+            return asked + inference.total, inference.batch
 
         async def group() -> None:
             while time.perf_counter() < over:
                 together = await asyncio.gather(*(ask(observation) for observation in seen))
-                ends.append((time.perf_counter(), set(together) == {size}))
+                ends.append((min(end for end, _ in together), {batch for _, batch in together} == {size}))
 
         await asyncio.gather(group(), group())
-        return [end - before for (before, _), (end, is_full) in pairwise(ends) if is_full]
+        return [end - before for (before, _), (end, is_full) in pairwise(sorted(ends)) if is_full]

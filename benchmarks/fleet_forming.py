@@ -58,10 +58,12 @@ class Times:
 
     def costs(self, sizes: Sequence[int]) -> Costs:
         """What an engine knows that has run batches of these sizes for a while."""
-        known = Costs()
-        for size in sizes:
-            for place in range(KEPT):
-                known.learn(size, self._at(size, (place + 0.5) / KEPT))
+        known, random = Costs(), np.random.default_rng(0)
+        levels = (np.arange(KEPT) + 0.5) / KEPT
+        mixed = {size: random.permutation(levels).tolist() for size in sizes}
+        for place in range(KEPT):
+            for size in sizes:
+                known.learn(size, self._at(size, mixed[size][place]))
         return known
 
 
