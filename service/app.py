@@ -2,8 +2,9 @@
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 
 from sanic import Sanic
 
@@ -122,7 +123,6 @@ def create_app(
 
 def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirements) -> Context:
     """What the routes share; its sessions, models, recordings and updates come with the start."""
-    limits = {"rate": {"maximum": settings.max_rate}, "camera_names": {"maxItems": settings.max_cameras}}
     table = rooms.table() if settings.embedded_transport else None
     guard = guard_of(settings, APART)
     places = PolicyPlaces(
@@ -130,10 +130,7 @@ def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirement
     )
     context = Context(
         settings=settings,
-        documents={
-            "openapi.json": json.dumps(specified_document(ROUTES), indent=2).encode(),
-            "openapi-full.json": json.dumps(full_document(ROUTES, limits), indent=2).encode(),
-        },
+        documents=_documents(settings.max_rate, settings.max_cameras),
         page=docs.page(),
         versions=versions(),
         metrics=Metrics(
@@ -149,6 +146,16 @@ def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirement
         doors=Doors(lambda: context.sessions),
     )
     return context
+
+
+@cache
+def _documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
+    """OpenAPI documents by name. Before any request: what asks for them must not keep a tick waiting."""
+    limits = {"rate": {"maximum": max_rate}, "camera_names": {"maxItems": max_cameras}}
+    return {
+        "openapi.json": json.dumps(specified_document(ROUTES), indent=2).encode(),
+        "openapi-full.json": json.dumps(full_document(ROUTES, limits), indent=2).encode(),
+    }
 
 
 @contextmanager
