@@ -54,7 +54,7 @@ class ClusterEngine:
             NoEngine: the directory does not answer, or another server has the name of this front.
         """
         self._app.ctx.front = await self._joining.share(sessions)
-        self._app.ctx.forwarding = self._joining.forwarding
+        self._app.ctx.others = self._joining.forwarding
 
     def admit(self, admit: Admit) -> Admit:
         """The same, and a session's id is taken in the whole cluster."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import sanic
 from sanic.config import Config
@@ -28,8 +28,15 @@ from service.updates.updates import Updates
 if TYPE_CHECKING:
     # They import Ray, which only a server of a cluster needs.
     from service.cluster.cluster import Cluster
-    from service.cluster.forwarding import Forwarding
     from service.cluster.front import FrontOfCluster
+
+
+class OtherFronts(Protocol):
+    """The other servers of a cluster, as far as routes ask for them (``service.cluster.forwarding``)."""
+
+    async def stop_all(self, request: "Request", reason: str) -> dict[str, Any]:
+        """Stop the robots of all of them: how many, and which did not answer."""
+        ...
 
 
 @dataclass
@@ -48,7 +55,7 @@ class Context:
         places: where policies may come from.
         policy_reader: what policies need, before they are loaded.
         live: pages that look on.
-        engines, front, forwarding: those of a cluster; None for a server of its own.
+        engines, front, others: those of a cluster; None for a server of its own.
         importing: done when JAX is imported, which takes seconds; None where nothing needs it.
         started_at: monotonic.
     """
@@ -70,7 +77,7 @@ class Context:
     importing: asyncio.Future[Any] | None = None
     engines: "Cluster | None" = None
     front: "FrontOfCluster | None" = None
-    forwarding: "Forwarding | None" = None
+    others: OtherFronts | None = None
     sessions: Sessions = field(init=False)
     models: Models = field(init=False)
     updates: Updates = field(init=False)

@@ -57,8 +57,8 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
     seen = [one for one in stopped if one in own]
     elsewhere: dict[str, Any] = {}
-    if request.app.ctx.forwarding is not None:
-        elsewhere = await request.app.ctx.forwarding.stop_all(request, reason)
+    if request.app.ctx.others is not None:
+        elsewhere = await request.app.ctx.others.stop_all(request, reason)
         seen += elsewhere.pop("stopped", [])
     count = len(stopped) + elsewhere.pop("count", 0)
     told = {"message": f"Emergency stop of {count} sessions", "count": count}
