@@ -14,6 +14,8 @@ TRUSTED = 4
 # Newest batches, of any size, that tell how fast the device is just now; even, so that of two sizes that take turns
 # neither is the pace.
 PACE = 6
+# Seconds below which a batch computes nothing, and its time is the thread's.
+SHORTEST = 1e-6
 
 
 class Taken(NamedTuple):
@@ -61,7 +63,7 @@ class Costs:
         self._paced: Mapping[int, Taken] = {}
         self._ran_at: Mapping[int, int] = {}
         self._count = 0
-        self._ratios: deque[float] = deque(maxlen=PACE)
+        self._ratios = deque([1.0] * PACE, PACE)  # one batch that is held up at the beginning is no pace
         self._pace = 1.0
 
     def learn(self, size: int, seconds: float) -> None:
@@ -73,9 +75,14 @@ class Costs:
                 samples.forget()
             samples.add(seconds, self._pace)  # of those before it: it says nothing about itself
             self._note(size)
-            if before is not None:
-                self._ratios.append(max(seconds, 1e-9) / max(before.usual, 1e-9))
+            if before is not None and before.usual >= SHORTEST:
+                self._ratios.append(max(seconds, SHORTEST) / before.usual)
                 self._pace = median(self._ratios)
+
+    def renew(self) -> None:
+        """Nothing is old: what ran since was rehearsed, while nothing else could run."""
+        with self._lock:
+            self._ran_at = dict.fromkeys(self._ran_at, self._count)
 
     def take_over(self, other: "Costs", size: int) -> bool:
         """What batches of this size took elsewhere counts here, and not what they took here; whether any ran there."""

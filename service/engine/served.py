@@ -165,6 +165,7 @@ class Replica:
         while len(spent) < fewest or (len(spent) < most and sum(spent) < rehearsing):
             spent.append(self.policy.rehearse(batch, cameras))
             costs.learn(batch, spent[-1])
+        costs.renew()
 
     def take_over(self, before: "Replica") -> None:
         """What batches took with other weights they take with these, too, where both run the same program.

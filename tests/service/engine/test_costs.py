@@ -62,6 +62,29 @@ def test_of_two_sizes_that_take_turns_the_one_that_got_slower_is_found_out() -> 
     assert known.expected(8).usual / known.expected(1).usual == pytest.approx(4, rel=0.05)
 
 
+def test_one_batch_that_is_held_up_changes_nothing_that_is_expected() -> None:
+    known = costs(b1=0.010, b8=0.020)
+    known.learn(8, 9.0)
+    assert known.expected(1).usual == 0.010
+
+
+def test_what_took_no_time_is_no_measure_of_the_pace() -> None:
+    known = costs(b1=0.0, b8=0.020)
+    for _ in range(PACE):
+        known.learn(1, 0.0001)
+    assert known.expected(8).usual == 0.020
+
+
+def test_rehearsals_make_nothing_old() -> None:
+    known = costs(b1=0.010)
+    for _ in range(OLD):
+        known.learn(8, 0.020)
+    assert known.is_old(1)
+    known.renew()
+    assert not known.is_old(1)
+    assert known.usual(1) == 0.010
+
+
 def test_what_is_taken_over_is_expected_at_the_pace_of_now() -> None:
     before, after = costs(b8=0.020), costs(b1=0.010)
     for seconds in [0.010] * KEPT + [0.030] * PACE:
