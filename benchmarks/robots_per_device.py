@@ -80,7 +80,7 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
                     answers[name] += await side.together(robots, options.rounds)
             found["together_ms"][str(robots)] = {name: percentiles(taken, (50, 99)) for name, taken in answers.items()}
             print(f"{robots} at one moment:", json.dumps(found["together_ms"][str(robots)]), flush=True)
-        for rate, period in periods.items():
+        for rate, period in periods.items() if options.searches else ():
             tried = found["tried"][rate] = {name: [] for name in ready}
             searched = found["searched"][rate] = {name: [] for name in ready}
             for turn, (name, side) in itertools.product(range(options.searches), ready.items()):
@@ -145,7 +145,8 @@ def main() -> None:
     parser.add_argument("--output", "--out", type=Path)
     options = parser.parse_args()
     options.seconds = options.seconds or (2.0 if options.quick else 6.0)
-    options.searches = options.searches or (1 if options.quick else 3)
+    if options.searches is None:
+        options.searches = 1 if options.quick else 3
     kind = "_big" if options.big else "" if options.frame is None else "_{}x{}".format(*options.frame)
     output = options.output or RESULTS / f"robots_per_device{kind}.json"
     quiet = quietness()
@@ -171,6 +172,7 @@ def main() -> None:
             }
         found = asyncio.run(measure(options, policy, periods)) | extra
     flags = [f"--{name.replace('_', '-')}" for name in ("big", "quick", "two_lanes") if getattr(options, name)]
+    flags += [] if options.searches else ["--searches 0"]
     flags += [] if options.frame is None else ["--frame {}x{}".format(*options.frame)]
     command = " ".join(["python benchmarks/robots_per_device.py", *flags])
     question = "How many robots does one device serve, one inference at a time and batched?"
@@ -178,7 +180,8 @@ def main() -> None:
     write(output, result(question, command, quiet, device=options.device, **given, **found))
     rows = {f"{rate}: {name}": float(n) for rate, each in found["most_robots"].items() for name, n in each.items()}
     ours = [name for name in rows if BATCHED in name]
-    pictures.bars(output.with_suffix(".png"), "Robots without a miss", rows, "robots", ours)
+    if rows:
+        pictures.bars(output.with_suffix(".png"), "Robots without a miss", rows, "robots", ours)
     print("most robots:", json.dumps(found["most_robots"]), "ratios:", json.dumps(found["ratios"]))
 
 
