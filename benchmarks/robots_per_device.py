@@ -147,6 +147,8 @@ def main() -> None:
     options.seconds = options.seconds or (2.0 if options.quick else 6.0)
     if options.searches is None:
         options.searches = 1 if options.quick else 3
+    if options.searches < 0:
+        parser.error(f"--searches: found {options.searches}; wanted 0 or more")
     kind = "_big" if options.big else "" if options.frame is None else "_{}x{}".format(*options.frame)
     output = options.output or RESULTS / f"robots_per_device{kind}.json"
     quiet = quietness()
