@@ -14,6 +14,8 @@ TRUSTED = 4
 # Newest batches, of any size, that tell how fast the device is just now; even, so that of two sizes that take turns
 # neither is the pace.
 PACE = 6
+# So far from 1 the pace is not let: in a day of batches it wanders, and what is remembered with it the other way.
+FAR = 2.0
 # Seconds below which a batch computes nothing, and its time is the thread's.
 SHORTEST = 1e-6
 
@@ -65,6 +67,7 @@ class Costs:
         self._count = 0
         self._ratios = deque([1.0] * PACE, PACE)  # one batch that is held up at the beginning is no pace
         self._pace = 1.0
+        self._now: tuple[Mapping[int, Taken], float] = (self._paced, self._pace)
 
     def learn(self, size: int, seconds: float) -> None:
         """A batch of this size took so long."""
@@ -78,6 +81,9 @@ class Costs:
             if before is not None and before.usual >= SHORTEST:
                 self._ratios.append(max(seconds, SHORTEST) / before.usual)
                 self._pace = median(self._ratios)
+                if not 1 / FAR < self._pace < FAR:
+                    self._begin_anew_with_this_pace()
+            self._now = self._paced, self._pace
 
     def renew(self) -> None:
         """Nothing is old: what ran since was rehearsed, while nothing else could run."""
@@ -96,7 +102,16 @@ class Costs:
                 samples.seconds.extend(seconds)
                 samples.paced.extend(one / self._pace for one in paced)
                 self._note(size)
+                self._now = self._paced, self._pace
         return bool(seconds)
+
+    def _begin_anew_with_this_pace(self) -> None:
+        """All is remembered as it would be at this one; nothing that is expected changes by it."""
+        for size, samples in self._samples.items():
+            samples.paced = deque((one * self._pace for one in samples.paced), KEPT)
+            self._paced = {**self._paced, size: _taken(samples.paced)}
+        self._ratios = deque((ratio / self._pace for ratio in self._ratios), PACE)
+        self._pace = 1.0
 
     def _note(self, size: int) -> None:
         self._count += 1
@@ -123,7 +138,8 @@ class Costs:
 
     def expected(self, size: int) -> Taken:
         """What the next batch should take, as fast as the device was just now; zeros when nothing was ever measured."""
-        found, pace = _of(self._paced, size), self._pace
+        known, pace = self._now
+        found = _of(known, size)
         return Taken(found.usual * pace, found.slow * pace)
 
     def usual(self, size: int) -> float:

@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Iterator
+from random import Random
 from statistics import median
 
 import pytest
@@ -66,6 +67,18 @@ def test_one_batch_that_is_held_up_changes_nothing_that_is_expected() -> None:
     known = costs(b1=0.010, b8=0.020)
     known.learn(8, 9.0)
     assert known.expected(1).usual == 0.010
+
+
+def test_what_is_remembered_does_not_wander_off_from_what_was_measured() -> None:
+    """Over a day of batches of which some take longer, and none shorter."""
+    known, random = Costs(), Random(0)
+    true = {1: 0.001, 4: 0.002, 8: 0.004}
+    for _ in range(30_000):
+        size = random.choice([1, 1, 1, 4, 8])
+        known.learn(size, true[size] * (1 + max(random.gauss(0, 0.5), 0)))
+    for size, seconds in true.items():
+        assert seconds / 3 < known._paced[size].usual < 3 * seconds
+        assert seconds / 2 < known.expected(size).usual < 2 * seconds
 
 
 def test_what_took_no_time_is_no_measure_of_the_pace() -> None:
