@@ -11,6 +11,7 @@ try:
 except ImportError:  # no such locks on this system
     fcntl = None
 
+from service.auth.watched import FileUnusable, read_regular
 from service.settings import Settings, SettingsError
 
 OFF = "off"
@@ -69,9 +70,9 @@ def read_secrets(name: str, path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        lines = Path(path).expanduser().read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
+        lines = read_regular(Path(path).expanduser()).decode().splitlines()
+    except (FileUnusable, OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or ("it is no text" if isinstance(error, ValueError) else f"it {error}")
         raise SettingsError(f"{name} {path!r}: {why}; wanted a file with one secret per line") from error
     found = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not found:

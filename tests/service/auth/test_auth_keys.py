@@ -103,6 +103,22 @@ def test_a_file_that_others_may_change_is_refused_with_what_to_do(file, mode, is
             file.known()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "large"])
+def test_what_is_no_file_of_keys_is_refused_without_waiting_for_it(file, kind):
+    file.path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(file.path, 0o600)
+    elif kind == "folder":
+        file.path.mkdir(mode=0o700)
+    elif kind == "device":
+        file.path.symlink_to("/dev/zero")
+    else:
+        file.path.touch(0o600)
+        os.truncate(file.path, 6 << 30)  # of which nothing is on the disk
+    with pytest.raises(FileUnusable, match=r"keys\.json"):
+        file.known()
+
+
 def test_commands_at_the_same_time_lose_no_key(file):
     names = [f"key-{number}" for number in range(8)]
     with ThreadPoolExecutor(8) as threads:
