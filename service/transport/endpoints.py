@@ -25,6 +25,7 @@ from service.transport.bodies import (
     read_workspace,
 )
 from service.transport.cleanup import Cleanup
+from service.transport.outbox import WriteQueue
 from service.transport.rooms import Place, Room, RoomTable, RoomTaken, TooManyRooms, UnknownRoom
 from service.transport.sockets import perform, timestamp
 
@@ -47,12 +48,14 @@ def answer(status: int, body: object) -> HTTPResponse:
     return HTTPResponse(wire.encode(body), status=status, content_type="application/json")
 
 
-def endpoint(handle: Handler) -> Callable[..., Coroutine[Any, Any, HTTPResponse]]:
+def endpoint(handle: Handler, queue: WriteQueue) -> Callable[..., Coroutine[Any, Any, HTTPResponse]]:
     """A handler as a Sanic route: path parts are unquoted, refusals become the wire's error forms."""
 
     async def route(request: Request, **parts: str) -> HTTPResponse:
         try:
-            return answer(200, handle(request, **{name: unquote(part) for name, part in parts.items()}))
+            found = handle(request, **{name: unquote(part) for name, part in parts.items()})
+            await queue.turn()  # a call that is followed by a message to many is answered when they have it
+            return answer(200, found)
         except Unprocessable as error:
             return answer(422, {"detail": error.detail})
         except UnknownRoom:

@@ -173,10 +173,11 @@ class RoomTable:
 
     def clean(self, now: float, idle: float, kind: Kind | None = None) -> list[Place]:
         """Remove the rooms (of one service, or of both) that nobody is in and nothing touched for ``idle`` seconds."""
+        occupied = {seat.place for seat in self._book.values()}
         gone = [
             place
             for place, room in self.rooms.items()
-            if kind in (None, place.kind) and now - room.touched_at > idle and not self.is_occupied(place)
+            if kind in (None, place.kind) and now - room.touched_at > idle and place not in occupied
         ]
         for place in gone:
             del self.rooms[place]

@@ -24,7 +24,7 @@ from service.serving import listen, run, serving
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup
 from service.transport.endpoints import ROOM, CommandEndpoint, RoomEndpoints, SignalEndpoint, answer, endpoint
-from service.transport.outbox import OutboxLimits
+from service.transport.outbox import OutboxLimits, WriteQueue
 from service.transport.rooms import Limits, Place, RoomTable
 from service.transport.sockets import attend
 from service.transport.wire import MAX_FRAME_BYTES
@@ -76,7 +76,7 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
     app.config.WEBSOCKET_PING_INTERVAL = settings.ping_interval
     app.config.WEBSOCKET_PING_TIMEOUT = settings.ping_timeout
     cleanup = _cleanup_of(app, table, settings)
-    origins = Origins(settings.origins)
+    origins, queue = Origins(settings.origins), WriteQueue()
     for kind in Kind:
         extra = CommandEndpoint(table) if kind is Kind.ROBOTICS else SignalEndpoint(table)
         name = "-".join(["transport", kind, *prefix.strip("/").split("/")]).strip("-")
@@ -84,7 +84,7 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
         methods: dict[str, list[str]] = {}
         for method, path, handler, role in [*RoomEndpoints(kind, table, cleanup).routes(), *extra.routes()]:
             blueprint.add_route(
-                endpoint(handler),
+                endpoint(handler, queue),
                 path,
                 methods=[method],
                 name=handler.__name__,
@@ -101,7 +101,7 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
         socket_route = blueprint.websocket(
             f"{ROOM}/ws", name="socket", error_format="json", ctx_role=KeyRole.VIEWER, ctx_is_room=True
         )
-        socket_route(_socket_route(kind, table, settings))
+        socket_route(_socket_route(kind, table, settings, queue))
         _guard(blueprint, origins)
         app.blueprint(blueprint)
 
@@ -200,11 +200,11 @@ def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cl
     return cleanup
 
 
-def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings):
+def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings, queue: WriteQueue):
     async def serve(request: Request, websocket: WebsocketImplProtocol, workspace: str, room: str) -> None:
         place = Place(kind, unquote(workspace), unquote(room))
         caller, is_still_in = caller_of(request), request.ctx.is_still_in
-        await attend(websocket, place, table, settings.outbox, settings.join_timeout, caller, is_still_in)
+        await attend(websocket, place, table, settings.outbox, queue, settings.join_timeout, caller, is_still_in)
 
     return serve
 

@@ -14,11 +14,12 @@ from service.auth.caller import ANYBODY, Caller
 from service.auth.roles import Role as KeyRole
 from service.transport import conversation, wire
 from service.transport.messages import Role
-from service.transport.outbox import Outbox, OutboxLimits
+from service.transport.outbox import Outbox, OutboxLimits, WriteQueue
 from service.transport.rooms import Effects, Place, Room, RoomTable, Send
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 32  # participants to whom a message is written in one turn of the loop, 8 us each; the others follow
 LOOK = 2.0  # seconds between looks at whether a socket's key still counts
 
 
@@ -27,18 +28,23 @@ def timestamp() -> str:
     return datetime.now(tz=UTC).isoformat()
 
 
-def perform(effects: Effects) -> None:
-    """Hand every message to the outboxes it is for; nothing here waits for anybody."""
+def perform(effects: Effects) -> bool:
+    """Hand every message to the outboxes it is for; nothing here waits for anybody.
+
+    Returns:
+        Whether some of them get it later, as there are many.
+    """
     for effect in effects:
         if isinstance(effect, Send):
             text = wire.build(effect.message, timestamp())
-            for outbox in effect.to:
+            for number, outbox in enumerate(effect.to):
                 assert isinstance(outbox, Outbox)
-                outbox.put(text)
+                outbox.put(text, is_urgent=number < AT_ONCE)
         else:
             for outbox in effect.to:
                 assert isinstance(outbox, Outbox)
                 outbox.close(effect.reason)
+    return any(len(effect.to) > AT_ONCE for effect in effects)
 
 
 async def attend(
@@ -46,6 +52,7 @@ async def attend(
     place: Place,
     table: RoomTable,
     limits: OutboxLimits,
+    queue: WriteQueue,
     join_timeout: float,
     caller: Caller,
     is_still_in: Callable[[], bool],
@@ -57,11 +64,12 @@ async def attend(
     does a key that is revoked, within ``LOOK`` seconds.
 
     Args:
+        queue: of all sockets of this server.
         caller: who opened it.
         is_still_in: whether its key still counts.
     """
     _send_at_once(socket)
-    outbox = Outbox(socket, limits)
+    outbox = Outbox(socket, limits, queue)
     writer = asyncio.create_task(outbox.run())
     watching = asyncio.create_task(_watch(socket, is_still_in))
     try:
@@ -80,8 +88,8 @@ async def attend(
             return
         while True:
             raw = await socket.recv()
-            if raw is not None:
-                perform(_answer(table, outbox, raw, clock()))
+            if raw is not None and perform(_answer(table, outbox, raw, clock())):
+                await queue.turn()
     except WebsocketClosed:
         return
     finally:
