@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-BLOCKED = 0.25  # seconds without a heartbeat
+BLOCKED = 0.25  # seconds without a heartbeat; robots that move are held after as long (service.safety.watchdog)
 BEAT = 0.05  # between heartbeats of the event loop
 LOOK = 0.1  # between looks of the thread
-# Where neither the loop nor the thread ran, the share of that time in which this process computed: from this on, something
-# kept the interpreter's lock (on a machine where it gets a tenth of a core, too); below, the process stood still.
+# Where neither the loop nor the thread ran, the share of that time in which this process computed: from this on,
+# something kept the interpreter's lock (on a machine where it gets a tenth of a core, too); below, it stood still.
 BUSY = 0.1
 FRAMES = 10  # of a stack that are logged, innermost first
 
@@ -42,8 +42,8 @@ class LoopWatchdog:
 
     Attributes:
         blocked: times that the loop did nothing for longer than ``BLOCKED`` while its process ran.
-        paused: the same where the whole process stood still (SIGSTOP, a suspended machine, no processor for it): nothing
-            of it blocked the loop.
+        paused: the same where the whole process stood still (SIGSTOP, a suspended machine, no processor for it), and
+            nothing of it blocked the loop.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """A process beside a server that ends it when its event loop does not react to SIGTERM or SIGINT.
 
-Neither the event loop nor a thread of the server can do that while something in C keeps the interpreter's lock. A signal
-is caught even then: inside of its C handler ``faulthandler``, which needs no lock, writes the stack of the main thread,
-which runs the event loop, into a pipe. This process reads it. Run as a script it imports the standard library alone.
+Neither the event loop nor a thread of the server can do that while something in C keeps the interpreter's lock. A
+signal is caught even then: inside of its C handler ``faulthandler``, which needs no lock, writes the stack of the main
+thread, which runs the event loop, into a pipe, and this process reads it. It imports the standard library alone.
 """
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -16,7 +17,7 @@ import time
 
 # Seconds from the first signal until the event loop has to have begun the end, and until the end has to be over.
 REACTION = 2.0
-END = 10.0
+END = 8.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # What faulthandler writes first at each signal; what the event loop writes when it has heard of one.
 _CAUGHT = b"Stack (most recent call first)"
@@ -61,10 +62,8 @@ class SignalGuard:
             return
         for number in SIGNALS:
             faulthandler.unregister(number)
-        try:
+        with contextlib.suppress(OSError):  # the guard is gone
             os.write(self._pipe, _HEARD)
-        except OSError:
-            pass  # the guard is gone
 
     def close(self) -> None:
         """The server has ended in order."""
@@ -87,7 +86,7 @@ def guard(server: int) -> None:
     while True:
         left = None if limit is None else caught_at + limit - time.monotonic()
         ready = dict(poll.poll(None if left is None else max(0.0, left) * 1e3))
-        if process is not None and process in ready or os.getppid() != server:
+        if (process is not None and process in ready) or os.getppid() != server:
             return
         if ready:
             part = os.read(0, _LONGEST)
@@ -109,8 +108,9 @@ def _end(server: int, process: int | None, limit: float, after: float, written: 
     why = "its event loop is blocked" if limit == REACTION else "its end took too long"
     lines = written[written.find(_CAUGHT) :].replace(_HEARD, b"").decode("utf-8", "replace").splitlines()
     said = (
-        f"robojax: {why}, so process {server} is killed {after:.1f} s after it was asked to end; its connections break, "
-        "and robots hold by themselves. Its main thread when it was asked:\n" + "\n".join(lines[1 : _LINES + 1]) + "\n"
+        f"robojax: {why}, so process {server} is killed {after:.1f} s after it was asked to end; its connections "
+        "break, and robots hold by themselves. Its main thread when it was asked:\n"
+        + "".join(f"{line}\n" for line in lines[1 : _LINES + 1])
     )
     poll = select.poll()
     poll.register(2, select.POLLOUT)
