@@ -15,10 +15,14 @@ import aiohttp
 import pytest
 
 from robojax.robot.follower import Follower, plain
+from service.app import create_app
+from service.serving import listen, serving
+from service.settings import Settings
 from tests.faults.arm import Arm, arm, is_moving
 from tests.faults.processes import Process, process, rooms, server
-from tests.faults.robot import JOINTS
-from tests.faults.script import Script
+from tests.faults.proxy import fault_proxy
+from tests.faults.robot import JOINTS, PERIOD
+from tests.faults.script import Script, load, read
 
 pytestmark = pytest.mark.fault
 
@@ -154,6 +158,78 @@ async def test_a_process_that_stands_still_is_no_blocked_loop_and_its_robot_goes
     holds = (await arm.until(is_moving))["stats"]["holds"]
     assert holds.get("paused", 0) + holds.get("link_lost", 0) >= 1
     assert holds.get("paused", 0) <= 1 + arm.meter.pauses(resumed)
+
+
+@pytest.mark.parametrize("move", ["emergency_stop", "stop", "delete"])
+async def test_a_stop_is_prompt_while_an_inference_never_returns(
+    place: Place, moving: tuple[Arm, Script], move: str
+) -> None:
+    """The inference hangs in its thread; the robot is still doing the chunk of the one before."""
+    arm, policy = moving
+    try:
+        policy.says("hang")
+        await arm.until(lambda session: session["stats"]["watch"]["inference_age_ms"])
+        pressed = time.monotonic()
+        method, path = ("DELETE", "") if move == "delete" else ("POST", f"/{move}")
+        status, answer = await arm.call(method, f"/sessions/{arm.id}{path}")
+        assert status == 200, answer
+        if move != "delete":
+            answered = time.monotonic() - pressed
+            assert answered <= 0.1 + arm.meter.lost(pressed), "nobody waits for the inference"
+            session = await arm.until(lambda session: session["status"] == "stopped")
+            assert bool(session["stats"]["emergency_stop"]) == (move == "emergency_stop")
+        moved = arm.history.motions(pressed)
+        limit = PERIOD + 0.02 + arm.meter.worst(pressed)
+        assert not moved or moved[-1][0] - pressed <= limit, f"moved on for {moved[-1][0] - pressed:.3f} s"
+    finally:
+        policy.says("good")
+
+
+async def test_two_servers_that_claim_one_session_never_command_its_robot_both(place: Place) -> None:
+    """Of one id, in one workspace, on servers that know nothing of each other: the rooms have one producer."""
+    policy = Script(place.folder / f"policy{next(_numbers)}")
+    app = create_app(Settings(), load=load, read_requirements=read)
+    async with (
+        serving(app, listen("127.0.0.1", 0)) as url,
+        fault_proxy(place.rooms.url) as proxy,
+        aiohttp.ClientSession() as http,
+        AsyncExitStack() as stack,
+    ):
+        # The one that moves is behind a wire that breaks.
+        cut = await stack.enter_async_context(arm(place.server, policy, f"arm{next(_numbers)}"))
+        cut.transport_url = proxy.url
+        await cut.create(workspace_id=cut.id)
+        await cut.connect(place.rooms.url)
+        await cut.ask("start")
+        await cut.moves(5)
+
+        async def claim() -> tuple[int, str]:
+            body = cut.body(workspace_id=cut.id, session_id=cut.id, transport_server_url=place.rooms.url)
+            async with http.post(f"{url}/sessions", json=body) as answer:
+                return answer.status, await answer.text()
+
+        status, text = await claim()
+        assert status == 409, text
+        assert "is commanded by participant" in text
+        proxy.is_refusing = True
+        proxy.cut()
+        await cut.until(lambda session: session["stats"]["watch"]["links_lost"])
+        deadline = time.monotonic() + 20
+        while (claimed := await claim())[0] != 200:
+            assert time.monotonic() < deadline, claimed
+            await asyncio.sleep(0.1)
+        async with http.post(f"{url}/sessions/{cut.id}/start") as answer:
+            assert answer.status == 200
+        proxy.heal()
+        since = time.monotonic()
+        await asyncio.sleep(1.5)
+        links = (await cut.until(lambda session: True))["stats"]["watch"]["links_lost"]
+        assert any("joint-output" in room for room in links), f"the first one does not get its robot back: {links}"
+        sent = cut.session["stats"]["commands_sent"]
+        assert cut.history.motions(since), "the second one moves the robot"
+        assert (await cut.until(lambda session: True))["stats"]["commands_sent"] == sent
+        async with http.delete(f"{url}/sessions/{cut.id}") as answer:
+            assert answer.status == 200
 
 
 async def test_sigterm_ends_a_server_that_is_blocked_in_c_and_breaks_the_robots_link(
