@@ -183,8 +183,8 @@ def credentials(key: str | None) -> dict[str, str]:
 
 # docs/safety.md says so too.
 _BLOCKED = (
-    "if it is blocked, no command leaves it and the stop is done before the next; robots hold by themselves after 0.5 s. "
-    "To stop them now, use the robot's own stop, or end the server: kill its process, or systemctl stop robojax"
+    "if it is blocked, no command leaves it and the stop is done before the next; robots hold by themselves after "
+    "0.5 s. To stop them now, use the robot's own stop, or end the server: kill its process, or systemctl stop robojax"
 )
 _ADVICE = {
     401: "set ROBOJAX_KEY or give --key; `robojax token new --role operator` makes one on the server's machine",
