@@ -158,6 +158,7 @@ def run(
                 raise
         finally:
             watchdog.stop()
+            guard.acknowledge()  # before the loop takes its own handlers away
 
     _take_descriptors()
     try:

@@ -18,6 +18,7 @@ import time
 # Seconds from the first signal until the event loop has to have begun the end, and until the end has to be over.
 REACTION = 2.0
 END = 8.0
+LEAVE = 0.5  # seconds that an orderly end waits for the guard
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # What faulthandler writes first at each signal; what the event loop writes when it has heard of one.
 _CAUGHT = b"Stack (most recent call first)"
@@ -33,13 +34,14 @@ class SignalGuard:
 
     def __init__(self) -> None:
         self._pipe: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Watch the signals from now on; the event loop's own handlers are there already."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         try:
-            subprocess.Popen(
+            self._process = subprocess.Popen(
                 # Without what is installed it starts in 15 ms, whatever the server's own packages do.
                 [sys.executable, "-I", "-S", __file__, str(os.getpid())],
                 stdin=reading,
@@ -71,6 +73,9 @@ class SignalGuard:
             self.acknowledge()
             os.close(self._pipe)
             self._pipe = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # where nobody looks after orphans, it would stay
+                self._process.wait(LEAVE)
 
 
 def guard(server: int) -> None:
@@ -79,7 +84,7 @@ def guard(server: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # whoever ends all processes of a service ends the server with them
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    process = os.pidfd_open(server) if hasattr(os, "pidfd_open") else None
+    process = _handle_of(server)
     if process is not None:
         poll.register(process, select.POLLIN)
     written, caught_at, limit = b"", 0.0, None
@@ -100,12 +105,22 @@ def guard(server: int) -> None:
         # A second signal ends at once what did not react to the first.
         is_asked_again = limit == REACTION and written.count(_CAUGHT) > 1
         if limit is not None and (is_asked_again or time.monotonic() >= caught_at + limit):
-            _end(server, process, limit, time.monotonic() - caught_at, written)
+            why = "its event loop is blocked" if limit == REACTION else "its end takes too long"
+            if is_asked_again:
+                why += ", and it was asked again"
+            _end(server, process, why, time.monotonic() - caught_at, written)
             return
 
 
-def _end(server: int, process: int | None, limit: float, after: float, written: bytes) -> None:
-    why = "its event loop is blocked" if limit == REACTION else "its end took too long"
+def _handle_of(process: int) -> int | None:
+    """What tells a process from a later one of its number; None where the system has no such thing, or forbids it."""
+    try:
+        return os.pidfd_open(process)
+    except (AttributeError, OSError):
+        return None
+
+
+def _end(server: int, process: int | None, why: str, after: float, written: bytes) -> None:
     lines = written[written.find(_CAUGHT) :].replace(_HEARD, b"").decode("utf-8", "replace").splitlines()
     said = (
         f"robojax: {why}, so process {server} is killed {after:.1f} s after it was asked to end; its connections "
@@ -114,12 +129,14 @@ def _end(server: int, process: int | None, limit: float, after: float, written: 
     )
     poll = select.poll()
     poll.register(2, select.POLLOUT)
-    if poll.poll(0):  # a terminal that is paused must not keep the server alive
-        os.write(2, said.encode()[:_LONGEST])
-    if process is not None:
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-    else:
-        os.kill(server, signal.SIGKILL)
+    with contextlib.suppress(OSError):  # nobody reads it
+        if poll.poll(0):  # a terminal that is paused must not keep the server alive
+            os.write(2, said.encode()[:_LONGEST])
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        if process is not None:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        elif os.getppid() == server:
+            os.kill(server, signal.SIGKILL)
 
 
 if __name__ == "__main__":
