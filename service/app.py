@@ -33,6 +33,7 @@ from service.edge.policy_places import PolicyPlaces
 from service.engine.engine import LoadPolicy
 from service.engine.policy_reader import PolicyReader, ReadRequirements
 from service.logs import RecentLogs
+from service.loop_watchdog import LoopWatchdog
 from service.metrics import Metrics
 from service.models.served_model import LoadModel
 from service.openapi import full_document, specified_document
@@ -128,14 +129,19 @@ def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirement
     places = PolicyPlaces(
         settings.policy_roots, settings.policy_owners, is_open=is_loopback(settings.host) and not guard.is_guarded
     )
+    watchdog = LoopWatchdog()
     context = Context(
         settings=settings,
         documents=_documents(settings.max_rate, settings.max_cameras),
         page=docs.page(),
         versions=versions(),
         metrics=Metrics(
-            lambda: context.sessions.list(), lambda: context.models.list(), lambda: context.sessions.engine.facts()
+            lambda: context.sessions.list(),
+            lambda: context.models.list(),
+            lambda: context.sessions.engine.facts(),
+            watchdog,
         ),
+        loop_watchdog=watchdog,
         logs=RecentLogs(settings.log_lines),
         table=table,
         guard=guard,

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.loop_watchdog import LoopWatchdog
 from service.models.served_model import ServedModel
 from service.motion.drive import Drive
 from service.sessions.sessions import Listed
@@ -62,6 +63,7 @@ class Metrics:
         sessions: Callable[[], Sequence[Listed]],
         models: Callable[[], Sequence[ServedModel]],
         engine: Callable[[], Mapping[str, Any]] = dict,
+        watchdog: LoopWatchdog | None = None,
     ):
         """``engine`` gives ``Engine.facts``."""
         self._registry = CollectorRegistry()
@@ -71,6 +73,8 @@ class Metrics:
         self._registry.register(_Sessions(sessions))
         self._registry.register(_Models(models))
         self._registry.register(_Devices(engine))
+        if watchdog is not None:
+            self._registry.register(_Loop(watchdog))
         labels = ("method", "route", "status")
         self._requests = Counter("robojax_requests", "HTTP requests answered", labels, registry=self._registry)
         self._seconds = Histogram(
@@ -231,6 +235,27 @@ class _Devices(Collector):
         yield from (load, waiting, failed, batches)
         yield GaugeMetricFamily(
             "robojax_promised_load", "Devices' time promised to sessions", value=facts.get("promised_load", 0)
+        )
+
+
+class _Loop(Collector):
+    def __init__(self, watchdog: LoopWatchdog):
+        self._watchdog = watchdog
+
+    def collect(self) -> Iterable[Metric]:
+        """The event loop until now."""
+        blocked, paused = self._watchdog.blocked, self._watchdog.paused
+        yield CounterMetricFamily(
+            "robojax_loop_blocked", "Times that the event loop was blocked for 250 ms or longer", value=blocked.count
+        )
+        yield CounterMetricFamily(
+            "robojax_loop_blocked_seconds", "Time that the event loop was blocked so", value=blocked.seconds
+        )
+        yield CounterMetricFamily(
+            "robojax_process_paused", "Times that the whole process stood still for so long", value=paused.count
+        )
+        yield CounterMetricFamily(
+            "robojax_process_paused_seconds", "Time that the whole process stood still so", value=paused.seconds
         )
 
 

@@ -13,6 +13,8 @@ from sanic import Sanic
 
 from service.edge.limits import Connections
 from service.edge.punctual import PunctualProtocol
+from service.loop_watchdog import LoopWatchdog
+from service.signal_guard import SignalGuard
 
 # Answers under way may end, then connections are cut. Together with what the sessions take to hold
 # their robots and leave their rooms (3.5 s at most) this stays below five seconds.
@@ -112,12 +114,17 @@ def run(
     listener: socket.socket,
     started: Callable[[str], None],
     beside: tuple[Sanic[Any, Any], socket.socket] | None = None,
+    watchdog: LoopWatchdog | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; ``started`` is told the URL when it answers. A second signal ends at once.
 
+    When the event loop does not react to a signal, the guard beside it kills this process.
+
     Args:
         beside: an app of the same process on a port of its own, which ends before the first one does.
+        watchdog: has the figures of the event loop; one that only logs when None.
     """
+    watchdog, guard = watchdog or LoopWatchdog(), SignalGuard()
 
     async def until_signal() -> None:
         loop = asyncio.get_running_loop()
@@ -127,6 +134,7 @@ def run(
 
         def ask() -> None:
             asked.set()
+            guard.acknowledge()
             if main is not None and not is_started:
                 main.cancel()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -135,21 +143,29 @@ def run(
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ask)
+        guard.start()
         try:
             async with AsyncExitStack() as served:
                 url = await served.enter_async_context(serving(app, listener))
                 if beside is not None:
                     await served.enter_async_context(serving(*beside))
                 is_started = True
+                watchdog.start()  # no robot moves before; what a start imports blocks the loop for longer
                 started(url)
                 await asked.wait()
         except asyncio.CancelledError:
             if not asked.is_set():
                 raise
+        finally:
+            watchdog.stop()
+            guard.acknowledge()  # before the loop takes its own handlers away
 
     _take_descriptors()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(until_signal())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(until_signal())
+    finally:
+        guard.close()
 
 
 def _take_descriptors() -> None:

@@ -100,7 +100,8 @@ class FolderSource:
         if held is not None and held[0] == mark:
             return held[1]
         content = _content_hash(path)
-        if time.time() - max(status.st_mtime, status.st_ctime) > FRESH:
+        # A clock that was set back makes it a file of the time to come; read anew at each look, it would load the disk.
+        if abs(time.time() - max(status.st_mtime, status.st_ctime)) > FRESH:
             self._hashes[path] = (mark, content)
         return content
 

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Item:
     place: Place
+    due: float  # monotonic: a wall clock that is set back delays nothing
     reply: Reply | None = None
     # Not kept for an event whose sender was answered: a thousand of them may wait, each with a large body.
     request: weakref.ref[Request] | None = None
@@ -67,7 +68,7 @@ class Dispatch:
             if lane is not None:
                 for item in lane.items:
                     if item.place.id == place.id:
-                        item.place = place
+                        item.place, item.due = place, min(item.due, _due(place.due))
                         item.reply = item.reply or reply
                 lane.now.set()
             return
@@ -75,7 +76,7 @@ class Dispatch:
             return
         self.known.add(place.id)
         lane = self._lanes.setdefault(key, _Lane())
-        lane.items.append(_Item(place, reply, None if request is None else weakref.ref(request)))
+        lane.items.append(_Item(place, _due(place.due), reply, None if request is None else weakref.ref(request)))
         if lane.task is None:
             lane.task = asyncio.create_task(self._run_lane(key, lane), name=f"webhook lane {place.path}")
 
@@ -125,7 +126,7 @@ class Dispatch:
                     event = await self._inbox.database.run(ledger.begin, item.place.id)
                 except StoreError as error:
                     log.error("event %s cannot begin: %s", item.place.id, error)
-                    item.place = replace(item.place, due=time.time() + STORE_PAUSE)
+                    item.due = time.monotonic() + STORE_PAUSE
                     continue
                 if event is None:
                     if item.reply is not None:
@@ -135,11 +136,11 @@ class Dispatch:
                 retry_at = await self._runs.attempt(endpoint, event, item.reply, request)
             if retry_at is None:
                 return
-            item.place = replace(item.place, due=retry_at)
+            item.place, item.due = replace(item.place, due=retry_at), _due(retry_at)
             item.reply = item.request = None
 
     async def _until(self, item: _Item, lane: _Lane) -> None:
-        while not self._is_closing and (left := item.place.due - time.time()) > 0:
+        while not self._is_closing and (left := item.due - time.monotonic()) > 0:
             lane.now.clear()
             try:
                 async with asyncio.timeout(left):
@@ -152,3 +153,8 @@ class Dispatch:
             own = self._own.setdefault(endpoint.path, asyncio.Semaphore(endpoint.concurrency))
             await held.enter_async_context(own)
         await held.enter_async_context(self._async if endpoint.handler.is_async else self._sync)
+
+
+def _due(at: float) -> float:
+    """When that is, in monotonic time; ``at``: seconds since 1970, as it is written down."""
+    return time.monotonic() + at - time.time()

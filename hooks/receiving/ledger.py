@@ -68,7 +68,7 @@ def accept(
     coalesce: bool,
 ) -> tuple[Verdict, Event]:
     """Tell duplicates from new deliveries and keep a new one, in one transaction."""
-    known = _known(connection, arrival, now - window)
+    known = _known(connection, arrival, now - window, now + window)
     if known is not None:
         status = Status(known["status"])
         if status is Status.FAILED:
@@ -118,7 +118,7 @@ def accept(
     return Verdict.NEW, get(connection, arrival.id)
 
 
-def _known(connection: sqlite3.Connection, arrival: Arrival, since: float) -> sqlite3.Row | None:
+def _known(connection: sqlite3.Connection, arrival: Arrival, since: float, until: float) -> sqlite3.Row | None:
     place = (arrival.path, arrival.webhook_id)
     if arrival.delivery_id is not None:
         return connection.execute(
@@ -126,10 +126,11 @@ def _known(connection: sqlite3.Connection, arrival: Arrival, since: float) -> sq
         ).fetchone()
     if not arrival.identity:
         return None
+    # Not of the time to come: after a clock was set back by an hour, nothing of that hour would be new.
     return connection.execute(
         "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity>=? AND identity<? AND received_at>?"
-        " ORDER BY number DESC LIMIT 1",
-        (*place, f"{arrival.identity}:", f"{arrival.identity};", since),
+        " AND received_at<=? ORDER BY number DESC LIMIT 1",
+        (*place, f"{arrival.identity}:", f"{arrival.identity};", since, until),
     ).fetchone()
 
 

@@ -176,6 +176,11 @@ def due(
     return found, later
 
 
+def set_back(connection: sqlite3.Connection, seconds: float) -> None:
+    """The clock was set back by so much: what waits does not wait longer."""
+    connection.execute("UPDATE deliveries SET due_at = due_at - ? WHERE due_at IS NOT NULL", (seconds,))
+
+
 def marks(values: Collection[object]) -> str:
     """Placeholders for them in SQL."""
     return ", ".join("?" * len(values))

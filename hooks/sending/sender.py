@@ -23,6 +23,7 @@ STORE_PAUSE = 5.0
 PRUNE_EVERY = 600.0
 # An answer that comes this soon after the end is still written down, and not asked for twice.
 STOP_PATIENCE = 0.5
+SET_BACK = 1.0  # seconds; less is a clock that is corrected slowly
 
 
 class Subscribers(Protocol):
@@ -86,6 +87,7 @@ class Sender:
         self._courier = courier
         self._settings = settings or SenderSettings()
         self._clock = clock
+        self._ahead = clock() - time.monotonic()
         self._chance = chance
         self._woken = asyncio.Event()
         self._under_way: dict[asyncio.Task[None], Due] = {}
@@ -154,6 +156,7 @@ class Sender:
         for delivery in self._under_way.values():
             busy.setdefault(delivery.webhook_id, []).append(delivery.id)
         try:
+            await self._follow_clock()
             found, later = await self._database.run(queue.due, self._clock(), busy, self._settings.per_webhook)
         except StoreError as error:
             logger.error("deliveries wait: %s", error)
@@ -161,6 +164,13 @@ class Sender:
         for delivery in found:
             self._begin(delivery, self._deliver(delivery))
         return later
+
+    async def _follow_clock(self) -> None:
+        """What waits is written down by a clock that may be set back; then its times are, too."""
+        ahead = self._clock() - time.monotonic()
+        if self._ahead - ahead > SET_BACK:
+            await self._database.run(queue.set_back, self._ahead - ahead)
+        self._ahead = ahead
 
     def _begin(self, delivery: Due, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=f"webhook {delivery.webhook_id}")

@@ -56,7 +56,7 @@ class WatchedFile(Generic[Content]):
             self._mark = None
             raise FileUnusable(f"{str(self.path)!r} cannot be read: {error.strerror}") from error
         mark = (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_mode)
-        if mark != self._mark or time.time_ns() - found.st_mtime_ns < YOUNG:
+        if mark != self._mark or abs(time.time_ns() - found.st_mtime_ns) < YOUNG:
             self._mark = mark
             self._load(found.st_mode)
         if self._error is not None:

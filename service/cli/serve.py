@@ -62,6 +62,7 @@ def serve(config: Path | None, **flags: Any) -> None:
                 f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs{also}). Ctrl-C ends it."
             ),
             beside,
+            app.ctx.loop_watchdog,
         )
     except FrontNameTaken as error:
         then = "end that server, or give this one another --front-name; docs/cluster.md says more of several fronts"

@@ -95,11 +95,12 @@ def stop(
         place = f"/sessions/{quote(session_id, safe='')}"
         if emergency:
             body = {"reason": reason or "robojax stop --emergency"}
-            found = call(base, "POST", f"{place}/emergency_stop", body, key=key)
+            found = call(base, "POST", f"{place}/emergency_stop", body, key=key, silent=_BLOCKED)
         else:
-            found = call(base, "POST", f"{place}/stop", key=key)
+            found = call(base, "POST", f"{place}/stop", key=key, silent=_BLOCKED)
     else:
-        found = call(base, "POST", "/debug/emergency_stop", {"reason": reason or "robojax stop --all"}, key=key)
+        body = {"reason": reason or "robojax stop --all"}
+        found = call(base, "POST", "/debug/emergency_stop", body, key=key, silent=_BLOCKED)
     typer.echo(json.dumps(found, indent=2) if as_json else _told(found))
 
 
@@ -138,12 +139,14 @@ def call(
     key: str | None = None,
     patience: float = 10,
     then: str | None = None,
+    silent: str | None = None,
 ) -> Any:
     """The server's JSON answer, or the end of this command.
 
     Args:
         key: key or token of the caller's; ROBOJAX_KEY when None.
         then: what to do where there is no such thing, or it cannot be done now.
+        silent: what to do when the server was reached and says nothing.
     """
     from robojax.client import Client, Garbled, Refused, Unreachable, Unusable
 
@@ -160,6 +163,8 @@ def call(
         fail(Code.USAGE, "the server cannot be called", str(error), "give another --url, or another key")
     except (Unreachable, Garbled) as error:
         why = error.why if isinstance(error, Unreachable) else str(error)
+        if silent is not None and isinstance(error, Unreachable) and error.may_have_arrived:
+            fail(Code.TRANSPORT, f"the server at {base} does not answer", why, silent)
         fail(
             Code.TRANSPORT, f"no robojax server answers at {base}", why, "start it with `robojax serve`, or give --url"
         )
@@ -176,6 +181,11 @@ def credentials(key: str | None) -> dict[str, str]:
         fail(Code.USAGE, "the key cannot be used", str(error), "robojax token new makes one")
 
 
+# docs/safety.md says so too.
+_BLOCKED = (
+    "if it is blocked, no command leaves it and the stop is done before the next; robots hold by themselves after "
+    "0.5 s. To stop them now, use the robot's own stop, or end the server: kill its process, or systemctl stop robojax"
+)
 _ADVICE = {
     401: "set ROBOJAX_KEY or give --key; `robojax token new --role operator` makes one on the server's machine",
     403: "use a key of that role; `robojax token new` makes one on the server's machine",

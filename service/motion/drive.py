@@ -57,6 +57,7 @@ class Drive:
             patience or Patience(),
             executed=pace.action_steps / pace.action_rate,
             covered=pace.chunk / pace.action_rate,
+            period=control.period,
         )
         self.is_dry = is_dry
         self.buffer = buffer

@@ -16,6 +16,7 @@ from service.edge.limits import Creates
 from service.edge.policy_places import PolicyPlaces
 from service.engine.policy_reader import PolicyReader
 from service.logs import RecentLogs
+from service.loop_watchdog import LoopWatchdog
 from service.metrics import Metrics
 from service.models.models import Models
 from service.recording.recordings import Recordings
@@ -51,6 +52,7 @@ class Context:
         guard: who is let in where.
         creates: how often each caller may make a session.
         doors: for clients that need no rooms.
+        loop_watchdog: how often the event loop was blocked.
         sessions, models, updates, recordings: there from the server's start to its stop.
         places: where policies may come from.
         policy_reader: what policies need, before they are loaded.
@@ -73,6 +75,7 @@ class Context:
     live: Live
     creates: Creates
     doors: Doors
+    loop_watchdog: LoopWatchdog
     started_at: float = field(default_factory=time.monotonic)
     importing: asyncio.Future[Any] | None = None
     engines: "Cluster | None" = None

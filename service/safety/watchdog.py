@@ -9,6 +9,9 @@ import numpy as np
 
 # Pictures are told apart by about so many of their points at first, and by all of them only when those are equal.
 POINTS = 32
+# Seconds that nothing ran, after which a robot is held whatever age its frames may have: an event loop counts as
+# blocked from here on, too, and a robot that hears nothing for 0.5 s is held by its own side.
+STALL = 0.25
 # Codes of the holds that a look may ask for.
 HOLDS = ("paused", "inference_slow", "action_stale")
 
@@ -18,7 +21,7 @@ class Patience:
     """How long things may be wrong; seconds.
 
     Attributes:
-        frame_age: a frame older than this holds the robot, and so does a pause of this process.
+        frame_age: a frame older than this holds the robot, and so does a pause of this process, from ``STALL`` on.
         degraded_after: so long held because it cannot see or reach the robot, a session is ``degraded``.
         stop_after: so long, and it is stopped until somebody resets it: nobody expects a motion any more.
         frozen_after: so long with the same picture, a camera is said to be frozen.
@@ -108,9 +111,13 @@ class Watchdog:
         frozen: cameras that show the same picture for too long.
     """
 
-    def __init__(self, patience: Patience, *, executed: float, covered: float):
-        """``executed`` and ``covered``: seconds that the actions done of a chunk take, and all of it."""
+    def __init__(self, patience: Patience, *, executed: float, covered: float, period: float = 0.0):
+        """``executed`` and ``covered``: seconds that the actions done of a chunk take, and all of it.
+
+        ``period``: seconds from one look to the next.
+        """
         self.patience = patience
+        self._period = period
         self.expect(executed=executed, covered=covered)
         self.frozen: set[str] = set()
         self._begun_at = self._resumed_at = 0.0
@@ -189,7 +196,7 @@ class Watchdog:
         patience = self.patience
         holds = {}
         pause = 0.0 if self._looked_at is None else now - self._looked_at
-        if pause > patience.frame_age:
+        if pause - self._period > min(patience.frame_age, STALL):
             self._resumed_at, self._pause = now, pause
         if self._pause is not None:
             # Whatever was planned before is not for a robot that went on without us, and what the cameras showed

@@ -45,7 +45,8 @@ async def connect_robot(
         url: the transport server, as in ``transport_server_url``.
         rooms: as the session's creation answered them.
         on_command: takes (wire name to target, monotonic time it was read), on the event loop. The server forwards
-            only joints whose target changed, so merge by name and hold the others.
+            only joints whose target changed, so merge by name and hold the others. Nothing is said when commands stay
+            away (a server that is blocked): hold the robot then, as ``robojax.robot.follower.Follower`` does.
         on_emergency_stop: told of every emergency stop of somebody else in any of the rooms.
         name: what the robot's participant ids begin with.
         rate: the most pictures a second that each camera sends.

@@ -1,11 +1,16 @@
 """``python -m tests.faults.scripted_server serve ...``: the command ``robojax``, whose policies follow a script.
 
-``FAULTS_CLOCK`` names a file with the seconds by which its wall clock is wrong.
+``FAULTS_CLOCK`` names a file with the seconds by which its wall clock is wrong. ``FAULTS_BLOCK`` names one with how its
+event loop is blocked on SIGUSR1, and for how many seconds: ``sleep 2`` (in Python, other threads run) or ``held 2`` (in
+C, which keeps the interpreter's lock: no thread runs).
 """
 
 import os
+import signal
 import time
+from collections import deque
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import service.app
@@ -24,7 +29,22 @@ def set_wrong(file: Path) -> None:
     time.time_ns = lambda: right_ns() + int(wrong() * 1e9)
 
 
+def block(file: Path) -> None:
+    """Let the main thread do nothing else for a while."""
+    how, seconds = file.read_text().split()
+    if how == "sleep":
+        time.sleep(float(seconds))
+        return
+    began = time.monotonic()
+    deque(repeat(None, 1_000_000), maxlen=0)
+    rate = 1_000_000 / (time.monotonic() - began)
+    deque(repeat(None, int(rate * float(seconds))), maxlen=0)
+
+
 if __name__ == "__main__":
+    if os.environ.get("FAULTS_BLOCK"):
+        blocking = Path(os.environ["FAULTS_BLOCK"])
+        signal.signal(signal.SIGUSR1, lambda number, frame: block(blocking))
     if os.environ.get("FAULTS_CLOCK"):
         set_wrong(Path(os.environ["FAULTS_CLOCK"]))
     service.app.create_app = partial(service.app.create_app, load=load, read_requirements=read)

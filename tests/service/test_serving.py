@@ -10,6 +10,7 @@ from sanic import Sanic
 
 from service.app import create_app
 from service.engine.scripted_policy import ScriptedLoader
+from service.loop_watchdog import LoopWatchdog
 from service.serving import CannotListen, listen, serving, url_of
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
@@ -106,6 +107,70 @@ async def test_a_server_that_cannot_start_leaves_nothing_behind():
         async with serving(app, listen("127.0.0.1", 0)):
             pass
     assert app.name not in Sanic._app_registry
+
+
+class Watched:
+    """A watchdog whose loop beats and whose thread looks when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = self.computed = 0.0
+        self.dog = LoopWatchdog(clock=lambda: self.now, computed=lambda: self.computed)
+
+    def goes_by(self, seconds: float, *, beats: bool = True, looks: bool = True, computes: float = 0.0) -> None:
+        """In steps of 50 ms the loop beats, and at every other one the thread looks; ``computes``: of each second."""
+        for step in range(round(seconds / 0.05)):
+            self.now += 0.05
+            self.computed += 0.05 * computes
+            if looks and step % 2:
+                self.dog.look()
+            if beats:
+                self.dog.beat()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.dog.blocked.count, self.dog.paused.count
+
+
+@pytest.mark.parametrize("thread_is_first", [False, True])
+@pytest.mark.parametrize(
+    ("runs", "computes", "counts"),
+    [
+        (True, 0.0, (1, 0)),  # it waits in Python: the thread looks meanwhile
+        (False, 1.0, (1, 0)),  # it computes in C with the interpreter's lock: the thread cannot look
+        (False, 0.2, (1, 0)),  # the same on a busy machine
+        (False, 0.0, (0, 1)),  # the process stands still
+    ],
+)
+def test_a_blocked_loop_is_told_from_a_process_that_stood_still(
+    runs: bool, computes: float, counts: tuple[int, int], thread_is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched()
+    watched.goes_by(1.0)
+    assert watched.counts == (0, 0)
+    watched.goes_by(3.0, beats=False, looks=runs, computes=computes)
+    if thread_is_first:
+        watched.dog.look()
+    watched.dog.beat()
+    watched.goes_by(1.0)
+    assert watched.counts == counts
+    assert watched.dog.blocked.seconds + watched.dog.paused.seconds == pytest.approx(3.0, abs=0.06)
+    if runs:
+        assert [record.getMessage()[:43] for record in caplog.records] == [
+            "the event loop is blocked since 0.30 s, in ",
+            "the event loop was blocked for 3.00 s; this",
+        ]
+        assert "look (service/loop_watchdog.py:" in caplog.text
+
+
+def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
+    watched = Watched()
+    watched.goes_by(1.0)
+    watched.now += 30
+    watched.dog.look()
+    watched.goes_by(1.0, beats=False)
+    watched.dog.beat()
+    assert (watched.dog.blocked.seconds, watched.dog.paused.seconds) == (pytest.approx(1.0), pytest.approx(30.0))
+    assert watched.counts == (1, 1)
 
 
 def app_address(url: str) -> tuple[str, int]:

@@ -1,4 +1,5 @@
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ async def test_the_commit_of_a_folder_is_its_policy_s_content(folder: Path, sour
     assert second != first
     (folder / "model.safetensors").rename(folder / "policy_preprocessor_step_0.safetensors")
     assert await source.head(str(folder), None) not in (first, second)
+
+
+@pytest.mark.parametrize("jump", [-3600, 3600])
+async def test_after_a_clock_jumped_an_hour_a_folder_is_not_read_at_each_look(
+    folder: Path, source: FolderSource, monkeypatch: pytest.MonkeyPatch, jump: int
+) -> None:
+    wall, read, hashed = time.time, [], module._content_hash
+
+    def hash_it(path: Path) -> str:
+        read.append(path.name)
+        return hashed(path)
+
+    monkeypatch.setattr(time, "time", lambda: wall() + jump)
+    monkeypatch.setattr(module, "_content_hash", hash_it)
+    for _ in range(3):
+        await source.head(str(folder), None)
+    assert len(read) == len(set(read))
 
 
 async def test_what_is_fetched_is_a_copy_that_writers_do_not_reach(folder: Path, source: FolderSource) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,33 @@ async def test_events_of_one_repo_run_in_order_and_those_of_others_beside(servin
         await until(receiver)
     assert runs[:3] == [("b", "0"), ("b", "1"), ("b", "2")]
     assert runs[3:] == [("a", "0"), ("a", "1"), ("a", "2")]
+
+
+@pytest.mark.parametrize("jump", [-3600, 3600])
+async def test_a_clock_that_jumps_neither_delays_what_waits_nor_makes_an_equal_body_of_another_hour_a_duplicate(
+    serving, make_payload, until, monkeypatch: pytest.MonkeyPatch, jump: int
+) -> None:
+    receiver, runs = Receiver(settings(same_body_within=60.0)), []
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    wall = time.time
+
+    async def note(payload: dict) -> None:
+        runs.append(payload["repo"]["headSha"])
+        begun.set()
+        await goes_on.wait()
+
+    receiver.add(note, mode="queue")
+    async with serving(receiver) as sender, asyncio.timeout(20):
+        for number in range(2):
+            await sender.post("/webhooks/note", make_payload("a", sha=str(number)))
+        await begun.wait()
+        monkeypatch.setattr(time, "time", lambda: wall() + jump)
+        goes_on.set()
+        await until(receiver)
+        assert runs == ["0", "1"]
+        await sender.post("/webhooks/note", make_payload("a", sha="1"))
+        await until(receiver)
+    assert runs == ["0", "1", "1"]
 
 
 @pytest.mark.parametrize("limit", ["concurrency", "threads", "own"])

@@ -143,6 +143,18 @@ async def test_retry_after_is_waited_for(sending: Sending) -> None:
     assert len(sending.courier.got) == 2
 
 
+async def test_a_clock_that_is_set_back_delays_no_retry(sending: Sending) -> None:
+    sending.courier.answers = [Outcome(status=503, asked=90.0)]
+    await sending.put(1)
+    await sending.sender.deliver_due()
+    sending.later(-3600)
+    await sending.sender.deliver_due()
+    assert len(sending.courier.got) == 1
+    sending.later(91)
+    await sending.sender.deliver_due()
+    assert len(sending.courier.got) == 2
+
+
 async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=500)]
     await sending.put(1, subject="model:a/b")

@@ -1,7 +1,9 @@
 import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -142,6 +144,22 @@ def test_a_server_that_is_not_there_ends_with_4(call):
         assert "robojax serve" in told.stderr
         assert "Traceback" not in told.stderr
     assert call("sessions", "--url", "ftp://x").returncode == 2
+
+
+def test_a_stop_that_a_server_does_not_answer_says_what_stops_the_robot_now(call):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def hear() -> None:
+            with silent.accept()[0] as connection:
+                connection.recv(4096)
+
+        hearing = threading.Thread(target=hear)
+        hearing.start()
+        told = call("stop", "--all", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        hearing.join()
+    assert told.returncode != 0
+    assert "does not answer" in told.stderr
+    assert "robots hold by themselves after 0.5 s" in " ".join(told.stderr.split())
 
 
 def test_a_policy_that_is_not_there_ends_with_3(robojax):

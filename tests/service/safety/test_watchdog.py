@@ -75,6 +75,22 @@ def test_a_process_that_paused_holds_for_one_tick() -> None:
     assert dog.look(3.02, Looked({})).holds == {}
 
 
+@pytest.mark.parametrize("frame_age", [0.3, 10.0])
+def test_a_blocked_event_loop_holds_after_250_ms_however_old_frames_may_be(frame_age: float) -> None:
+    dog = watchdog(frame_age=frame_age)
+    walk(dog, 1.0)
+    assert dog.look(1.24, Looked({})).holds == {}
+    assert dog.look(1.5, Looked({})).holds.keys() == {"paused"}
+
+
+def test_a_robot_of_two_ticks_a_second_does_not_pause_between_them() -> None:
+    dog = Watchdog(Patience(), executed=2.0, covered=4.0, period=0.5)
+    dog.begin(0.0)
+    for now in (0.5, 1.0, 1.5):
+        assert dog.look(now, Looked({})).holds == {}
+    assert dog.look(2.3, Looked({})).holds.keys() == {"paused"}
+
+
 def test_a_slow_inference_holds_from_twice_its_budget_on_but_never_while_its_chunk_is_of_use() -> None:
     dog = watchdog(executed=0.4, covered=0.4)
     assert walk(dog, 0.78, asked_at=0.0).holds == {}

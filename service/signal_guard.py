@@ -1,0 +1,143 @@
+"""A process beside a server that ends it when its event loop does not react to SIGTERM or SIGINT.
+
+Neither the event loop nor a thread of the server can do that while something in C keeps the interpreter's lock. A
+signal is caught even then: inside of its C handler ``faulthandler``, which needs no lock, writes the stack of the main
+thread, which runs the event loop, into a pipe, and this process reads it. It imports the standard library alone.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+# Seconds from the first signal until the event loop has to have begun the end, and until the end has to be over.
+REACTION = 2.0
+END = 8.0
+LEAVE = 0.5  # seconds that an orderly end waits for the guard
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# What faulthandler writes first at each signal; what the event loop writes when it has heard of one.
+_CAUGHT = b"Stack (most recent call first)"
+_HEARD = b"\0"
+_LONGEST = 4096  # bytes that a pipe takes whole, or not at all
+_LINES = 12  # of the stack, innermost first
+
+logger = logging.getLogger(__name__)
+
+
+class SignalGuard:
+    """The server's end of the pipe."""
+
+    def __init__(self) -> None:
+        self._pipe: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Watch the signals from now on; the event loop's own handlers are there already."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        try:
+            self._process = subprocess.Popen(
+                # Without what is installed it starts in 15 ms, whatever the server's own packages do.
+                [sys.executable, "-I", "-S", __file__, str(os.getpid())],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is not for it
+            )
+        except OSError as error:
+            os.close(writing)
+            logger.warning("a blocked event loop would not end at SIGTERM: its guard cannot be started (%s)", error)
+            return
+        finally:
+            os.close(reading)
+        self._pipe = writing
+        for number in SIGNALS:
+            faulthandler.register(number, writing, all_threads=False, chain=True)  # and then as before
+
+    def acknowledge(self) -> None:
+        """The event loop has heard of a signal, and handles the next one in another way."""
+        if self._pipe is None:
+            return
+        for number in SIGNALS:
+            faulthandler.unregister(number)
+        with contextlib.suppress(OSError):  # the guard is gone
+            os.write(self._pipe, _HEARD)
+
+    def close(self) -> None:
+        """The server has ended in order."""
+        if self._pipe is not None:
+            self.acknowledge()
+            os.close(self._pipe)
+            self._pipe = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # where nobody looks after orphans, it would stay
+                self._process.wait(LEAVE)
+
+
+def guard(server: int) -> None:
+    """The process: wait for the server's end, or bring it about."""
+    for number in (*SIGNALS, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # whoever ends all processes of a service ends the server with them
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    process = _handle_of(server)
+    if process is not None:
+        poll.register(process, select.POLLIN)
+    written, caught_at, limit = b"", 0.0, None
+    while True:
+        left = None if limit is None else caught_at + limit - time.monotonic()
+        ready = dict(poll.poll(None if left is None else max(0.0, left) * 1e3))
+        if (process is not None and process in ready) or os.getppid() != server:
+            return
+        if ready:
+            part = os.read(0, _LONGEST)
+            if not part:
+                return
+            written = (written + part)[-4 * _LONGEST :]
+        if limit is None and _CAUGHT in written:
+            caught_at, limit = time.monotonic(), REACTION
+        if limit == REACTION and _HEARD in written:
+            limit = END
+        # A second signal ends at once what did not react to the first.
+        is_asked_again = limit == REACTION and written.count(_CAUGHT) > 1
+        if limit is not None and (is_asked_again or time.monotonic() >= caught_at + limit):
+            why = "its event loop is blocked" if limit == REACTION else "its end takes too long"
+            if is_asked_again:
+                why += ", and it was asked again"
+            _end(server, process, why, time.monotonic() - caught_at, written)
+            return
+
+
+def _handle_of(process: int) -> int | None:
+    """What tells a process from a later one of its number; None where the system has no such thing, or forbids it."""
+    try:
+        return os.pidfd_open(process)
+    except (AttributeError, OSError):
+        return None
+
+
+def _end(server: int, process: int | None, why: str, after: float, written: bytes) -> None:
+    lines = written[written.find(_CAUGHT) :].replace(_HEARD, b"").decode("utf-8", "replace").splitlines()
+    said = (
+        f"robojax: {why}, so process {server} is killed {after:.1f} s after it was asked to end; its connections "
+        "break, and robots hold by themselves. Its main thread when it was asked:\n"
+        + "".join(f"{line}\n" for line in lines[1 : _LINES + 1])
+    )
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    with contextlib.suppress(OSError):  # nobody reads it
+        if poll.poll(0):  # a terminal that is paused must not keep the server alive
+            os.write(2, said.encode()[:_LONGEST])
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        if process is not None:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        elif os.getppid() == server:
+            os.kill(server, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    guard(int(sys.argv[1]))

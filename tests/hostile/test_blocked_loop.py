@@ -1,0 +1,273 @@
+"""A server whose event loop is blocked, in Python and in C, or whose process stands still, while a robot moves."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from robojax.robot.follower import Follower, plain
+from service.app import create_app
+from service.serving import listen, serving
+from service.settings import Settings
+from tests.faults.arm import Arm, arm, is_moving
+from tests.faults.processes import Process, process, rooms, server
+from tests.faults.proxy import fault_proxy
+from tests.faults.robot import JOINTS, PERIOD
+from tests.faults.script import Script, load, read
+
+pytestmark = pytest.mark.fault
+
+BLOCK = 0.9  # seconds: longer than the robot's own 0.5
+PATIENCE = 0.5  # of a robot's own side
+PAUSE = float(os.environ.get("FAULTS_PAUSE", "1.5"))  # seconds that the whole process stands still
+_numbers = count(1)
+
+
+@dataclass
+class Place:
+    """A server that can be blocked, rooms of their own, and the folder of both."""
+
+    folder: Path
+    server: Process
+    rooms: Process
+
+    def block(self, how: str, seconds: float) -> float:
+        """Block the event loop; when that began."""
+        (self.folder / "block").write_text(f"{how} {seconds}")
+        self.server.send(signal.SIGUSR1)
+        return time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("blocked")
+    with ExitStack() as own:
+        transport = own.enter_context(rooms(folder))
+        blocked = own.enter_context(server(folder / "server", env={"FAULTS_BLOCK": str(folder / "block")}))
+        yield Place(folder, blocked, transport)
+
+
+@pytest.fixture
+async def moving(place: Place) -> AsyncIterator[tuple[Arm, Script]]:
+    """A robot that moves, and its policy."""
+    if not place.server.is_alive:
+        await asyncio.to_thread(place.server.start)
+    async with AsyncExitStack() as stack:
+        policy = Script(place.folder / f"policy{next(_numbers)}")
+        made = await stack.enter_async_context(arm(place.server, policy, f"arm{next(_numbers)}"))
+        made.goes_through(place.rooms)
+        await made.go()
+        yield made, policy
+
+
+async def _figures(url: str) -> dict[str, float]:
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
+        lines = re.findall(r"^robojax_((?:loop|process)_\w+) (\S+)$", await answer.text(), re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
+async def _until_logged(place: Place, since: int, text: str) -> str:
+    deadline = time.monotonic() + 20
+    while not (found := re.search(f".*{text}.*", place.server.words()[since:])):
+        assert time.monotonic() < deadline, place.server.words()[since:]
+        await asyncio.sleep(0.02)
+    return found[0]
+
+
+async def _followed(arm: Arm, follower: Follower, until: float) -> float | None:
+    """When the robot's own side held it, as it hears what the robot does."""
+    heard, pose = len(arm.history.commands), dict.fromkeys(map(plain, JOINTS), 0.0)
+    while (now := time.monotonic()) < until:
+        for command in arm.history.commands[heard:]:
+            heard += 1
+            follower.command(command.values, command.at)
+        follower.goal(pose, now)
+        if follower.commands and follower.hold is not None:
+            return now
+        await asyncio.sleep(0.005)
+    return None
+
+
+@pytest.mark.parametrize("how", ["sleep", "held"])
+async def test_a_blocked_loop_is_logged_with_its_place_and_counted_while_the_robot_holds_by_itself(
+    place: Place, moving: tuple[Arm, Script], how: str
+) -> None:
+    arm, _ = moving
+    before, said = await _figures(place.server.url), len(place.server.words())
+    follower = Follower(map(plain, JOINTS), PATIENCE)
+    following = asyncio.create_task(_followed(arm, follower, time.monotonic() + 20))
+    await arm.moves(3)
+    began = place.block(how, BLOCK)
+    held_at = await following
+    assert held_at is not None
+    assert follower.hold == "no command for 500 ms"
+    assert held_at - began <= PATIENCE + 0.2 + arm.meter.worst(began)
+    assert " in block (faults/scripted_server.py:" in await _until_logged(place, said, "loop is blocked since")
+    await _until_logged(place, said, "loop was blocked for")
+    await arm.until(is_moving)
+    after = await _figures(place.server.url)
+    assert after["loop_blocked_total"] >= before["loop_blocked_total"] + 1
+    # In C as long as the machine makes it: it counts.
+    assert after["loop_blocked_seconds_total"] - before["loop_blocked_seconds_total"] >= 0.5 * BLOCK
+    assert arm.session["stats"]["holds"]["paused"] == 1
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_a_stop_pressed_while_the_loop_is_blocked_comes_before_any_motion(
+    place: Place, moving: tuple[Arm, Script], gives_up: bool
+) -> None:
+    """Also of somebody who did not wait for the answer."""
+    arm, _ = moving
+    began = place.block("sleep", BLOCK)
+    await asyncio.sleep(0.2)
+    pressing = arm.call("POST", f"/sessions/{arm.id}/emergency_stop", {"reason": "a hand"}, 0.3 if gives_up else 30)
+    if gives_up:
+        with pytest.raises(TimeoutError):
+            await pressing
+    else:
+        assert (await pressing)[0] == 200
+    session = await arm.until(lambda session: session["status"] == "stopped")
+    assert session["stats"]["emergency_stop"] == "a hand"
+    await asyncio.sleep(0.2)
+    assert arm.history.motions(began + 0.5 * BLOCK) == []
+
+
+async def test_a_process_that_stands_still_is_no_blocked_loop_and_its_robot_goes_on_with_a_new_plan(
+    place: Place, moving: tuple[Arm, Script]
+) -> None:
+    """SIGSTOP and SIGCONT: one hold, no old action (the arm's history says so), links come back, counted apart."""
+    arm, _ = moving
+    before, said = await _figures(place.server.url), len(place.server.words())
+    place.server.send(signal.SIGSTOP)
+    await asyncio.sleep(PAUSE)
+    resumed = time.monotonic()
+    place.server.send(signal.SIGCONT)
+    await _until_logged(place, said, "this process stood still for")
+    await arm.moves(5)
+    after = await _figures(place.server.url)
+    assert after["process_paused_total"] == before["process_paused_total"] + 1
+    assert after["process_paused_seconds_total"] - before["process_paused_seconds_total"] >= 0.8 * PAUSE
+    assert after["loop_blocked_total"] - before["loop_blocked_total"] <= arm.meter.pauses(resumed)
+    holds = (await arm.until(is_moving))["stats"]["holds"]
+    assert holds.get("paused", 0) + holds.get("link_lost", 0) >= 1
+    assert holds.get("paused", 0) <= 1 + arm.meter.pauses(resumed)
+
+
+@pytest.mark.parametrize("move", ["emergency_stop", "stop", "delete"])
+async def test_a_stop_is_prompt_while_an_inference_never_returns(
+    place: Place, moving: tuple[Arm, Script], move: str
+) -> None:
+    """The inference hangs in its thread; the robot is still doing the chunk of the one before."""
+    arm, policy = moving
+    try:
+        policy.says("hang")
+        await arm.until(lambda session: session["stats"]["watch"]["inference_age_ms"])
+        pressed = time.monotonic()
+        method, path = ("DELETE", "") if move == "delete" else ("POST", f"/{move}")
+        status, answer = await arm.call(method, f"/sessions/{arm.id}{path}")
+        assert status == 200, answer
+        if move != "delete":
+            answered = time.monotonic() - pressed
+            assert answered <= 0.1 + arm.meter.lost(pressed), "nobody waits for the inference"
+            session = await arm.until(lambda session: session["status"] == "stopped")
+            assert bool(session["stats"]["emergency_stop"]) == (move == "emergency_stop")
+        moved = arm.history.motions(pressed)
+        limit = PERIOD + 0.02 + arm.meter.worst(pressed)
+        assert not moved or moved[-1][0] - pressed <= limit, f"moved on for {moved[-1][0] - pressed:.3f} s"
+    finally:
+        policy.says("good")
+
+
+async def test_two_servers_that_claim_one_session_never_command_its_robot_both(place: Place) -> None:
+    """Of one id, in one workspace, on servers that know nothing of each other: the rooms have one producer."""
+    policy = Script(place.folder / f"policy{next(_numbers)}")
+    app = create_app(Settings(), load=load, read_requirements=read)
+    async with (
+        serving(app, listen("127.0.0.1", 0)) as url,
+        fault_proxy(place.rooms.url) as proxy,
+        aiohttp.ClientSession() as http,
+        AsyncExitStack() as stack,
+    ):
+        # The one that moves is behind a wire that breaks.
+        cut = await stack.enter_async_context(arm(place.server, policy, f"arm{next(_numbers)}"))
+        cut.transport_url = proxy.url
+        await cut.create(workspace_id=cut.id)
+        await cut.connect(place.rooms.url)
+        await cut.ask("start")
+        await cut.moves(5)
+
+        async def claim() -> tuple[int, str]:
+            body = cut.body(workspace_id=cut.id, session_id=cut.id, transport_server_url=place.rooms.url)
+            async with http.post(f"{url}/sessions", json=body) as answer:
+                return answer.status, await answer.text()
+
+        status, text = await claim()
+        assert status == 409, text
+        assert "is commanded by participant" in text
+        proxy.is_refusing = True
+        proxy.cut()
+        await cut.until(lambda session: session["stats"]["watch"]["links_lost"])
+        deadline = time.monotonic() + 20
+        while (claimed := await claim())[0] != 200:
+            assert time.monotonic() < deadline, claimed
+            await asyncio.sleep(0.1)
+        async with http.post(f"{url}/sessions/{cut.id}/start") as answer:
+            assert answer.status == 200
+        proxy.heal()
+        since = time.monotonic()
+        await asyncio.sleep(1.5)
+        links = (await cut.until(lambda session: True))["stats"]["watch"]["links_lost"]
+        assert any("joint-output" in room for room in links), f"the first one does not get its robot back: {links}"
+        sent = cut.session["stats"]["commands_sent"]
+        assert cut.history.motions(since), "the second one moves the robot"
+        assert (await cut.until(lambda session: True))["stats"]["commands_sent"] == sent
+        async with http.delete(f"{url}/sessions/{cut.id}") as answer:
+            assert answer.status == 200
+
+
+async def test_sigterm_ends_a_server_that_is_blocked_in_c_and_breaks_the_robots_link(
+    place: Place, moving: tuple[Arm, Script]
+) -> None:
+    arm, _ = moving
+    said = len(place.server.words())
+    place.block("held", 60)
+    await asyncio.sleep(0.2)
+    asked = time.monotonic()
+    place.server.send(signal.SIGTERM)
+    try:
+        assert await asyncio.to_thread(place.server.ended, 30) == -signal.SIGKILL
+        assert time.monotonic() - asked <= 5 + arm.meter.lost(asked)
+    finally:
+        place.server.kill()
+    words = place.server.words()[said:]
+    assert "its event loop is blocked" in words
+    assert re.search(r'scripted_server.py", line \d+ in block', words)
+    assert arm.history.motions(asked + 0.1 + arm.meter.worst(asked)) == []
+
+    async def listed() -> set[str]:
+        return {arm.id}  # by the next server, as of every one that was killed
+
+    arm.listed = listed
+
+
+def test_sigterm_ends_a_server_that_is_blocked_in_python_and_a_second_one_at_once(tmp_path: Path) -> None:
+    (tmp_path / "block").write_text("sleep 60")
+    env = {"FAULTS_BLOCK": str(tmp_path / "block")}
+    with process(tmp_path / "log", "tests.faults.scripted_server", "transport", "--port", "0", env=env) as running:
+        running.send(signal.SIGUSR1)
+        time.sleep(0.2)
+        for _ in range(2):
+            running.send(signal.SIGTERM)
+            time.sleep(0.1)
+        assert running.ended(30) == -signal.SIGKILL
+        assert "its event loop is blocked, and it was asked again" in running.words()
+        assert "in block" in running.words()
