@@ -11,13 +11,14 @@ from typing import Any, cast
 from sanic import Request
 from sanic.exceptions import BadRequest, RequestTimeout, SanicException, WebsocketClosed
 from sanic.http import Http, Stage
+from sanic.http.http1 import HTTP_CONTINUE
 from sanic.server.protocols.base_protocol import SanicProtocol
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 from sanic.server.websockets.impl import WebsocketImplProtocol
 from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 
-from service.edge.fair_queue import CONNECTION, FRAME, MESSAGE, REQUEST, FairQueue
+from service.edge.fair_queue import CONNECTION, MESSAGE, REQUEST, FairQueue
 from service.edge.limits import Connections, source_of
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,15 @@ _BREATH = 0.001  # seconds from an answer to the next of requests that were sent
 # Of a WebSocket, bytes that are read at a stretch, and frames a second: all at once, and as many in the long run.
 _PIECE = 512
 _FRAMES, _FRAMES_PER_SECOND = 2000, 1000
-_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
+# Of a body in chunks, pieces that are read at a stretch; and the line before each: bytes, and what it is.
+_PIECES = 64
+_CHUNK_LINE = 64
+_CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
+_LENGTH = re.compile(r"[0-9]{1,19}")
+_METHOD = _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_HOST = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.%A-Za-z]+\](?::[0-9]*)?")  # RFC 3986, 3.2.2
+_TARGET = re.compile(r"[!\"$-~]+")  # letters that can be seen, and no "#", of which a server never hears
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
 _LEAST_READ = 32_768
@@ -43,11 +51,12 @@ _FULL_HEAD = (
 class _Http(Http):
     # Of this class, because Sanic's own holds one number for all apps of a process.
     HEADER_MAX_SIZE = HEAD_LIMIT
-    __slots__ = ("_is_pipelined",)
+    __slots__ = ("_is_pipelined", "_pieces")
 
     def init_for_request(self) -> None:
         super().init_for_request()
         self._is_pipelined = bool(self.recv_buffer)
+        self._pieces = 0
         cast(PunctualProtocol, self.protocol).next_request(self._is_pipelined)
 
     async def http1_request_header(self) -> None:
@@ -58,17 +67,45 @@ class _Http(Http):
         await self._whole_head()
         await cast(PunctualProtocol, self.protocol).wait_for_turn()
         await super().http1_request_header()
-        # "Content-Length : 5" is no such header to Sanic, but it is to others: they would see another request's end.
-        # Nor is a bare carriage return the end of a line to all that may stand before this server.
-        if not all(
-            _NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in self.request.headers.items()
-        ):
+        if not _is_strict(self.request, self.request_body):
             raise BadRequest("Bad Request")
 
     async def _whole_head(self) -> None:
         """Wait until all of it is there: a turn is for answering, not for waiting."""
-        while self.recv_buffer.find(b"\r\n\r\n", 0, HEAD_LIMIT + 4) < 0 and len(self.recv_buffer) < HEAD_LIMIT:
+        while b"\r\n\r\n" not in self.recv_buffer and len(self.recv_buffer) < HEAD_LIMIT:
             await self._receive_more()
+
+    async def read(self) -> bytes | None:
+        """Some of the body; what is in the buffer may be a hundred thousand chunks of a byte each."""
+        self._pieces += 1
+        if self._pieces % _PIECES == 0:
+            await cast(PunctualProtocol, self.protocol).wait_for_turn()
+        if self.request_body == "chunked" and self.request_bytes_left == 0:
+            await self._check_chunk()
+        return await super().read()
+
+    async def _check_chunk(self) -> None:
+        """Refuse a size that is none (RFC 9112, 7.1), which Python's own numbers may be: ``0x2``, `` 2``, ``2_0``.
+
+        And a chunk that does not end where its size says: whoever else reads it would see another request's beginning.
+        """
+        buffer = self.recv_buffer
+        if self.expecting_continue:
+            self.expecting_continue = False
+            await self._send(HTTP_CONTINUE)
+        while (end := buffer.find(b"\r\n", 2)) < 0 and len(buffer) <= _CHUNK_LINE:
+            await self._receive_more()
+        if not 0 <= end <= _CHUNK_LINE or not _CHUNK.fullmatch(buffer, 0, end):
+            self.keep_alive = False
+            raise BadRequest("Bad chunked encoding")
+
+    async def error_response(self, exception: Exception) -> None:
+        """Answer; nobody who went away before a request was whole."""
+        transport = self.protocol.transport
+        if self.stage is Stage.REQUEST and (transport is None or transport.is_closing()):
+            self.keep_alive = False
+            return
+        await super().error_response(exception)
 
     def create_empty_request(self) -> None:
         try:
@@ -134,7 +171,7 @@ class PunctualProtocol(WebSocketProtocol):
         self._queue = FairQueue.here()
         self._flow = self._queue.flow(source_of(address), self._step)
         self._asking = self._queue.flow(source_of(address))
-        self._queue.charge(self._asking, CONNECTION)
+        self._queue.spend(CONNECTION)
         super().connection_made(transport)
 
     @property
@@ -210,31 +247,31 @@ class PunctualProtocol(WebSocketProtocol):
         return message
 
     def _step(self) -> tuple[float, bool]:
-        """Read a piece of what came, or offer the next message: what it cost, and whether there is more to do now."""
+        """Read a piece of what came, or offer the next message."""
         socket, transport, inbox = self.websocket, self.transport, self._inbox
         if socket is None or transport is None or transport.is_closing():
             self._backlog.clear()
-            return FRAME, False
-        cost = FRAME
+            return 0.0, False
         if _is_cut_off(socket) or socket.ws_proto.state is State.CLOSED:
             self._backlog.clear()  # it is read so that the peer can read why
         elif self._backlog and not inbox.messages:
             if self._pausing is not None or not self._can_write.is_set():
-                return cost, False  # a peer that does not read its pongs is not read either
-            cost += self._read_piece(socket, transport) * FRAME
+                return 0.0, False  # a peer that does not read its pongs is not read either
+            self._read_piece(socket)
+        later = 0.0
         if inbox.messages and inbox.offered is None:
             inbox.offer()
-            cost += MESSAGE
+            later = MESSAGE
         if inbox.messages:
-            return cost, False  # whoever takes the one that is offered enters the queue again
+            return later, False  # whoever takes the one that is offered enters the queue again
         if self._backlog:
-            return cost, self._pausing is None
+            return later, self._pausing is None
         if self._pausing is None and not transport.is_closing():
             transport.resume_reading()
-        return cost, False
+        return later, False
 
-    def _read_piece(self, socket: WebsocketImplProtocol, transport: Any) -> int:
-        """Read so much of what came, and answer pings; how many frames it was."""
+    def _read_piece(self, socket: WebsocketImplProtocol) -> None:
+        """Read so much of what came, and answer pings."""
         proto = socket.ws_proto
         proto.receive_data(bytes(self._backlog[:_PIECE]))
         del self._backlog[:_PIECE]
@@ -250,7 +287,6 @@ class PunctualProtocol(WebSocketProtocol):
         pause = self._pause(len(events))
         if pause > 0:
             self._pausing = self.loop.call_later(pause, self._go_on)
-        return len(events)
 
     def _take_in(self, socket: WebsocketImplProtocol, frame: Frame) -> None:
         if frame.opcode is Opcode.CLOSE:
@@ -408,6 +444,39 @@ class PunctualProtocol(WebSocketProtocol):
             self._task.cancel()
             # Sanic would go on to read the rest of the body; what the client has of the answer by then is enough.
             self._deadline = self.loop.call_later(_FAREWELL, self.abort)
+
+
+def _is_strict(request: Request[Any, Any], body: object) -> bool:
+    """Whether others who read the same bytes would see the same request: proxies before it, and policies on origins.
+
+    Sanic takes more than that: "Content-Length : 5" is no such header to it, nor is a bare carriage return the end of a
+    line. Where two might see two hosts or two lengths, there is no answer but 400.
+    """
+    headers = request.headers
+    if not all(_NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in headers.items()):
+        return False
+    hosts, lengths = headers.getall("host", []), headers.getall("content-length", [])
+    if len(hosts) > 1 or (not hosts and request.version == "1.1"):
+        return False
+    if hosts and not _HOST.fullmatch(hosts[0].rstrip(" \t")):
+        return False
+    if lengths and not _LENGTH.fullmatch(lengths[0].rstrip(" \t")):
+        return False
+    if "transfer-encoding" in headers and (body != "chunked" or request.version != "1.1"):
+        return False
+    return _is_target(request, hosts[0].strip() if hosts else "")
+
+
+def _is_target(request: Request[Any, Any], host: str) -> bool:
+    """Whether a request names what it is about as it should: a path of the host that it says it is for."""
+    target = request.raw_url.decode("latin-1")
+    if not _METHOD.fullmatch(request.method) or not _TARGET.fullmatch(target):
+        return False
+    if target.startswith("/") or (target == "*" and request.method == "OPTIONS"):
+        return True
+    scheme, _, rest = target.partition("://")
+    # RFC 9112, 3.2.2: the host of a whole URL counts; then it has to be the one that origins and guards look at.
+    return scheme.lower() in ("http", "https", "ws", "wss") and re.split(r"[/?]", rest)[0].lower() == host.lower()
 
 
 def _is_cut_off(socket: WebsocketImplProtocol) -> bool:

@@ -175,4 +175,4 @@ def _wait(clients: list[Client]) -> None:
 if __name__ == "__main__":
     os.nice(NICE)
     kind, host, port, path, count, seconds = sys.argv[1:]
-    print(json.dumps(flood(kind, (host, int(port)), path, int(count), float(seconds))), flush=True)
+    sys.stdout.write(json.dumps(flood(kind, (host, int(port)), path, int(count), float(seconds))) + "\n")
