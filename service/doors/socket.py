@@ -214,7 +214,7 @@ class DoorSocket(asyncio.BufferedProtocol):
 
     def _enter(self) -> None:
         self._stop_timer("breath")
-        self._queue.enter(self._flow)
+        self._queue.enter(self._flow, is_idle=False)
 
     def _step(self) -> tuple[float, bool]:
         if "breath" not in self._timers:

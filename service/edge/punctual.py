@@ -321,7 +321,7 @@ class PunctualProtocol(WebSocketProtocol):
 
     def _go_on(self) -> None:
         self._pausing = None
-        self._queue.enter(self._flow)
+        self._queue.enter(self._flow, is_idle=False)
 
     def eof_received(self) -> bool | None:
         """The peer sends no more; what it said before is still taken."""
