@@ -6,6 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from sanic import Request
@@ -60,6 +61,14 @@ class _Http(Http):
         cast(PunctualProtocol, self.protocol).next_request(self._is_pipelined)
 
     async def http1_request_header(self) -> None:
+        try:
+            await self._read_head()
+        except asyncio.CancelledError:
+            if self.request is None:
+                self.create_empty_request()  # whose method Sanic logs
+            raise
+
+    async def _read_head(self) -> None:
         if self._is_pipelined:
             # What is in the buffer is answered without waiting for anything: thousands of requests at a stretch, while
             # robots and emergency stops wait.
@@ -228,10 +237,10 @@ class PunctualProtocol(WebSocketProtocol):
         """
         inbox = self._inbox
         if inbox.offered is None and not inbox.is_over:
-            inbox.waiter = self.loop.create_future()
+            waiter = inbox.waiter = self.loop.create_future()
             try:
                 async with asyncio.timeout(timeout):
-                    await inbox.waiter
+                    await waiter
             except TimeoutError:
                 return None
             finally:
@@ -351,28 +360,40 @@ class PunctualProtocol(WebSocketProtocol):
                 raise
             raise BadRequest("Bad Request") from error
         setattr(socket, "recv", self._receive)  # noqa: B010, an instance attribute in place of the method
-        self._let_refusal_be_read(socket)
+        if socket.auto_closer_task is not None:
+            socket.auto_closer_task.cancel()
+        socket.auto_closer_task = self.loop.create_task(self._close_down(socket))
         if not self._is_handed_over:
             self._backlog += self.hand_over()
             self._queue.enter(self._flow)
         return socket
 
-    def _let_refusal_be_read(self, socket: WebsocketImplProtocol) -> None:
-        """Let a peer that still sends when it is cut off read why: what it sends is thrown away for a moment.
+    async def _close_down(self, socket: WebsocketImplProtocol) -> None:
+        """End the connection when the WebSocket is over; Sanic's own does not expect that the peer is gone already.
 
-        Sanic closes at once. What then arrives unread makes the kernel reset the connection, and the peer loses the
-        close frame that it has not read yet (RFC 6455, 7.1.1; RFC 2525, 2.17).
+        A peer that still sends when it is cut off can read why: what it sends is thrown away for a moment. What arrives
+        unread at a connection that is closed makes the kernel reset it, and the peer loses the close frame that it has
+        not read yet (RFC 6455, 7.1.1; RFC 2525, 2.17).
         """
-        wait = socket.wait_for_connection_lost
-
-        async def lingering(timeout: float | None = None) -> bool:
-            if timeout == 0 and _is_cut_off(socket) and self.transport is not None:
-                # Our half is closed.
-                self.transport.resume_reading()
-                timeout = _FAREWELL
-            return await wait(timeout)
-
-        setattr(socket, "wait_for_connection_lost", lingering)  # noqa: B010, an instance attribute in place of the method
+        assert socket.data_finished_fut is not None
+        assert socket.connection_lost_waiter is not None
+        over = (socket.data_finished_fut, socket.connection_lost_waiter)
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+        if socket.keepalive_ping_task is not None:
+            socket.keepalive_ping_task.cancel()
+            socket.keepalive_ping_task = None
+        transport = self.transport
+        if transport is None:
+            return
+        if not transport.is_closing():
+            with suppress(RuntimeError, OSError):
+                transport.write_eof()
+            if _is_cut_off(socket):
+                transport.resume_reading()
+                await socket.wait_for_connection_lost(_FAREWELL)
+            transport.close()
+        if not await socket.wait_for_connection_lost(socket.close_timeout):
+            transport.abort()
 
     def pause_writing(self) -> None:
         """More of an answer waits than the peer reads now; one that hardly reads keeps memory and a handler."""

@@ -135,7 +135,7 @@ class Client:
         self.raw = None
 
 
-def flood(kind: str, address: tuple[str, int], path: str, count: int, seconds: float) -> dict[str, float]:
+def flood(kind: str, address: tuple[str, int], path: str, count: int, seconds: float) -> dict[str, str | float]:
     """Send; ``kind`` with `` reset`` behind it: every socket is reset again and again, in the midst of a frame."""
     is_resetting = kind.endswith(" reset")
     kind = kind.removesuffix(" reset")
