@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from socket import IPPROTO_TCP, TCP_NODELAY
 from typing import Any, cast
 
@@ -17,11 +18,13 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.doors.frames import BINARY, CLOSE, PING, PONG, TEXT, BadFrame, build_head, read_close
 from service.doors.incoming import Incoming
+from service.edge.fair_queue import MESSAGE, FairQueue
+from service.edge.limits import source_of
 from service.edge.punctual import PunctualProtocol
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 8  # frames read at a stretch; a flood of pings keeps no robot waiting
+_AT_ONCE = 8  # frames read at a stretch
 _FRAMES, _FRAMES_PER_SECOND = 2000.0, 1000.0  # all at once, and as many in the long run
 _WAITING = 2  # messages that may wait to be taken before nothing more is read
 _FAREWELL = 1.0  # seconds in which the peer may answer a close
@@ -74,6 +77,8 @@ class DoorSocket(asyncio.BufferedProtocol):
         self._is_closing = self._is_lost = self._is_waiting = self._is_pausing = False
         self._frames, self._frames_at = _FRAMES, self.heard_at
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._queue = FairQueue.here()
+        self._flow, self._taking = self._queue.flow("", self._step), self._queue.flow("")
         self.lost: asyncio.Future[None] = self._loop.create_future()
 
     @classmethod
@@ -91,7 +96,7 @@ class DoorSocket(asyncio.BufferedProtocol):
         transport.set_protocol(door)
         door.connection_made(transport)
         door._early = memoryview(before.hand_over())
-        door._go_on()
+        door._enter()
         return door
 
     # What asyncio calls.
@@ -100,6 +105,9 @@ class DoorSocket(asyncio.BufferedProtocol):
         """It may be read from."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.unsent // 2)
+        peer = transport.get_extra_info("peername")
+        caller = source_of(str(peer[0]) if isinstance(peer, tuple) and peer else "")
+        self._flow, self._taking = self._queue.flow(caller, self._step), self._queue.flow(caller)
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
@@ -113,7 +121,10 @@ class DoorSocket(asyncio.BufferedProtocol):
         """So many came."""
         self.heard_at = time.monotonic()
         if not self._incoming.is_over and self._understand(lambda: self._incoming.put(nbytes)):
-            self._read()
+            self._is_pausing = True
+            self._queue.enter(self._flow)
+            if (self._is_pausing or self._is_waiting) and self._transport is not None:
+                self._transport.pause_reading()
 
     def eof_received(self) -> bool:
         """The peer sends no more: the connection ends."""
@@ -198,8 +209,17 @@ class DoorSocket(asyncio.BufferedProtocol):
         elif count >= _AT_ONCE or self._frames < 0:
             self._is_pausing = True
             self._transport.pause_reading()
-            pause = max(-self._frames / _FRAMES_PER_SECOND, 0.001)
-            self._timers["breath"] = self._loop.call_later(pause, self._go_on)
+            if self._frames < 0:
+                self._timers["breath"] = self._loop.call_later(-self._frames / _FRAMES_PER_SECOND, self._enter)
+
+    def _enter(self) -> None:
+        self._stop_timer("breath")
+        self._queue.enter(self._flow, is_idle=False)
+
+    def _step(self) -> tuple[float, bool]:
+        if "breath" not in self._timers:
+            self._go_on()
+        return 0.0, self._is_pausing and "breath" not in self._timers and not self._incoming.is_over
 
     def _go_on(self) -> None:
         self._is_pausing = self._is_waiting = False
@@ -211,7 +231,8 @@ class DoorSocket(asyncio.BufferedProtocol):
             count = min(len(place), len(self._early))
             place[:count] = self._early[:count]
             self._early = self._early[count:]
-            self.buffer_updated(count)
+            if self._understand(partial(self._incoming.put, count)):
+                self._read()
         if self._transport is None or self._is_lost or self._transport.is_closing():
             return
         if not (self._is_pausing or self._is_waiting):
@@ -229,6 +250,7 @@ class DoorSocket(asyncio.BufferedProtocol):
         if messages:
             # Else a client that sends hundreds of small ones at once has the loop to itself until all are read.
             await asyncio.sleep(0)
+            await self._queue.turn(self._taking, MESSAGE)
         while not messages:
             if self._is_lost or self._is_closing:
                 raise SocketClosed
@@ -237,9 +259,11 @@ class DoorSocket(asyncio.BufferedProtocol):
                 await self._waiter
             finally:
                 self._waiter = None
+            await self._queue.turn(self._taking, MESSAGE)
         message = messages.popleft()
         if self._is_waiting and not self._is_pausing:
-            self._go_on()
+            self._is_waiting = False
+            self._queue.enter(self._flow)
         return message
 
     def send(self, *pieces: bytes | memoryview, is_text: bool = False) -> bool:
@@ -269,7 +293,7 @@ class DoorSocket(asyncio.BufferedProtocol):
         # What it still sends is read, and thrown away: a connection that ends over unread bytes is reset, and the peer
         # may never see the reason.
         self._timers["farewell"] = self._loop.call_later(_FAREWELL, self._transport.abort)
-        self._loop.call_soon(self._go_on)
+        self._loop.call_soon(self._enter)
 
     def abort(self) -> None:
         """End the connection now."""

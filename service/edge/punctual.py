@@ -4,17 +4,23 @@ import asyncio
 import logging
 import re
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from sanic import Request
-from sanic.exceptions import BadRequest, RequestTimeout, SanicException
+from sanic.exceptions import BadRequest, RequestTimeout, SanicException, WebsocketClosed
 from sanic.http import Http, Stage
+from sanic.http.http1 import HTTP_CONTINUE
+from sanic.server.protocols.base_protocol import SanicProtocol
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 from sanic.server.websockets.impl import WebsocketImplProtocol
-from websockets.protocol import Event, State
+from websockets.frames import Frame, Opcode
+from websockets.protocol import State
 
-from service.edge.limits import Connections
+from service.edge.fair_queue import CONNECTION, MESSAGE, REQUEST, FairQueue
+from service.edge.limits import Connections, source_of
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +29,15 @@ _BREATH = 0.001  # seconds from an answer to the next of requests that were sent
 # Of a WebSocket, bytes that are read at a stretch, and frames a second: all at once, and as many in the long run.
 _PIECE = 512
 _FRAMES, _FRAMES_PER_SECOND = 2000, 1000
-_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
+# Of a body in chunks, pieces that are read at a stretch; and the line before each: bytes, and what it is.
+_PIECES = 64
+_CHUNK_LINE = 64
+_CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
+_LENGTH = re.compile(r"[0-9]{1,19}")
+_METHOD = _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_HOST = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.%A-Za-z]+\](?::[0-9]*)?")  # RFC 3986, 3.2.2
+_TARGET = re.compile(r"[!\"$-~]+")  # letters that can be seen, and no "#", of which a server never hears
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
 _LEAST_READ = 32_768
@@ -39,25 +52,69 @@ _FULL_HEAD = (
 class _Http(Http):
     # Of this class, because Sanic's own holds one number for all apps of a process.
     HEADER_MAX_SIZE = HEAD_LIMIT
-    __slots__ = ("_is_pipelined",)
+    __slots__ = ("_is_pipelined", "_pieces")
 
     def init_for_request(self) -> None:
         super().init_for_request()
         self._is_pipelined = bool(self.recv_buffer)
+        self._pieces = 0
         cast(PunctualProtocol, self.protocol).next_request(self._is_pipelined)
 
     async def http1_request_header(self) -> None:
+        try:
+            await self._read_head()
+        except asyncio.CancelledError:
+            if self.request is None:
+                self.create_empty_request()  # whose method Sanic logs
+            raise
+
+    async def _read_head(self) -> None:
         if self._is_pipelined:
             # What is in the buffer is answered without waiting for anything: thousands of requests at a stretch, while
             # robots and emergency stops wait.
             await asyncio.sleep(_BREATH)
+        await self._whole_head()
+        await cast(PunctualProtocol, self.protocol).wait_for_turn()
         await super().http1_request_header()
-        # "Content-Length : 5" is no such header to Sanic, but it is to others: they would see another request's end.
-        # Nor is a bare carriage return the end of a line to all that may stand before this server.
-        if not all(
-            _NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in self.request.headers.items()
-        ):
+        if not _is_strict(self.request, self.request_body):
             raise BadRequest("Bad Request")
+
+    async def _whole_head(self) -> None:
+        """Wait until all of it is there: a turn is for answering, not for waiting."""
+        while b"\r\n\r\n" not in self.recv_buffer and len(self.recv_buffer) < HEAD_LIMIT:
+            await self._receive_more()
+
+    async def read(self) -> bytes | None:
+        """Some of the body; what is in the buffer may be a hundred thousand chunks of a byte each."""
+        self._pieces += 1
+        if self._pieces % _PIECES == 0:
+            await cast(PunctualProtocol, self.protocol).wait_for_turn()
+        if self.request_body == "chunked" and self.request_bytes_left == 0:
+            await self._check_chunk()
+        return await super().read()
+
+    async def _check_chunk(self) -> None:
+        """Refuse a size that is none (RFC 9112, 7.1), which Python's own numbers may be: ``0x2``, `` 2``, ``2_0``.
+
+        And a chunk that does not end where its size says: whoever else reads it would see another request's beginning.
+        """
+        buffer = self.recv_buffer
+        if self.expecting_continue:
+            self.expecting_continue = False
+            await self._send(HTTP_CONTINUE)
+        while (end := buffer.find(b"\r\n", 2)) < 0 and len(buffer) <= _CHUNK_LINE:
+            await self._receive_more()
+        if not 0 <= end <= _CHUNK_LINE or not _CHUNK.fullmatch(buffer, 0, end):
+            self.keep_alive = False
+            raise BadRequest("Bad chunked encoding")
+
+    async def error_response(self, exception: Exception) -> None:
+        """Answer; nobody who went away before a request was whole."""
+        transport = self.protocol.transport
+        if self.stage is Stage.REQUEST and (transport is None or transport.is_closing()):
+            self.keep_alive = False
+            return
+        await super().error_response(exception)
 
     def create_empty_request(self) -> None:
         try:
@@ -80,12 +137,16 @@ class PunctualProtocol(WebSocketProtocol):
 
     HTTP_CLASS = _Http
     __slots__ = (
+        "_asking",
         "_backlog",
         "_counted",
         "_deadline",
-        "_feeding",
+        "_flow",
         "_frames",
+        "_inbox",
         "_is_handed_over",
+        "_pausing",
+        "_queue",
         "_reading",
         "_request_deadline",
         "is_spare",
@@ -99,7 +160,8 @@ class PunctualProtocol(WebSocketProtocol):
         self._counted: str | None = None
         self.is_spare = False
         self._backlog = bytearray()
-        self._feeding: asyncio.Task[None] | None = None
+        self._inbox = _Inbox()
+        self._pausing: asyncio.TimerHandle | None = None
         self._is_handed_over = False
         self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
 
@@ -115,6 +177,10 @@ class PunctualProtocol(WebSocketProtocol):
                 return
             self.loop.call_later(_SPARE, self.abort)
         self._counted = address
+        self._queue = FairQueue.here()
+        self._flow = self._queue.flow(source_of(address), self._step)
+        self._asking = self._queue.flow(source_of(address))
+        self._queue.spend(CONNECTION)
         super().connection_made(transport)
 
     @property
@@ -136,21 +202,11 @@ class PunctualProtocol(WebSocketProtocol):
         """Bytes of a request or of a WebSocket."""
         if self._counted is None:
             return  # it is being let go
-        if self._is_handed_over:
+        if self._is_handed_over or self.websocket is not None:
             self._backlog += data
-            if self.transport is not None:
-                self.transport.pause_reading()
-            return
-        if self.websocket is not None:
-            if _is_cut_off(self.websocket):
-                return  # it is read so that the peer can read why
-            self._backlog += data
-            if self._feeding is None:
-                count = self._read_piece(self.websocket)
-                if not self._backlog:
-                    return  # which is what usually happens
-                self._feeding = self.loop.create_task(self._feed(self.websocket, count))
-            if self.transport is not None:
+            if not self._is_handed_over:
+                self._queue.enter(self._flow)
+            if self._backlog and self.transport is not None:
                 self.transport.pause_reading()
             return
         if self._deadline is None:
@@ -169,31 +225,121 @@ class PunctualProtocol(WebSocketProtocol):
             self.http.recv_buffer.clear()
         return early
 
-    async def _feed(self, socket: WebsocketImplProtocol, count: int) -> None:
-        """The rest of what came, piece by piece.
+    async def wait_for_turn(self) -> None:
+        """Wait until what was asked may be answered: of many who ask as fast as they can, one after the other is."""
+        await self._queue.turn(self._asking, REQUEST)
 
-        Sanic reads all of it at a stretch: one flood of pings or heartbeats would keep every robot waiting, and every
-        stop.
+    async def _receive(self, timeout: float | None = None) -> str | bytes | None:
+        """The next message; in place of Sanic's ``recv``, which makes a task for each and one for each piece read.
+
+        Raises:
+            WebsocketClosed: there is none any more.
         """
-        try:
-            while self._backlog and socket.ws_proto.state is not State.CLOSED and not _is_cut_off(socket):
-                await asyncio.sleep(self._pause(count))
-                count = self._read_piece(socket)
-        finally:
-            self._feeding = None
-            self._backlog.clear()
-            if self.transport is not None and not self.transport.is_closing():
-                self.transport.resume_reading()
+        inbox = self._inbox
+        if inbox.offered is None and not inbox.is_over:
+            waiter = inbox.waiter = self.loop.create_future()
+            try:
+                async with asyncio.timeout(timeout):
+                    await waiter
+            except TimeoutError:
+                return None
+            finally:
+                inbox.waiter = None
+        message, inbox.offered = inbox.offered, None
+        if message is None:
+            self._end()
+            raise WebsocketClosed("there will be no more messages")
+        if inbox.messages or self._backlog:
+            self._queue.enter(self._flow)
+        elif inbox.is_over:
+            inbox.wake()
+        return message
 
-    def _read_piece(self, socket: WebsocketImplProtocol) -> int:
-        """Read so much of what came; how many frames it was."""
-        piece = bytes(self._backlog[:_PIECE])
+    def _step(self) -> tuple[float, bool]:
+        """Read a piece of what came, or offer the next message."""
+        socket, transport, inbox = self.websocket, self.transport, self._inbox
+        if socket is None or transport is None or transport.is_closing():
+            self._backlog.clear()
+            return 0.0, False
+        if _is_cut_off(socket) or socket.ws_proto.state is State.CLOSED:
+            self._backlog.clear()  # it is read so that the peer can read why
+        elif self._backlog and not inbox.messages:
+            if self._pausing is not None or not self._can_write.is_set():
+                return 0.0, False  # a peer that does not read its pongs is not read either
+            self._read_piece(socket)
+        later = 0.0
+        if inbox.messages and inbox.offered is None:
+            inbox.offer()
+            later = MESSAGE
+        if inbox.messages:
+            return later, False  # whoever takes the one that is offered enters the queue again
+        if self._backlog:
+            return later, self._pausing is None
+        if self._pausing is None and not transport.is_closing():
+            transport.resume_reading()
+        return later, False
+
+    def _read_piece(self, socket: WebsocketImplProtocol) -> None:
+        """Read so much of what came, and answer pings."""
+        proto = socket.ws_proto
+        proto.receive_data(bytes(self._backlog[:_PIECE]))
         del self._backlog[:_PIECE]
-        socket.ws_proto.receive_data(piece)
-        answers, events = socket.ws_proto.data_to_send(), socket.ws_proto.events_received()
-        if answers or events:
-            self.loop.create_task(socket.async_data_received(answers, events))
-        return len(events)
+        events = proto.events_received()
+        try:
+            for event in events:
+                if isinstance(event, Frame):
+                    self._take_in(socket, event)
+        except UnicodeDecodeError:
+            log.info("a socket is closed: its text is not UTF-8")
+            socket.fail_connection(1007, "text is not UTF-8")
+        self._answer(proto.data_to_send())
+        pause = self._pause(len(events))
+        if pause > 0:
+            self._pausing = self.loop.call_later(pause, self._go_on)
+
+    def _take_in(self, socket: WebsocketImplProtocol, frame: Frame) -> None:
+        if frame.opcode is Opcode.CLOSE:
+            self._inbox.end()
+        elif frame.opcode is Opcode.PONG:
+            if bytes(frame.data) in socket.pings:
+                self.loop.create_task(socket.process_pong(frame))
+        elif frame.opcode is not Opcode.PING and socket.ws_proto.close_sent is None:
+            self._inbox.put(frame)
+
+    def _answer(self, answers: Sequence[bytes]) -> None:
+        """Write what the protocol says: pongs, and the answer to a close, behind which the connection ends."""
+        if answers and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(b"".join(answers))
+        if b"" not in answers:
+            return
+        if self._inbox.is_empty:
+            self._end()
+        else:
+            self.loop.call_later(_FAREWELL, self._end)  # at the latest: a stop right before a close is a stop
+
+    def _end(self) -> None:
+        """Let Sanic end the connection, as it does at an end that it reads itself."""
+        socket = self.websocket
+        if socket is None or self.transport is None:
+            return
+        finished, closer = socket.data_finished_fut, socket.auto_closer_task
+        if closer is None or closer.done() or finished is None or finished.done():
+            SanicProtocol.close(self, timeout=1.0)
+        else:
+            finished.set_result(None)
+
+    def _go_on(self) -> None:
+        self._pausing = None
+        self._queue.enter(self._flow, is_idle=False)
+
+    def eof_received(self) -> bool | None:
+        """The peer sends no more; what it said before is still taken."""
+        if self.websocket is None or self._is_handed_over:
+            return super().eof_received()
+        self.websocket.ws_proto.receive_eof()
+        self._inbox.end()
+        self._answer([*self.websocket.ws_proto.data_to_send(), b""])
+        return not self._inbox.is_empty
 
     def _pause(self, count: int) -> float:
         """Seconds until more may be read, after so many frames."""
@@ -213,27 +359,41 @@ class PunctualProtocol(WebSocketProtocol):
             if error.status_code < 500:
                 raise
             raise BadRequest("Bad Request") from error
-        socket.can_pause = False  # it is done here, for pings too
-        _end_on_bad_text(socket)
-        self._let_refusal_be_read(socket)
+        setattr(socket, "recv", self._receive)  # noqa: B010, an instance attribute in place of the method
+        if socket.auto_closer_task is not None:
+            socket.auto_closer_task.cancel()
+        socket.auto_closer_task = self.loop.create_task(self._close_down(socket))
+        if not self._is_handed_over:
+            self._backlog += self.hand_over()
+            self._queue.enter(self._flow)
         return socket
 
-    def _let_refusal_be_read(self, socket: WebsocketImplProtocol) -> None:
-        """Let a peer that still sends when it is cut off read why: what it sends is thrown away for a moment.
+    async def _close_down(self, socket: WebsocketImplProtocol) -> None:
+        """End the connection when the WebSocket is over; Sanic's own does not expect that the peer is gone already.
 
-        Sanic closes at once. What then arrives unread makes the kernel reset the connection, and the peer loses the
-        close frame that it has not read yet (RFC 6455, 7.1.1; RFC 2525, 2.17).
+        A peer that still sends when it is cut off can read why: what it sends is thrown away for a moment. What arrives
+        unread at a connection that is closed makes the kernel reset it, and the peer loses the close frame that it has
+        not read yet (RFC 6455, 7.1.1; RFC 2525, 2.17).
         """
-        wait = socket.wait_for_connection_lost
-
-        async def lingering(timeout: float | None = None) -> bool:
-            if timeout == 0 and _is_cut_off(socket) and self.transport is not None:
-                # Our half is closed.
-                self.transport.resume_reading()
-                timeout = _FAREWELL
-            return await wait(timeout)
-
-        setattr(socket, "wait_for_connection_lost", lingering)  # noqa: B010, an instance attribute in place of the method
+        assert socket.data_finished_fut is not None
+        assert socket.connection_lost_waiter is not None
+        over = (socket.data_finished_fut, socket.connection_lost_waiter)
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+        if socket.keepalive_ping_task is not None:
+            socket.keepalive_ping_task.cancel()
+            socket.keepalive_ping_task = None
+        transport = self.transport
+        if transport is None:
+            return
+        if not transport.is_closing():
+            with suppress(RuntimeError, OSError):
+                transport.write_eof()
+            if _is_cut_off(socket):
+                transport.resume_reading()
+                await socket.wait_for_connection_lost(_FAREWELL)
+            transport.close()
+        if not await socket.wait_for_connection_lost(socket.close_timeout):
+            transport.abort()
 
     def pause_writing(self) -> None:
         """More of an answer waits than the peer reads now; one that hardly reads keeps memory and a handler."""
@@ -244,6 +404,8 @@ class PunctualProtocol(WebSocketProtocol):
         """It has read."""
         super().resume_writing()
         self._forget_reader()
+        if self._backlog and not self._is_handed_over:
+            self._queue.enter(self._flow)
 
     def check_timeouts(self) -> None:
         """Sanic's own; but a connection that still sends its last answer is not idle."""
@@ -260,8 +422,8 @@ class PunctualProtocol(WebSocketProtocol):
         else:
             self._doors.leave(self._counted)
         self._disarm()
-        if self._feeding is not None:
-            self._feeding.cancel()
+        if self._pausing is not None:
+            self._pausing.cancel()
         super().connection_lost(exc)
         self._forget_reader()
 
@@ -305,21 +467,95 @@ class PunctualProtocol(WebSocketProtocol):
             self._deadline = self.loop.call_later(_FAREWELL, self.abort)
 
 
+def _is_strict(request: Request[Any, Any], body: object) -> bool:
+    """Whether others who read the same bytes would see the same request: proxies before it, and policies on origins.
+
+    Sanic takes more than that: "Content-Length : 5" is no such header to it, nor is a bare carriage return the end of a
+    line. Where two might see two hosts or two lengths, there is no answer but 400.
+    """
+    headers = request.headers
+    if not all(_NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in headers.items()):
+        return False
+    hosts, lengths = headers.getall("host", []), headers.getall("content-length", [])
+    if len(hosts) > 1 or (not hosts and request.version == "1.1"):
+        return False
+    if hosts and not _HOST.fullmatch(hosts[0].rstrip(" \t")):
+        return False
+    if lengths and not _LENGTH.fullmatch(lengths[0].rstrip(" \t")):
+        return False
+    if "transfer-encoding" in headers and (body != "chunked" or request.version != "1.1"):
+        return False
+    return _is_target(request, hosts[0].strip() if hosts else "")
+
+
+def _is_target(request: Request[Any, Any], host: str) -> bool:
+    """Whether a request names what it is about as it should: a path of the host that it says it is for."""
+    target = request.raw_url.decode("latin-1")
+    if not _METHOD.fullmatch(request.method) or not _TARGET.fullmatch(target):
+        return False
+    if target.startswith("/") or (target == "*" and request.method == "OPTIONS"):
+        return True
+    scheme, _, rest = target.partition("://")
+    # RFC 9112, 3.2.2: the host of a whole URL counts; then it has to be the one that origins and guards look at.
+    return scheme.lower() in ("http", "https", "ws", "wss") and re.split(r"[/?]", rest)[0].lower() == host.lower()
+
+
 def _is_cut_off(socket: WebsocketImplProtocol) -> bool:
     """Whether the peer was told what it did wrong: nothing that it still sends is of any interest."""
     sent = socket.ws_proto.close_sent
     return sent is not None and sent.code not in (1000, 1001)
 
 
-def _end_on_bad_text(socket: WebsocketImplProtocol) -> None:
-    """Close with 1007 on text that is not UTF-8; Sanic would lose the frame, log it in a traceback and go on."""
-    process = socket.process_events
+class _Inbox:
+    """Messages of one WebSocket between its frames and whoever takes them.
 
-    async def guarded(events: Sequence[Event]) -> None:
-        try:
-            await process(events)
-        except UnicodeDecodeError:
-            log.info("a socket is closed: its text is not UTF-8")
-            socket.fail_connection(1007, "text is not UTF-8")
+    Attributes:
+        messages: those that are whole: of one piece that was read.
+        offered: the one that may be taken now; None when it is not its turn yet.
+        waiter: who waits for it.
+        is_over: there will be no more frames.
+    """
 
-    setattr(socket, "process_events", guarded)  # noqa: B010, an instance attribute in place of the method
+    __slots__ = ("_data", "_is_text", "is_over", "messages", "offered", "waiter")
+
+    def __init__(self) -> None:
+        self.messages: deque[str | bytes] = deque()
+        self.offered: str | bytes | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        self.is_over = False
+        self._data = bytearray()  # one, since a part of a message may be a byte, or none
+        self._is_text = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be taken."""
+        return self.offered is None and not self.messages
+
+    def put(self, frame: Frame) -> None:
+        """A part of a message, or all of it.
+
+        Raises:
+            UnicodeDecodeError: it is no text.
+        """
+        if frame.opcode is not Opcode.CONT:
+            self._is_text = frame.opcode is Opcode.TEXT
+        self._data += frame.data
+        if frame.fin:
+            whole, self._data = bytes(self._data), bytearray()
+            self.messages.append(whole.decode() if self._is_text else whole)
+
+    def offer(self) -> None:
+        """Let the oldest be taken."""
+        self.offered = self.messages.popleft()
+        self.wake()
+
+    def end(self) -> None:
+        """No more frames come."""
+        self.is_over = True
+        if self.is_empty:
+            self.wake()
+
+    def wake(self) -> None:
+        """Go on, whoever waits."""
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)

@@ -105,7 +105,54 @@ ATTACKS = {
         True,
     ),
     "a URL that is no path": (b"GET HTTP/0.9/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
-    "a URL of another host": (b"GET http://169.254.169.254/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 200, False),
+    "a URL of another host": (b"GET http://169.254.169.254/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a URL of the same host": (b"GET http://127.0.0.1/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 200, False),
+    "a URL with a user": (b"GET http://127.0.0.1@evil/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a URL of another kind": (b"GET file:///etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a fragment": (b"GET /health#/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a tab in the target": (b"GET /health\t/x HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "two spaces": (b"GET  /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a method that is no word": (b"GE(T /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "an echo": (b"TRACE /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 405, False),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, True),
+    "no host, as long ago": (b"GET /health HTTP/1.0\r\n\r\n", 200, True),
+    "two hosts": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n", 400, True),
+    "the same host twice": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nhost: 127.0.0.1\r\n\r\n", 400, True),
+    "two hosts in one": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1, evil.example\r\n\r\n", 400, True),
+    "a host with a path": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1/evil\r\n\r\n", 400, True),
+    "a host with a user": (b"GET /health HTTP/1.1\r\nHost: a@127.0.0.1\r\n\r\n", 400, True),
+    **{
+        f"a length of {length!r}": (post(JSON, f"Content-Length: {length}", body=b"{}   "), 400, True)
+        for length in ("+5", "5_0", "0x5", "5 5", "5,5", "\u0665", "")
+    },
+    **{
+        f"the coding {coding!r}": (post(f"Transfer-Encoding: {coding}", body=b"2\r\n{}\r\n0\r\n\r\n"), 400, True)
+        for coding in ("chunked, chunked", "xchunked", "identity", "gzip, chunked", "chunked;q=1", "")
+    },
+    "chunks of long ago": (
+        post(JSON, "Transfer-Encoding: chunked", body=b"2\r\n{}\r\n0\r\n\r\n").replace(b"/1.1", b"/1.0", 1),
+        400,
+        True,
+    ),
+    **{
+        f"a chunk of {size!r}": (
+            post(JSON, "Transfer-Encoding: chunked", body=size.encode() + b"\r\n{}\r\n0\r\n\r\n"),
+            400,
+            True,
+        )
+        for size in ("0x2", "+2", "-2", " 2", "2_0", "", "2 x", "2\t\x0b", "\u0662", "2;" + "a" * 80, "2;\rb", "0" * 17)
+    },
+    "an extension of a chunk": (
+        post(JSON, "Transfer-Encoding: chunked", body=b'2;a="b";c\r\n{}\r\n0;d\r\n\r\n'),
+        422,
+        False,
+    ),
+    "a chunk that goes on": (
+        post(JSON, "Transfer-Encoding: chunked", body=b"2\r\n{}xx0\r\n\r\nGET / HTTP/1.1\r\n\r\n"),
+        400,
+        True,
+    ),
+    "a trailer": (post(JSON, "Transfer-Encoding: chunked", body=b"2\r\n{}\r\n0\r\nHost: b\r\n\r\n"), 400, True),
     "a tunnel": (b"CONNECT 169.254.169.254:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
 }
 

@@ -242,7 +242,9 @@ def test_on_a_space_its_public_address_is_told(make, capsys, monkeypatch):
     assert "x" * 20 not in told
 
 
-@pytest.mark.parametrize("start", ["GET /healthz HTTP/1.1\r\nX: ", "GET / HTTP/1.1\r\nContent-Length: 99\r\n\r\n"])
+@pytest.mark.parametrize(
+    "start", ["GET /healthz HTTP/1.1\r\nX: ", "GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"]
+)
 def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
     monkeypatch.setattr(application, "REQUEST_DEADLINE", 0.3)
     with make() as server:
@@ -257,6 +259,34 @@ def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
                 with contextlib.suppress(OSError):
                     line.sendall(b"a")
     assert told.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"GET /healthz HTTP/1.1\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET http://b/healthz HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /healthz#x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost : a\r\n\r\n",
+        b"GET HTTP/0.9/x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 5 5\r\n\r\n     ",
+        b"POST /healthz HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\nContent-Length: 1\r\n\r\n1",
+        *(
+            b"POST /webhooks/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%b\r\n{}\r\n0\r\n\r\n" % size
+            for size in (b"0x2", b" 2", b"2_0", b"", b"2 x", b"2;" + b"a" * 80)
+        ),
+        b"POST /webhooks/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}xx0\r\n\r\n",
+    ],
+)
+def test_what_two_might_read_in_two_ways_is_refused(make, asked):
+    server = make()
+    server.add_webhook("x")(lambda payload: None)
+    with server, socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as line:
+        line.sendall(asked)
+        told = b"".join(iter(lambda: line.recv(4096), b""))
+    assert told.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in told.lower()
 
 
 async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy(make):

@@ -1,0 +1,260 @@
+"""Fair queueing of what a server reads: of all sockets of an event loop together, a little in each of its turns.
+
+Limits of each socket do not add up to one of the loop: sixty that stay below theirs keep it busy all the same, and
+control ticks, commands and emergency stops wait. So every connection reads in turns that are given out here. Those
+within their budget, as robots are, go first; those beyond it share what time of the loop is left to them. Among each
+kind it is start-time fair queueing (Goyal 1996) in two levels: callers share the time, of each caller its connections.
+"""
+
+import asyncio
+import heapq
+import math
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+# Seconds of reading in one turn of the loop, after which ticks and all else that is due come first.
+TURN = 0.002
+# Of the loop's time, for all that are beyond their budgets; and seconds that may be made up for when none was.
+SHARE, CREDIT = 0.4, 0.01
+# A connection's budget, in seconds a second and at once: 120 messages a second, where a robot sends 50; 30 requests.
+BUDGET, BURST = 0.03, 0.015
+# What is done later of a message, a request and a connection that were let in, in seconds: parsed, answered, relayed.
+MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 300e-6
+
+
+class Flow:
+    """What one connection has to do, piece by piece.
+
+    Attributes:
+        step: does one piece; returns what will be done later because of it, in seconds, and whether there is more now.
+        idle_at: since when it has had nothing to do. Its budget grows in that time alone: whoever always has more to
+            send is beyond its budget, however little of it is read.
+    """
+
+    __slots__ = ("budget", "callers", "idle_at", "is_greedy", "is_waiting", "start", "step")
+
+    def __init__(self, callers: tuple["_Caller", "_Caller"], step: Callable[[], tuple[float, bool]], now: float):
+        self.callers = callers
+        self.step = step
+        self.budget, self.idle_at = BURST, now
+        self.is_greedy = self.is_waiting = False
+        self.start = 0.0
+
+
+class _Caller:
+    """Who comes from one address, in one lane; ``now`` is the virtual time of its flows, ``start`` its own."""
+
+    __slots__ = ("__weakref__", "flows", "is_waiting", "now", "start")
+
+    def __init__(self) -> None:
+        self.flows: list[tuple[float, int, Flow]] = []
+        self.start = self.now = 0.0
+        self.is_waiting = False
+
+
+class _Lane:
+    """Flows of one kind that wait, and the order in which they are next."""
+
+    def __init__(self) -> None:
+        self.known: WeakValueDictionary[str, _Caller] = WeakValueDictionary()
+        self.waiting: list[tuple[float, int, _Caller]] = []
+        self._numbers = count()
+        self._now = 0.0
+
+    def caller(self, name: str) -> _Caller:
+        found = self.known.get(name)
+        if found is None:
+            found = self.known[name] = _Caller()
+        return found
+
+    def charge(self, flow: Flow, caller: _Caller, cost: float) -> None:
+        # Whoever was silent has no claim to what it did not use.
+        caller.now = max(caller.now, flow.start)
+        flow.start = caller.now + cost
+        self._now = max(self._now, caller.start)
+        caller.start = self._now + cost
+
+    def push(self, flow: Flow, caller: _Caller) -> None:
+        flow.start = max(flow.start, caller.now)
+        heapq.heappush(caller.flows, (flow.start, next(self._numbers), flow))
+        self.push_caller(caller)
+
+    def push_caller(self, caller: _Caller) -> None:
+        if caller.flows and not caller.is_waiting:
+            caller.is_waiting = True
+            caller.start = max(caller.start, self._now)
+            heapq.heappush(self.waiting, (caller.start, next(self._numbers), caller))
+
+    def pop(self) -> tuple[Flow, _Caller]:
+        _, _, caller = heapq.heappop(self.waiting)
+        _, _, flow = heapq.heappop(caller.flows)
+        caller.is_waiting = False
+        return flow, caller
+
+
+class FairQueue:
+    """Of one event loop: ``FairQueue.here()``."""
+
+    _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "FairQueue"]] = WeakKeyDictionary()
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
+    ):
+        """``cpu`` tells what a step costs; ``clock`` would also tell how long other processes had the core."""
+        self._loop = loop
+        self._clock, self._cpu = clock, cpu
+        self._prompt, self._greedy = _Lane(), _Lane()
+        self._left = TURN
+        self._credit, self._at = CREDIT, clock()
+        self._planned: asyncio.Handle | None = None
+        self._due = math.inf
+        self._is_working = self._is_charged = False
+
+    @classmethod
+    def here(cls) -> "FairQueue":
+        """The one of the running loop."""
+        loop = asyncio.get_running_loop()
+        found = cls._of_loops.get(loop)
+        if found is None:
+            found = cls._of_loops[loop] = cls(loop)
+        return found
+
+    def flow(self, caller: str, step: Callable[[], tuple[float, bool]] = lambda: (0.0, False)) -> Flow:
+        """A new one, of a connection from this address."""
+        return Flow((self._prompt.caller(caller), self._greedy.caller(caller)), step, self._clock())
+
+    def enter(self, flow: Flow, is_idle: bool = True) -> None:
+        """Let it do its next piece: at once when nobody is before it, else when it is next.
+
+        Args:
+            is_idle: whether it had nothing to do until now, rather than being slowed down.
+        """
+        if flow.is_waiting:
+            return
+        self._look_at_budget(flow, is_idle)
+        if self._is_free(flow) and not self._run(flow):
+            return
+        self._push(flow)
+        self._plan()
+
+    async def turn(self, flow: Flow, cost: float) -> None:
+        """Wait until this flow may do what costs so much."""
+        waiter: asyncio.Future[None] | None = None
+        is_due = False
+
+        def go() -> tuple[float, bool]:
+            nonlocal is_due
+            is_due = True
+            if waiter is None:
+                return cost, False
+            if waiter.done():
+                return 0.0, False  # who waited was cancelled
+            waiter.set_result(None)
+            return cost, False
+
+        flow.step = go
+        self.enter(flow)
+        if not is_due:
+            waiter = self._loop.create_future()
+            await waiter
+
+    def spend(self, cost: float) -> None:
+        """Count work of this turn that no flow asked for."""
+        self._left -= cost
+        if not self._is_charged:
+            self._is_charged = True
+            self._loop.call_soon(self._renew)
+
+    def _renew(self) -> None:
+        self._is_charged = False
+        self._left = TURN
+
+    def _look_at_budget(self, flow: Flow, is_idle: bool) -> None:
+        now = self._clock()
+        if is_idle:
+            flow.budget = min(flow.budget + (now - flow.idle_at) * BUDGET, BURST)
+        flow.idle_at = now
+        if flow.is_greedy and flow.budget > BURST / 2:
+            flow.is_greedy, flow.start = False, 0.0
+
+    def _is_free(self, flow: Flow) -> bool:
+        """Whether it need not wait."""
+        if self._is_working or self._left <= 0 or self._prompt.waiting:
+            return False
+        return not flow.is_greedy or (not self._greedy.waiting and self._pause() <= 0)
+
+    def _pause(self) -> float:
+        """Seconds until those beyond their budgets may do something."""
+        # What comes late has no more credit for it: then the loop has other things to do, or no core to do them.
+        now = min(self._clock(), self._due)
+        self._credit = min(self._credit + max(now - self._at, 0.0) * SHARE, CREDIT)
+        self._at = max(now, self._at)
+        return -self._credit / SHARE
+
+    def _run(self, flow: Flow) -> bool:
+        """Do one piece of it; whether there is more."""
+        lane, caller = self._lane_of(flow)
+        began = self._cpu()
+        later, is_more = flow.step()
+        cost = self._cpu() - began + later
+        lane.charge(flow, caller, cost)
+        self.spend(cost)
+        flow.budget -= cost
+        if flow.is_greedy:
+            self._credit -= cost
+            flow.budget = max(flow.budget, -BURST)
+        elif flow.budget < 0:
+            flow.is_greedy, flow.start = True, 0.0
+        if not is_more:
+            flow.idle_at = self._clock()
+        return is_more
+
+    def _lane_of(self, flow: Flow) -> tuple[_Lane, _Caller]:
+        return (self._greedy, flow.callers[1]) if flow.is_greedy else (self._prompt, flow.callers[0])
+
+    def _push(self, flow: Flow) -> None:
+        flow.is_waiting = True
+        lane, caller = self._lane_of(flow)
+        lane.push(flow, caller)
+
+    def _plan(self) -> None:
+        """Go on in the next turn, or when those beyond their budgets may."""
+        if self._is_working or not (self._prompt.waiting or self._greedy.waiting):
+            return
+        if self._planned is not None:
+            self._planned.cancel()
+        if self._prompt.waiting or (pause := self._pause()) <= 0:
+            self._planned = self._loop.call_soon(self._work)
+            return
+        pause = max(pause, 0.001)  # a timer of less than half a millisecond is none to uvloop
+        self._due = self._clock() + pause
+        self._planned = self._loop.call_later(pause, self._work)
+
+    def _work(self) -> None:
+        """One turn's work."""
+        self._planned, self._is_working = None, True
+        if self._due <= (now := self._clock()):
+            self._pause()
+            self._due, self._at = math.inf, now
+        try:
+            while self._left > 0:
+                lane = self._prompt if self._prompt.waiting else self._greedy
+                if not lane.waiting or (lane is self._greedy and self._pause() > 0):
+                    return
+                flow, caller = lane.pop()
+                flow.is_waiting = is_more = False
+                try:
+                    is_more = self._run(flow)
+                finally:
+                    if is_more and not flow.is_waiting:
+                        self._push(flow)
+                    lane.push_caller(caller)
+        finally:
+            self._is_working = False
+            self._plan()

@@ -1,0 +1,178 @@
+"""``python -m tests.hostile.flood KIND HOST PORT PATH COUNT SECONDS``: so many sockets that send as fast as they can.
+
+A process of its own, and a nice one: on a machine with few cores it is to take the server's attention, not its cores.
+It reads and throws away all that it gets, and ends by itself; the last line it prints is a JSON object of its counts.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import struct
+import sys
+import time
+
+UPGRADE = (
+    "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+TEXT, BINARY, CLOSE, PING, PONG = 0x1, 0x2, 0x8, 0x9, 0xA
+TURN = 8192  # bytes that each socket sends before it is the next one's turn
+NICE = 10
+# Kinds of frames: what each socket sends over and over. A heartbeat is answered; joints are relayed to all who listen.
+JOINTS = json.dumps({"type": "joint_update", "data": [{"name": "Jaw", "value": 1.0}]}).encode()
+
+
+def frame(opcode: int, data: bytes = b"", is_final: bool = True) -> bytes:
+    """One of a client's, whose mask changes nothing."""
+    head = bytes([0x80 * is_final | opcode])
+    head += bytes([0x80 | len(data)]) if len(data) < 126 else struct.pack(">BH", 0x80 | 126, len(data))
+    return head + bytes(4) + data
+
+
+FRAMES = {
+    "pings": frame(PING),
+    "long pings": frame(PING, b"x" * 125),
+    "pongs": frame(PONG, b"x"),
+    "empty": frame(TEXT),
+    "words": frame(TEXT, b"1"),
+    "heartbeats": frame(TEXT, b'{"type":"heartbeat"}'),
+    "joints": frame(TEXT, JOINTS),
+    "bytes": frame(BINARY, b"\xff"),
+    "fragments": frame(TEXT, b"", False) + frame(0, b" ", False) * 500 + frame(0, b"", True),
+    "closes": frame(CLOSE, struct.pack(">H", 1000)),
+    "unmasked": b"\x89\x00",
+    "page words": frame(TEXT, b'{"seen":1}'),
+    "door pings": frame(TEXT, b'{"kind":"ping","number":1}'),
+}
+# Kinds of requests: what is sent, how many times at once, and whether the next waits for an answer.
+REQUESTS = {
+    "health": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "nothing": b"GET /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "heads": b"HEAD /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "sessions": b"GET /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+}
+CHUNKS = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 100_000
+SLOW_HEAD = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 8000 + b"\r\n\r\n"
+
+
+class Client:
+    """One socket; made anew when the server ends it."""
+
+    def __init__(self, kind: str, address: tuple[str, int], path: str, number: int):
+        self.kind, self.address, self.path, self.number = kind, address, path, number
+        self.sent = self.opened = 0
+        self.rest = b""
+        self.raw: socket.socket | None = None
+
+    def open(self) -> bool:
+        try:
+            raw = socket.create_connection(self.address, timeout=5)
+            self.opened += 1
+            if self.kind in FRAMES:
+                raw.sendall(UPGRADE.format(path=self.path).encode())
+                got = raw.recv(4096)
+                if b" 101 " not in got:
+                    raw.close()
+                    return False
+                role = "producer" if self.kind == "joints" else "consumer"
+                if "/rooms/" in self.path:
+                    join = json.dumps({"participant_id": f"f{self.number}-{self.opened}", "role": role})
+                    raw.sendall(frame(TEXT, join.encode()))
+            raw.setblocking(False)
+        except OSError:
+            return False
+        self.raw, self.rest = raw, b""
+        self.waits = False
+        return True
+
+    def turn(self) -> None:
+        """Read what there is, and send what is to be sent."""
+        assert self.raw is not None
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(4):
+                got = self.raw.recv(1 << 16)
+                if not got:
+                    raise ConnectionResetError
+                self.waits = False
+                if len(got) < 1 << 16:
+                    break
+        if self.kind in REQUESTS and self.waits:
+            return
+        if not self.rest:
+            self.rest = self.batch()
+            self.waits = self.kind in REQUESTS
+        with contextlib.suppress(BlockingIOError):
+            count = self.raw.send(self.rest)
+            self.sent += count
+            self.rest = self.rest[count:]
+
+    def batch(self) -> bytes:
+        if self.kind in FRAMES:
+            one = FRAMES[self.kind]
+            return one * max(TURN // len(one), 1)
+        if self.kind in REQUESTS:
+            return REQUESTS[self.kind]
+        if self.kind == "pipelined":
+            return REQUESTS["health"] * 100
+        if self.kind == "chunks":
+            return CHUNKS
+        if self.kind == "bytewise":
+            at = self.sent % len(SLOW_HEAD)
+            return SLOW_HEAD[at : at + 1]
+        if self.kind in ("connects", "handshakes"):
+            return UPGRADE.format(path=self.path).encode() if self.kind == "handshakes" else b"G"
+        raise SystemExit(f"no kind {self.kind!r}")
+
+    def close(self, is_reset: bool = False) -> None:
+        if self.raw is None:
+            return
+        if is_reset:
+            with contextlib.suppress(OSError):
+                self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.raw.close()
+        self.raw = None
+
+
+def flood(kind: str, address: tuple[str, int], path: str, count: int, seconds: float) -> dict[str, str | float]:
+    """Send; ``kind`` with `` reset`` behind it: every socket is reset again and again, in the midst of a frame."""
+    is_resetting = kind.endswith(" reset")
+    kind = kind.removesuffix(" reset")
+    clients = [Client(kind, address, path.replace("{n}", str(number)), number) for number in range(count)]
+    until = time.monotonic() + seconds
+    is_short = is_resetting or kind in ("connects", "handshakes")
+    turns = 0
+    while time.monotonic() < until:
+        turns += 1
+        for client in clients:
+            if client.raw is None and not client.open():
+                continue
+            try:
+                client.turn()
+            except OSError:
+                client.close()
+            if is_short and (turns + client.number) % 3 == 0:
+                client.close(is_reset=True)
+        if kind in REQUESTS:
+            _wait(clients)
+    opened = sum(client.opened for client in clients)
+    sent = sum(client.sent for client in clients)
+    for client in clients:
+        client.close(is_resetting)
+    return {"kind": kind, "sockets": count, "opened": opened, "bytes": sent, "seconds": seconds}
+
+
+def _wait(clients: list[Client]) -> None:
+    with selectors.DefaultSelector() as selector:
+        for client in clients:
+            if client.raw is not None:
+                selector.register(client.raw, selectors.EVENT_READ)
+        if selector.get_map():
+            selector.select(0.05)
+
+
+if __name__ == "__main__":
+    os.nice(NICE)
+    kind, host, port, path, count, seconds = sys.argv[1:]
+    sys.stdout.write(json.dumps(flood(kind, (host, int(port)), path, int(count), float(seconds))) + "\n")

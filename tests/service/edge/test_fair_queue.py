@@ -1,0 +1,175 @@
+import asyncio
+import gc
+from collections import Counter
+
+from service.edge.fair_queue import BUDGET, BURST, CREDIT, SHARE, TURN, FairQueue
+
+COST = 0.0005
+
+
+class Handle:
+    def __init__(self, due, call):
+        self.due, self.call = due, call
+
+    def cancel(self):
+        self.call = lambda: None
+
+
+class Loop:
+    """An event loop whose turns are the test's; its clocks move when work is done, and when nothing is to do."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.soon, self.timers = [], []
+        self.turns = []  # seconds of work in each
+        self.queue = FairQueue(self, clock=lambda: self.now, cpu=lambda: self.now)
+
+    def call_soon(self, call):
+        self.soon.append(Handle(self.now, call))
+        return self.soon[-1]
+
+    def call_later(self, pause, call):
+        self.timers.append(Handle(self.now + pause, call))
+        return self.timers[-1]
+
+    def turn(self):
+        began = self.now
+        due = [timer for timer in self.timers if timer.due <= self.now]
+        self.timers = [timer for timer in self.timers if timer.due > self.now]
+        ready, self.soon = [*due, *self.soon], []
+        for handle in ready:
+            handle.call()
+        self.turns.append(self.now - began)
+        if not self.soon and self.timers:
+            self.now = max(self.now, min(timer.due for timer in self.timers))
+
+    def until(self, when):
+        while self.now < when and (self.soon or self.timers):
+            self.turn()
+
+
+class Sender:
+    """A connection with so many pieces to be read; ``read`` has when each was."""
+
+    def __init__(self, loop, caller="here", pieces=0):
+        self.loop, self.pieces, self.read = loop, pieces, []
+        self.flow = loop.queue.flow(caller, self.step)
+
+    def step(self):
+        if not self.pieces:
+            return 0.0, False
+        self.pieces -= 1
+        self.loop.now += COST
+        self.read.append(self.loop.now)
+        return 0.0, self.pieces > 0
+
+    def send(self, pieces=1):
+        self.pieces += pieces
+        self.loop.queue.enter(self.flow)
+
+
+def test_what_comes_when_nobody_waits_is_read_at_once():
+    loop = Loop()
+    sender = Sender(loop)
+    sender.send()
+    assert sender.read == [COST]
+    assert not sender.flow.is_waiting
+
+
+def test_however_many_flood_a_turn_of_the_loop_has_its_limit_and_all_of_them_their_share():
+    loop = Loop()
+    flooding = [Sender(loop, pieces=10**6) for _ in range(60)]
+    for sender in flooding:
+        loop.queue.enter(sender.flow)
+    loop.until(3.0)
+    assert max(loop.turns) <= TURN + COST + 1e-9
+    busy = sum(loop.turns)
+    # Each has its burst at once; from then on a share of the time is all that they have together.
+    assert busy <= 60 * (BURST + COST) + 3.0 * SHARE + CREDIT + COST
+    counts = [len(sender.read) for sender in flooding]
+    assert max(counts) - min(counts) <= 2
+
+
+def test_whoever_keeps_within_its_budget_waits_for_none_of_those_who_do_not():
+    loop = Loop()
+    flooding = [Sender(loop, pieces=10**6) for _ in range(60)]
+    for sender in flooding:
+        loop.queue.enter(sender.flow)
+    loop.until(2.0)
+    robot, waits = Sender(loop), []
+    for _ in range(100):
+        came = loop.now
+        robot.send()
+        while len(robot.read) <= len(waits):
+            loop.turn()
+        waits.append(robot.read[-1] - came)
+        loop.until(came + 0.02)
+    assert max(waits) <= TURN + 2 * COST
+    assert not robot.flow.is_greedy
+
+
+def test_what_is_not_read_of_a_flood_earns_it_no_budget_and_silence_does():
+    loop = Loop()
+    sender, other = Sender(loop), Sender(loop, pieces=10**6)
+    sender.send(10**3)
+    loop.queue.enter(other.flow)
+    loop.until(1.0)
+    assert sender.flow.is_greedy
+    sender.pieces = 0
+    loop.until(1.2)
+    loop.now += 2 * BURST / BUDGET
+    sender.send()
+    assert not sender.flow.is_greedy
+
+
+def test_callers_share_the_time_however_many_connections_they_have():
+    loop = Loop()
+    senders = {"many": [Sender(loop, "10.0.0.1", 10**6) for _ in range(30)]}
+    senders["one"] = [Sender(loop, "10.0.0.2", 10**6)]
+    for sender in [*senders["many"], *senders["one"]]:
+        loop.queue.enter(sender.flow)
+    loop.until(1.0)
+    before = {who: sum(len(sender.read) for sender in those) for who, those in senders.items()}
+    loop.until(3.0)
+    had = Counter({who: sum(len(sender.read) for sender in those) - before[who] for who, those in senders.items()})
+    assert abs(had["many"] - had["one"]) <= 0.1 * had["one"]
+
+
+def test_a_loop_that_has_no_time_gives_none_to_those_beyond_their_budgets():
+    loop = Loop()
+    sender = Sender(loop, pieces=10**6)
+    loop.queue.enter(sender.flow)
+    loop.until(1.0)
+    before = len(sender.read)
+    for _ in range(50):
+        loop.now += 0.02  # something else; each time the sender's timer is late
+        loop.turn()
+    assert (len(sender.read) - before) * COST <= 0.1 * 50 * 0.02
+    assert len(sender.read) > before
+
+
+def test_a_caller_that_is_gone_is_forgotten():
+    loop = Loop()
+    for number in range(100):
+        Sender(loop, f"10.0.0.{number}").send()
+    loop.until(10.0)
+    gc.collect()
+    assert not loop.queue._prompt.known
+
+
+async def test_a_turn_is_waited_for_in_order_and_one_that_is_not_wanted_any_more_is_left_out():
+    queue = FairQueue.here()
+    assert FairQueue.here() is queue
+    flows, answered = [queue.flow("here") for _ in range(40)], []
+
+    async def ask(number):
+        await queue.turn(flows[number], 0.001)
+        answered.append(number)
+
+    asking = [asyncio.create_task(ask(number)) for number in range(40)]
+    await asyncio.sleep(0)
+    assert len(answered) <= TURN / 0.001
+    asking[20].cancel()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*asking, return_exceptions=True)
+    assert answered == [number for number in range(40) if number != 20]
