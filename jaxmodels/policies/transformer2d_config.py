@@ -22,6 +22,7 @@ from jaxmodels.ranges import (
     wrong_numbers,
 )
 from jaxmodels.text.config import TextConfig
+from jaxmodels.transformer2d.config import Transformer2DConfig
 
 SCHEDULERS = ("constant", "cosine")
 Config = TypeVar("Config", bound="Transformer2dPolicyConfig")
@@ -137,6 +138,27 @@ class Transformer2dPolicyConfig(PolicyConfig):
     @property
     def state(self) -> Feature | None:
         return next((f for f in self.input_features if f.type == "STATE"), None)
+
+    @property
+    def transformer(self) -> Transformer2DConfig:
+        """The 2D transformer over a chunk; each kind has its own."""
+        raise NotImplementedError
+
+    @property
+    def looking(self) -> Transformer2DConfig | None:
+        """That in whose blocks what is seen looks at itself, a norm before each part; None where there are none."""
+        if not self.n_encoder_layers:
+            return None
+        return Transformer2DConfig(
+            num_attention_heads=self.n_heads,
+            attention_head_dim=self.dim_model // self.n_heads,
+            in_channels=self.dim_model,
+            norm_num_groups=1,
+            num_layers=self.n_encoder_layers,
+            dropout=self.dropout,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+        )
 
     def architecture(self: Config) -> Config:
         """The config with every indifferent field at its default: equal ones share programs."""

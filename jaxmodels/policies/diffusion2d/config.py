@@ -8,6 +8,7 @@ from jaxmodels.ranges import CHUNK, NOT_NEGATIVE, POSITIVE, Range
 from jaxmodels.samplers import FlowSchedule, NoiseSchedule
 from jaxmodels.samplers.loop import STEPS
 from jaxmodels.samplers.noise_schedule import PREDICTION_TYPES, TIMESTEPS
+from jaxmodels.transformer2d.config import Transformer2DConfig
 
 OBJECTIVES, SOLVERS, STRATEGIES = ("flow", "diffusion"), ("euler", "heun"), ("uniform", "beta")
 
@@ -81,6 +82,28 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
     def _is_bounded(self) -> bool:
         """Whether normalised actions lie in [-1, 1]."""
         return dict(self.normalization_mapping).get("ACTION") == "MIN_MAX"
+
+    @property
+    def transformer(self) -> Transformer2DConfig:
+        """Over the actions of a chunk, each a patch."""
+        return Transformer2DConfig(
+            num_attention_heads=self.n_heads,
+            attention_head_dim=self.dim_model // self.n_heads,
+            in_channels=self.action.shape[0],
+            out_channels=self.action.shape[0],
+            num_layers=self.n_layers,
+            dropout=self.dropout,
+            cross_attention_dim=self.dim_model,
+            attention_bias=True,
+            sample_size=self.chunk_size,
+            patch_size=1,
+            activation_fn="gelu-approximate",
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            norm_eps=1e-6,
+            interpolation_scale=1,
+            use_additional_conditions=False,
+        )
 
     @property
     def schedule(self) -> FlowSchedule | NoiseSchedule:

@@ -7,6 +7,7 @@ from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
 from jaxmodels.ranges import NOT_NEGATIVE, SHARE, Range
 from jaxmodels.samplers import MaskSchedule
 from jaxmodels.samplers.loop import STEPS
+from jaxmodels.transformer2d.config import Transformer2DConfig
 
 BOUNDED = ("MIN_MAX", "QUANTILES")
 MOST_BINS = 65_536
@@ -65,6 +66,21 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
         """The config with every indifferent field at its default: equal ones share programs."""
         # Bins are bins, whichever way actions come to lie in [-1, 1].
         return replace(super().architecture(), normalization_mapping=(("ACTION", BOUNDED[0]),))
+
+    @property
+    def transformer(self) -> Transformer2DConfig:
+        """Over the numbers of a chunk, each a pixel."""
+        return Transformer2DConfig(
+            num_attention_heads=self.n_heads,
+            attention_head_dim=self.dim_model // self.n_heads,
+            num_layers=self.n_layers,
+            dropout=self.dropout,
+            cross_attention_dim=self.dim_model,
+            attention_bias=True,
+            sample_size=max(self.chunk_size, self.action.shape[0]),
+            num_vector_embeds=self.bins + 1,
+            activation_fn="geglu-approximate",
+        )
 
     @property
     def schedule(self) -> MaskSchedule:
