@@ -7,7 +7,7 @@ of them together fits is a question of its own (jaxmodels/sizes.py). Imports no 
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_origin
 
@@ -168,9 +168,13 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def table(config: type[Any], but: Iterable[str] = ()) -> list[str]:
-    """Rows of a table in Markdown: every number of a config and its range."""
-    return [f"| `{name}` | {number.words()} |" for name, number in numbers_of(config).items() if name not in set(but)]
+def table(configs: Mapping[str, type[Any]]) -> list[str]:
+    """Rows of a table in Markdown: every number of some configs, which of them have it, and its range."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for kind, config in configs.items():
+        for name, number in numbers_of(config).items():
+            found.setdefault((name, number.words()), []).append(kind)
+    return [f"| `{name}` | {', '.join(kinds)} | {words} |" for (name, words), kinds in found.items()]
 
 
 def _is_number(value: Any, is_integer: bool) -> bool:

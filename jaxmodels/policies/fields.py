@@ -86,8 +86,9 @@ def _typed(name: str, declared: Any, value: Any) -> Any:
     if number is not None:
         if complaint := number.complaint(name, value):
             raise ConfigError(complaint)
-        is_whole = number.is_integer or value is None or number.count is not None
-        return value if is_whole else float(value)
+        if value is None or number.is_integer:
+            return value
+        return float(value) if number.count is None else tuple(float(part) for part in value)
     wanted = str(declared).removeprefix("<class '").removesuffix("'>")
     kind = _KINDS.get(wanted)
     if kind is not None and not isinstance(value, kind):

@@ -174,11 +174,8 @@ class Transformer2dPolicyConfig(PolicyConfig):
         Raises:
             ConfigError: unknown fields, or values that make no sense.
         """
-        read = dict(values)
-        if isinstance(betas := read.get("optimizer_betas"), list):
-            read["optimizer_betas"] = tuple(betas)
         advice = "the policy is of a newer version, or of another"
-        return cls(**read_fields(cls, read, f"{cls.type} config", advice))
+        return cls(**read_fields(cls, values, f"{cls.type} config", advice))
 
     def to_json(self) -> dict[str, Any]:
         return dump_fields(self)

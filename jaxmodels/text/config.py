@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range, shown, wrong_numbers
+from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range, numbers_of, shown, wrong_numbers, wrong_values
 
 SMALL, CLIP = "small", "clip"
 KINDS = (SMALL, CLIP)
@@ -82,6 +82,8 @@ class TextConfig:
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(map(str, values)) - set(known)):
             raise ConfigError(f"text encoder: unknown fields {', '.join(unknown)}; known: {', '.join(known)}")
+        if wrong := wrong_values(numbers_of(cls), values):
+            raise ConfigError("text encoder: " + "; ".join(wrong))
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from jaxmodels.ranges import (
     WIDTH,
     Range,
     number_of,
+    numbers_of,
     shown,
+    wrong_values,
 )
 
 Kind: TypeAlias = Literal["continuous", "discrete", "patches"]
@@ -224,6 +226,8 @@ class Transformer2DConfig:
             ConfigError: a value has the wrong type or makes no sense.
         """
         known = {field.name for field in fields(cls)}
+        if wrong := wrong_values(numbers_of(cls), values):
+            raise ConfigError("Transformer2DModel: " + "; ".join(wrong))
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_json(self) -> dict[str, Any]:
