@@ -132,7 +132,7 @@ def test_frames_that_are_too_many_or_too_large_together_are_refused(kind: str) -
         return {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, side, side]} for i in range(count)}
 
     with pytest.raises(ConfigError, match=f"{CAMERAS.most + 1} cameras; wanted {CAMERAS.most} at most"):
-        read_policy(kind, input_features=cameras(CAMERAS.most + 1, 32))
+        read_policy(kind, input_features=cameras(int(CAMERAS.most) + 1, 32))
     with pytest.raises(ConfigError, match=f"wanted {PIXELS} at most"):
         read_policy(kind, input_features=cameras(3, 4096))
 
