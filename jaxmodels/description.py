@@ -9,6 +9,7 @@ from jaxmodels.errors import ConfigError, HubError
 from jaxmodels.features import camera_name
 from jaxmodels.hub import POLICY_FILES, fetch
 from jaxmodels.policies import policy_type
+from jaxmodels.sizes import Sizes
 from jaxmodels.types import Requirements
 
 DESCRIBING = tuple(name for name in POLICY_FILES if name != lerobot.WEIGHTS)
@@ -31,14 +32,22 @@ def read_requirements(path_or_repo: str | Path, revision: str | None = None) -> 
         if revision is not None:
             raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
         lerobot.check_weights(folder)
-        return requirements_of(lerobot.describe(folder))
+        return _of(lerobot.describe(folder))
     # A cache of its own: half a policy in the usual one would pass for a whole policy when the Hub cannot be reached.
     with tempfile.TemporaryDirectory(prefix="robojax-description-") as cache:
         try:
             found = fetch(str(path_or_repo), revision, files=DESCRIBING, cache=Path(cache))
         except HubError:
             found = fetch(str(path_or_repo), revision, files=DESCRIBING)
-        return requirements_of(lerobot.describe(found))
+        return _of(lerobot.describe(found))
+
+
+def _of(description: lerobot.Description) -> Requirements:
+    """Of a policy that is still a stranger's: whether anything could compute it is asked, too."""
+    config = description.config
+    sizes: Sizes = policy_type(config.type).sizes(config)
+    sizes.check()
+    return requirements_of(description)
 
 
 def requirements_of(description: lerobot.Description) -> Requirements:

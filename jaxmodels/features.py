@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.ranges import WIDTH, Range, is_number, shown
 
 ACTION = "action"
 STATE = "observation.state"
@@ -13,6 +14,14 @@ IMAGES = "observation.images."
 
 TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE")
 MODES = ("MEAN_STD", "MIN_MAX", "IDENTITY", "QUANTILES", "QUANTILE10")
+
+SIDE = Range(1, 8192)  # pixels; of the frames a policy was trained with
+AXIS = Range(1, WIDTH)  # of everything else but actions
+ACTIONS = Range(1, 1024)  # numbers of one action
+AXES = Range(1, 8)
+FEATURES = Range(0, 256)
+CAMERAS = Range(0, 64)
+PIXELS = 1 << 25  # of all cameras together: sixteen frames of 1080x1920
 
 
 @dataclass(frozen=True)
@@ -33,15 +42,41 @@ class Feature:
 
     def __post_init__(self) -> None:
         if self.type not in TYPES:
-            raise ConfigError(f"feature {self.name!r}: type is {self.type!r}; wanted one of {', '.join(TYPES)}")
-        if not self.shape or any(size < 1 for size in self.shape):
-            raise ConfigError(f"feature {self.name!r}: shape is {list(self.shape)}; wanted sizes of 1 or more")
-        if self.type == "VISUAL" and (len(self.shape) != 3 or self.shape[0] != 3):
-            raise ConfigError(f"feature {self.name!r}: shape is {list(self.shape)}; images are [3, height, width]")
-        if self.type in ("STATE", "ENV", "ACTION") and len(self.shape) != 1:
-            raise ConfigError(f"feature {self.name!r}: shape is {list(self.shape)}; wanted a vector, e.g. [6]")
+            raise ConfigError(
+                f"feature {shown(self.name)}: type is {shown(self.type)}; wanted one of {', '.join(TYPES)}"
+            )
+        if wrong := self._wrong_shape():
+            raise ConfigError(f"feature {shown(self.name)}: shape is {shown(list(self.shape))}; {wrong}")
         if self.names is not None and len(self.names) != self.shape[0]:
-            raise ConfigError(f"feature {self.name!r}: {len(self.names)} names for {self.shape[0]} numbers")
+            raise ConfigError(f"feature {shown(self.name)}: {len(self.names)} names for {self.shape[0]} numbers")
+
+    def _wrong_shape(self) -> str | None:
+        is_image = self.type == "VISUAL"
+        sizes = SIDE if is_image else ACTIONS if self.type == "ACTION" else AXIS
+        if len(self.shape) not in AXES or not all(is_number(size, sizes, integer=True) for size in self.shape):
+            return f"wanted sizes of {sizes.least:g} or more, at most {sizes.most:g}, on {AXES.most:g} axes at most"
+        if is_image and (len(self.shape) != 3 or self.shape[0] != 3):
+            return "images are [3, height, width]"
+        if self.type in ("STATE", "ENV", "ACTION") and len(self.shape) != 1:
+            return "wanted a vector, e.g. [6]"
+        return None
+
+
+def wrong_sizes(inputs: Iterable[Feature], outputs: Iterable[Feature]) -> list[str]:
+    """Complaints about features that are one by one as they should be, and together too many or too large."""
+    inputs, outputs = tuple(inputs), tuple(outputs)
+    wrong = [
+        f"{name} has {len(features)} features; wanted {FEATURES.most:g} at most"
+        for name, features in (("input_features", inputs), ("output_features", outputs))
+        if len(features) not in FEATURES
+    ]
+    cameras = [feature for feature in inputs if feature.type == "VISUAL"]
+    if len(cameras) not in CAMERAS:
+        wrong.append(f"input_features has {len(cameras)} cameras; wanted {CAMERAS.most:g} at most")
+    pixels = sum(camera.shape[1] * camera.shape[2] for camera in cameras)
+    if pixels > PIXELS:
+        wrong.append(f"frames of all {len(cameras)} cameras have {pixels} pixels; wanted {PIXELS} at most")
+    return wrong
 
 
 def camera_name(feature: str) -> str:
@@ -62,8 +97,8 @@ def parse_feature(where: str, name: str, entry: Any) -> Feature:
     if not isinstance(entry, Mapping) or not {"type", "shape"} <= set(entry) <= {"type", "shape", "names"}:
         raise ConfigError(f"{where}: wanted an object with type and shape (and perhaps names)")
     shape = entry["shape"]
-    if not isinstance(shape, list | tuple) or not all(isinstance(size, int) for size in shape):
-        raise ConfigError(f"{where}: shape is {shape!r}; wanted a list of integers")
+    if not isinstance(shape, list | tuple) or not all(type(size) is int for size in shape):
+        raise ConfigError(f"{where}: shape is {shown(shape)}; wanted a list of integers")
     return Feature(name, str(entry["type"]), tuple(shape), parse_names(where, entry.get("names")))
 
 
@@ -74,7 +109,7 @@ def parse_names(where: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{where}: names are {value!r}; wanted a list of strings")
+        raise ConfigError(f"{where}: names are {shown(value)}; wanted a list of strings")
     return tuple(value)
 
 

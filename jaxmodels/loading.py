@@ -6,6 +6,7 @@ from pathlib import Path
 from jaxmodels.checkpoints import lerobot
 from jaxmodels.devices import find_dtype
 from jaxmodels.finding import find_policy
+from jaxmodels.memory import check_loading
 from jaxmodels.placement import find_placement
 from jaxmodels.policy import Policy
 
@@ -45,7 +46,7 @@ def load_policy(
     tell("reading")
     if inspect is not None:
         inspect(folder)
-    checkpoint = lerobot.read(folder)
+    checkpoint = lerobot.read(folder, admit=lambda sizes: check_loading(sizes, where, compute.itemsize))
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint)

@@ -11,7 +11,11 @@ from jaxmodels.features import IMAGES, Feature, camera_name
 from jaxmodels.policies import policy_type
 from jaxmodels.prefixes import check_none, read_prefix
 from jaxmodels.program import Inputs
+from jaxmodels.ranges import Range, is_number, shown
 from jaxmodels.types import Observation
+
+BATCH = Range(1, 65_536)
+SIDE = Range(1, 16_384)  # pixels; of frames as they arrive
 
 
 class Reader:
@@ -66,13 +70,19 @@ class Reader:
             ObservationError: a camera the policy does not have, or one left out.
         """
         names = [camera_name(self._outside(camera.name)) for camera in self._cameras]
-        if batch < 1:
-            raise ObservationError(f"batch is {batch}; wanted 1 or more")
+        if not is_number(batch, BATCH, integer=True):
+            raise ObservationError(f"batch is {shown(batch)}; wanted {BATCH.words('an integer')}")
         if cameras is None:
             return self._inputs(batch, tuple((camera.shape[1], camera.shape[2]) for camera in self._cameras))
         if set(cameras) != set(names):
             raise ObservationError(f"cameras are {sorted(cameras)}; the policy has {sorted(names)}")
-        return self._inputs(batch, tuple((cameras[name][0], cameras[name][1]) for name in names))
+        frames = tuple((cameras[name][0], cameras[name][1]) for name in names)
+        if wrong := [name for name, frame in zip(names, frames, strict=True) if not all(map(_is_side, frame))]:
+            found = shown([cameras[name] for name in wrong])
+            raise ObservationError(
+                f"frames of {', '.join(wrong)} are {found}; wanted sides of {SIDE.most:g} pixels at most"
+            )
+        return self._inputs(batch, frames)
 
     def _inputs(self, batch: int, frames: tuple[tuple[int, int], ...]) -> Inputs:
         return Inputs(
@@ -119,6 +129,10 @@ def _frames(name: str, array: np.ndarray) -> np.ndarray:
     if array.dtype != np.uint8:
         raise ObservationError(f"{name} is {array.dtype}; wanted uint8 pixels in 0..255, the program scales them")
     return np.ascontiguousarray(array)
+
+
+def _is_side(pixels: Any) -> bool:
+    return is_number(pixels, SIDE, integer=True)
 
 
 def _batch_hint(array: np.ndarray, dimensions: int) -> str:

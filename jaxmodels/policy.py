@@ -20,9 +20,11 @@ from jaxmodels.description import requirements_of
 from jaxmodels.devices import find_dtype
 from jaxmodels.errors import ConfigError
 from jaxmodels.instructions import Instructions, texts_of
+from jaxmodels.memory import Needs, check_running, needs_of
 from jaxmodels.placement import find_placement
 from jaxmodels.policies import policy_type
 from jaxmodels.program import Inputs, Programs, Scales
+from jaxmodels.sizes import Sizes
 from jaxmodels.text import tokenizer
 from jaxmodels.types import TASK, Language, Observation, Requirements
 
@@ -86,6 +88,16 @@ class Policy:
         return self._dtype.name
 
     @property
+    def sizes(self) -> Sizes:
+        """How large it is and what a chunk takes, as its config says."""
+        return self._kind.sizes(self._checkpoint.config, platform=self._place.platform)
+
+    @property
+    def needs(self) -> Needs:
+        """Bytes of memory that it takes, estimated."""
+        return needs_of(self.sizes, self._dtype.itemsize)
+
+    @property
     def timings(self) -> Mapping[str, float]:
         """Seconds that the last `act` spent on ``to_device``, ``compute`` and ``to_host``; empty before the first.
 
@@ -113,7 +125,7 @@ class Policy:
         seen, inputs = self._reader.read(observation)
         if self._instructions is not None:
             seen = seen._replace(language=self._instructions(texts_of(observation, inputs.batch)))
-        program = self._programs.get(inputs)
+        program = self._program(inputs)
         actions, self._timings = self._run(program, seen)
         return actions
 
@@ -131,6 +143,19 @@ class Policy:
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.reading(ids.shape[1])
         return program(self._weights, *self._place.put((ids, mask), self._place.whole))
+
+    def _program(self, inputs: Inputs) -> Any:
+        """The executable for these shapes; where it is new, after a look at whether there is room to run it.
+
+        Raises:
+            ObservationError: there is none.
+        """
+        if not self._programs.has(inputs):
+            config, place = self._checkpoint.config, self._place
+            sizes = self._kind.sizes(config, inputs.batch, inputs.frames, platform=place.platform)
+            frames = ", ".join(f"{height}x{width}" for height, width in inputs.frames)
+            check_running(sizes, place, self._dtype.itemsize, f"a batch of {inputs.batch} with frames of {frames}")
+        return self._programs.get(inputs)
 
     def _run(self, program: Any, seen: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
@@ -163,7 +188,7 @@ class Policy:
         inputs = self._reader.inputs(batch, cameras)
         if inputs.language is not None:
             self._programs.reading(inputs.language[0])
-        self._programs.get(inputs)
+        self._program(inputs)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Compiles for frames of these sizes (the policy's own by default) and runs once on zeros.
@@ -178,12 +203,12 @@ class Policy:
         if inputs.language is not None:
             length = inputs.language[0]
             self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
-        self._run(self._programs.get(inputs), self._zeros(inputs))
+        self._run(self._program(inputs), self._zeros(inputs))
 
     def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """Seconds that `act` takes for such a batch just now, measured with zeros; compiles first when it has to."""
         inputs = self._reader.inputs(batch, cameras)
-        program, zeros = self._programs.get(inputs), self._zeros(inputs)
+        program, zeros = self._program(inputs), self._zeros(inputs)
         start = time.perf_counter()
         self._run(program, zeros)
         return time.perf_counter() - start

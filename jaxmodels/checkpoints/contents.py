@@ -1,6 +1,5 @@
 """What a policy's folder holds, whatever its format: config, weights, normalisation and a sidecar."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +9,10 @@ import numpy as np
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import Feature
 from jaxmodels.normalization import Normalization
+from jaxmodels.ranges import Range, is_number, shown
 from jaxmodels.text.config import TextConfig
+
+RATE = Range(0, 10_000, above=True)  # actions per second
 
 
 @runtime_checkable
@@ -43,13 +45,14 @@ class Sidecar:
     @classmethod
     def from_json(cls, values: Mapping[str, Any], joints: int) -> "Sidecar":
         rate, names = values.get("rate"), values.get("joint_names")
-        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if rate is not None and not (is_number and math.isfinite(rate) and rate > 0):
-            raise CheckpointError(f"robojax.json: rate is {rate!r}; wanted actions per second, e.g. 25")
+        if rate is not None and not is_number(rate, RATE):
+            raise CheckpointError(
+                f"robojax.json: rate is {shown(rate)}; wanted actions per second, e.g. 25, {RATE.most:g} at most"
+            )
         if names is not None and not (
             isinstance(names, list) and len(names) == joints and all(isinstance(name, str) for name in names)
         ):
-            raise CheckpointError(f"robojax.json: joint_names are {names!r}; wanted a list of {joints} names")
+            raise CheckpointError(f"robojax.json: joint_names are {shown(names)}; wanted a list of {joints} names")
         other = {key: value for key, value in values.items() if key not in ("rate", "joint_names")}
         return cls(
             rate=None if rate is None else float(rate), joint_names=None if names is None else tuple(names), other=other

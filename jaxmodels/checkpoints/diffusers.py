@@ -20,6 +20,7 @@ from jaxmodels.checkpoints.json_file import read_json, write_json
 from jaxmodels.checkpoints.layouts import Place, Shape
 from jaxmodels.checkpoints.safetensors_file import FLOATS, Stored
 from jaxmodels.errors import CheckpointError
+from jaxmodels.memory import check_host
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.weights import check_fit, not_finite
 
@@ -93,6 +94,8 @@ def read(
         {place.theirs: place.shape for place in table},
         where=where,
     )
+    size = sum(math.prod(place.shape) * _item(stored[place.theirs].dtype, dtype) for place in table)
+    check_host(size, f"the weights of {where}, {len(table)} tensors")
     return config, _read_arrays(table, stored, None if dtype is None else np.dtype(dtype), where)
 
 
@@ -190,6 +193,11 @@ def _read_orbax(folder: Path, config: Transformer2DConfig, dtype: np.dtype[Any] 
 def _not_finite_message(where: str, names: Sequence[str], dtype: np.dtype[Any] | None) -> str:
     as_what = "" if dtype is None else f" (as {dtype})"
     return f"{where}: weights hold a NaN or an infinity{as_what}: {', '.join(sorted(names))}"
+
+
+def _item(stored: np.dtype[Any], dtype: DTypeLike | None) -> int:
+    """Bytes of a number in memory, of a tensor that is stored in another dtype."""
+    return min(stored.itemsize, 4) if dtype is None else np.dtype(dtype).itemsize
 
 
 def _common(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:

@@ -4,11 +4,12 @@ Source: diffusers 0.42.1, models/transformers/dit_transformer_2d.py and pixart_t
 models/unets/unet_2d_condition.py and unet_2d_blocks.py, models/controlnets/controlnet.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.ranges import Range, is_number, shown
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 GENERAL = "Transformer2DModel"
@@ -70,6 +71,7 @@ UNET_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "attention_type": "default",
     }
 )
+STAGES = 16  # of a UNet; published ones have four
 LAYER_LIMIT = 64  # attentions in one block of a UNet; published ones have two or three
 
 
@@ -84,7 +86,7 @@ def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
         defaults = SPLIT[name]
         found = {key: values.get(key, default) for key, default in defaults.items()}
         if found["norm_type"] != defaults["norm_type"]:
-            raise ConfigError(f"{name}: norm_type is {found['norm_type']!r}; wanted {defaults['norm_type']!r}")
+            raise ConfigError(f"{name}: norm_type is {shown(found['norm_type'])}; wanted {defaults['norm_type']!r}")
         return Transformer2DConfig.from_json({**found, **FIXED.get(name, {})})
     if name in UNETS:
         there = ", ".join(block_arguments(values))
@@ -93,7 +95,7 @@ def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
         )
     if name != GENERAL:
         known = ", ".join((GENERAL, *SPLIT, *UNETS))
-        raise ConfigError(f"config.json: _class_name is {name!r}; known: {known}")
+        raise ConfigError(f"config.json: _class_name is {shown(name)}; known: {known}")
     return Transformer2DConfig.from_json(values)
 
 
@@ -115,7 +117,7 @@ def read_block_config(values: Mapping[str, Any], prefix: str) -> Transformer2DCo
     name = values.get("_class_name")
     if name not in UNETS:
         raise ConfigError(
-            f"config.json: _class_name is {name!r}, and the config of a part of it is not known; known: "
+            f"config.json: _class_name is {shown(name)}, and the config of a part of it is not known; known: "
             f"{', '.join(UNETS)}; give config"
         )
     arguments = block_arguments(values)
@@ -129,8 +131,11 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The prefix of every 2D transformer of a UNet, and the constructor arguments it is built with."""
     values = {key: values.get(key, default) for key, default in UNET_DEFAULTS.items()}
     channels = values["block_out_channels"]
-    if not isinstance(channels, Sequence) or not all(_is_count(number) for number in channels) or not channels:
-        raise ConfigError(f"config.json: block_out_channels is {channels!r}; wanted a list of integers")
+    if not isinstance(channels, list | tuple) or not 1 <= len(channels) <= STAGES or not all(map(_is_count, channels)):
+        raise ConfigError(
+            f"config.json: block_out_channels is {shown(channels)}; wanted a list of integers, one for each of 1 to "
+            f"{STAGES} blocks"
+        )
     stages = len(channels)
     # What UNets call attention_head_dim is the number of heads: https://github.com/huggingface/diffusers/issues/2011
     heads_name = "num_attention_heads" if values["num_attention_heads"] else "attention_head_dim"
@@ -158,7 +163,9 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 continue
             here = depth if isinstance(depth, int) else depth[number] if number < len(depth) else None
             if here is None:
-                raise ConfigError(f"config.json: transformer_layers_per_block has {depth!r} for {count} attentions")
+                raise ConfigError(
+                    f"config.json: transformer_layers_per_block has {shown(depth)} for {count} attentions"
+                )
             arguments |= {
                 name: values[name] for name in ("use_linear_projection", "upcast_attention", "attention_type")
             }
@@ -196,7 +203,7 @@ def _per_stage(values: Mapping[str, Any], name: str, stages: int, *, kind: type 
     if len(each) != stages or not all(is_right(entry) for entry in each):
         one = "true or false" if kind is bool else "a positive integer"
         raise ConfigError(
-            f"config.json: {name} is {value!r}; wanted {one}, or a list of one for each of {stages} blocks"
+            f"config.json: {name} is {shown(value)}; wanted {one}, or a list of one for each of {stages} blocks"
         )
     return each
 
@@ -208,8 +215,8 @@ def _depths(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
     flat = [entry for part in each for entry in (part if isinstance(part, list | tuple) else [part])]
     if len(each) != stages or not all(_is_count(entry) for entry in flat):
         raise ConfigError(
-            f"config.json: {name} is {value!r}; wanted a positive integer, or a list of one (or of a list of them) for "
-            f"each of {stages} blocks"
+            f"config.json: {name} is {shown(value)}; wanted a positive integer, or a list of one (or of a list of "
+            f"them) for each of {stages} blocks"
         )
     return each
 
@@ -217,9 +224,12 @@ def _depths(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
 def _kinds(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
     kinds = values[name]
     if not isinstance(kinds, list | tuple) or len(kinds) != stages:
-        raise ConfigError(f"config.json: {name} is {kinds!r}; wanted a list of {stages} names")
+        raise ConfigError(f"config.json: {name} is {shown(kinds)}; wanted a list of {stages} names")
     return list(kinds)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return is_number(value, _COUNT, integer=True)
+
+
+_COUNT = Range(1, 1 << 62)  # of channels, heads or layers; the transformer itself says more

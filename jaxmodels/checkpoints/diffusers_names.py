@@ -5,12 +5,11 @@ are one matrix, so that each tensor of theirs is a slice of an array of ours.
 Source: diffusers 0.42.1, models/transformers/transformer_2d.py, models/attention.py, models/normalization.py.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxmodels.checkpoints.layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, Place
-from jaxmodels.checkpoints.safetensors_file import TENSOR_LIMIT
-from jaxmodels.errors import ConfigError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
 from jaxmodels.transformer2d.config import TIME_CHANNELS, Transformer2DConfig
 
@@ -18,14 +17,18 @@ BLOCKS = "transformer_blocks"
 
 
 def places(config: Transformer2DConfig) -> tuple[Place, ...]:
-    """Every tensor of a model; total in both directions: each element of our arrays belongs to exactly one.
-
-    Raises:
-        ConfigError: more layers than a file may hold tensors.
-    """
-    if config.num_layers > TENSOR_LIMIT:
-        raise ConfigError(f"Transformer2DModel: num_layers is {config.num_layers}; wanted at most {TENSOR_LIMIT}")
+    """Every tensor of a model; total in both directions: each element of our arrays belongs to exactly one."""
     return (*_inputs(config), *_blocks(config), *_outputs(config))
+
+
+def count_parameters(config: Transformer2DConfig, *, blocks_only: bool = False) -> int:
+    """Numbers in the weights of a model, or of its blocks alone, from the names of one block: whatever the layers."""
+
+    def count(places: Iterator[Place]) -> int:
+        return sum(math.prod(place.shape) for place in places)
+
+    blocks = config.num_layers * count(_block(config))
+    return blocks if blocks_only else blocks + count(_inputs(config)) + count(_outputs(config))
 
 
 def _inputs(config: Transformer2DConfig) -> Iterator[Place]:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import ACTION, Feature
 from jaxmodels.normalization import Normalization, Normalizer
+from jaxmodels.ranges import shown
 
 INPUTS = "normalize_inputs.buffer_"
 TARGETS = "normalize_targets.buffer_"
@@ -44,7 +45,11 @@ def modern_config(values: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(old_modes, Mapping):
             raise CheckpointError(f"config.json: {side}_normalization_modes is no object of names and modes")
         for name, mode in old_modes.items():
-            kind, wanted = _old_type(name), OLD_MODES.get(mode, str(mode))
+            if not isinstance(mode, str):
+                raise CheckpointError(
+                    f"config.json: {side}_normalization_modes has {shown(mode)}; wanted names of modes"
+                )
+            kind, wanted = _old_type(name), OLD_MODES.get(mode, mode)
             if modes.setdefault(kind, wanted) != wanted:
                 raise CheckpointError(f"config.json: features of type {kind} have modes {modes[kind]} and {wanted}")
     modern["normalization_mapping"] = modes

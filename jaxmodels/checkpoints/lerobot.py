@@ -6,9 +6,10 @@ tensor that is there must be asked for.
 """
 
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,12 +24,13 @@ from jaxmodels.checkpoints.json_file import read_json, write_json
 from jaxmodels.checkpoints.layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.checkpoints.processors import POST, PRE, read_processors, write_processors
 from jaxmodels.checkpoints.proof import NEVER_USED
-from jaxmodels.checkpoints.safetensors_file import read_floats, write_safetensors
+from jaxmodels.checkpoints.safetensors_file import find_floats, read_floats, write_safetensors
 from jaxmodels.checkpoints.tokenizer_file import TOKENIZER, read_tokenizer
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import Feature
 from jaxmodels.normalization import Normalization, check
 from jaxmodels.policies import PolicyType, policy_type
+from jaxmodels.sizes import Sizes
 from jaxmodels.weights import Blueprint, blueprint, check_fit, not_finite
 
 CONFIG = "config.json"
@@ -79,8 +81,11 @@ def check_weights(folder: Path) -> None:
         raise CheckpointError(_no_weights(folder))
 
 
-def read(folder: Path) -> Checkpoint:
+def read(folder: Path, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
     """Everything in a policy's folder.
+
+    Args:
+        admit: asked with what follows from the config, before anything is built or weights are read.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
@@ -91,6 +96,8 @@ def read(folder: Path) -> Checkpoint:
     values = legacy.modern_config(read_json(folder / CONFIG))
     kind = policy_type(values.get("type"))
     config = kind.config(values)
+    sizes: Sizes = kind.sizes(config)
+    _check_sizes(folder, sizes, admit)
     weights, buffers = _read_weights(folder, kind, config)
     normalization = _read_normalization(folder, config, buffers)
     check(normalization)
@@ -130,6 +137,15 @@ def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
     """The module of a config without weights."""
     kind = policy_type(config.to_json()["type"])
     return blueprint(lambda rngs: kind.model(config, rngs=rngs))
+
+
+def _check_sizes(folder: Path, sizes: Sizes, admit: Callable[[Sizes], None]) -> None:
+    """Compares what follows from the config with the header of the weights, and asks whether there is room."""
+    sizes.check()
+    if (folder / WEIGHTS).exists():
+        found = find_floats(folder / WEIGHTS, lambda name: not name.endswith(NEVER_USED) and not legacy.is_buffer(name))
+        sizes.check_found(sum(math.prod(tensor.shape) for tensor in found.values()), len(found), WEIGHTS)
+    admit(sizes)
 
 
 def _read_weights(

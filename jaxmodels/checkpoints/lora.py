@@ -20,6 +20,8 @@ from jaxmodels.checkpoints.json_file import read_json
 from jaxmodels.checkpoints.layouts import LINEAR, POINTWISE, Place, Shape
 from jaxmodels.checkpoints.safetensors_file import Stored, find_floats, read_metadata
 from jaxmodels.errors import CheckpointError, WeightsMismatch
+from jaxmodels.memory import check_host
+from jaxmodels.ranges import Range, is_number
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapter_config.json")
@@ -33,6 +35,8 @@ FACTOR = re.compile(
     r"|(?:\.lora|\.lora_linear_layer|_lora)\.(?P<old>down|up)\.weight"
     r"|\.lora_(?P<kohya>down|up)\.weight|(?:_lora)?\.(?P<alpha>alpha))"
 )
+RANK = Range(1, 4096)
+ALPHA = Range(-1e6, 1e6)
 SIDES = {"A": "down", "B": "up"}
 
 
@@ -150,6 +154,8 @@ def _misfits(module: str, found: _Factors, place: Place) -> list[str]:
             f"{module}: factors {list(found.down.shape)} and {list(found.up.shape)}; "
             f"wanted [rank, {columns}] and [{rows}, rank]"
         ]
+    if down[0] not in RANK:
+        return [f"{module}: rank {down[0]}; wanted {RANK.most:g} at most"]
     if found.alpha is not None and math.prod(found.alpha.shape) != 1:
         return [f"{module}: alpha has shape {list(found.alpha.shape)}; wanted one number"]
     return []
@@ -171,6 +177,12 @@ def _stack(
         ours = place.ours.removesuffix(".kernel")
         ranks[ours] = max(ranks.get(ours, 0), found.down.shape[0])
         wholes[ours] = (place.whole, 1 if place.index else 0)
+    # Layers without an adapter get zeros: few factors of a file can ask for many times their size.
+    size = sum(
+        4 * ranks[ours] * (math.prod(whole[:-1]) + math.prod(whole) // whole[at])
+        for ours, (whole, at) in wholes.items()
+    )
+    check_host(size, f"the adapters of {file.name}")
     stacked = {
         ours: (
             np.zeros((*whole[:-1], ranks[ours]), np.float32),
@@ -216,8 +228,10 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{file.name}: a DoRA adapter, which changes more than a low-rank part; wanted LoRA")
     patterns = settings.get("alpha_pattern") or {}
     numbers = [settings.get("lora_alpha", 1), *(patterns.values() if isinstance(patterns, dict) else [None])]
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise CheckpointError(f"{file.name}: lora_alpha or alpha_pattern of its settings holds no number")
+    if not all(is_number(number, ALPHA) for number in numbers):
+        raise CheckpointError(
+            f"{file.name}: lora_alpha or alpha_pattern of its settings holds no number; wanted {ALPHA.words()}"
+        )
     return settings
 
 

@@ -17,10 +17,12 @@ from jaxmodels.checkpoints.safetensors_file import read_floats, write_safetensor
 from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.features import MODES, TYPES, dump_features, parse_features
 from jaxmodels.normalization import EPSILON, Normalization, Normalizer
+from jaxmodels.ranges import Range, is_number, shown
 
 PRE = "policy_preprocessor"
 POST = "policy_postprocessor"
 STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+EPSILONS = Range(0, 1, above=True, below=True)
 MOVING = ("to_batch_processor", "device_processor")
 
 
@@ -83,7 +85,7 @@ def _read(folder: Path, name: str, kind: str) -> tuple[Normalizer, dict[str, str
 def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:
     renames = config.get("rename_map", {})
     if not isinstance(renames, Mapping) or not all(isinstance(name, str) for name in renames.values()):
-        raise CheckpointError(f"{where}: rename_map is {renames!r}; wanted an object of names")
+        raise CheckpointError(f"{where}: rename_map is {shown(renames)}; wanted an object of names")
     if (before and renames) or len(set(renames.values())) < len(renames):
         raise CheckpointError(f"{where}: rename_map gives one name twice, or there are two of them")
     return dict(renames)
@@ -93,12 +95,12 @@ def _read_step(folder: Path, where: str, step: Mapping[str, Any], config: Mappin
     modes = config.get("norm_map", {})
     epsilon = config.get("eps", EPSILON)
     only = config.get("normalize_observation_keys")
-    if not isinstance(modes, Mapping) or not set(modes) <= set(TYPES) or not set(modes.values()) <= set(MODES):
-        raise CheckpointError(f"{where}: norm_map is {modes!r}; wanted types of {TYPES} and modes of {MODES}")
-    if not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
-        raise CheckpointError(f"{where}: eps is {epsilon!r}; wanted a small positive number, e.g. 1e-8")
+    if not isinstance(modes, Mapping) or not all(kind in TYPES and mode in MODES for kind, mode in modes.items()):
+        raise CheckpointError(f"{where}: norm_map is {shown(modes)}; wanted types of {TYPES} and modes of {MODES}")
+    if not is_number(epsilon, EPSILONS):
+        raise CheckpointError(f"{where}: eps is {shown(epsilon)}; wanted a small positive number, e.g. 1e-8")
     if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
-        raise CheckpointError(f"{where}: normalize_observation_keys is {only!r}; wanted a list of names")
+        raise CheckpointError(f"{where}: normalize_observation_keys is {shown(only)}; wanted a list of names")
     try:
         features = parse_features(f"{where}: features", config.get("features"))
     except ConfigError as error:
@@ -115,7 +117,7 @@ def _read_state(folder: Path, where: str, name: Any) -> dict[str, np.ndarray]:
         return {}
     # The name comes from a file of a stranger: it must not lead out of the folder.
     if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
-        raise CheckpointError(f"{where}: state_file is {name!r}; wanted the plain name of a .safetensors file")
+        raise CheckpointError(f"{where}: state_file is {shown(name)}; wanted the plain name of a .safetensors file")
     return {key: array.astype(np.float32) for key, array in read_floats(folder / name).items()}
 
 

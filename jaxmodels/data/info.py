@@ -10,6 +10,7 @@ from jaxmodels.checkpoints.json_file import read_json
 from jaxmodels.data import layout
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
 from jaxmodels.features import Feature, parse_names
+from jaxmodels.ranges import shown
 
 PICTURES = ("video", "image")
 
@@ -100,7 +101,10 @@ def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
     """As LeRobot sorts a dataset's columns for policies (lerobot/datasets/utils.py, dataset_to_policy_features)."""
     if not layout.FEATURE_NAME.fullmatch(name):
         raise ValueError("the name cannot be used; wanted letters, digits and _.-")
-    dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
+    dtype, shape = entry["dtype"], entry["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        raise ValueError(f"shape is {shown(shape)}; wanted a list of integers")
+    shape = tuple(shape)
     if dtype in PICTURES:
         return Feature(name, "VISUAL", _channels_first(shape, entry.get("names")))
     kind = (

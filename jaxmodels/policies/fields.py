@@ -7,19 +7,17 @@ from typing import Any
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.features import dump_features, parse_features
+from jaxmodels.ranges import number_of, shown
 from jaxmodels.text.config import TextConfig
 
 FEATURES = ("input_features", "output_features")
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
     {
-        "int": int,
         "bool": bool,
         "str": str,
-        "float": (int, float),
         "str | None": (str, type(None)),
         "bool | None": (bool, type(None)),
-        "float | None": (int, float, type(None)),
     }
 )
 
@@ -32,27 +30,23 @@ def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: st
         advice: what to say of fields that are not known.
 
     Raises:
-        ConfigError: unknown fields, or values of other types.
+        ConfigError: unknown fields, or values of other types; all of them together.
     """
     known = {field.name: field for field in fields(cls)}
     # A field that is null and unknown is a newer LeRobot's that nobody set.
     values = {name: value for name, value in values.items() if name != "type" and (name in known or value is not None)}
     unknown = sorted(set(values) - set(known))
     if unknown:
-        raise ConfigError(f"{what}: unknown fields {', '.join(unknown)}; {advice}")
-    read = dict(values)
-    for name in FEATURES:
-        read[name] = parse_features(name, values.get(name))
-    if "normalization_mapping" in values:
-        mapping = values["normalization_mapping"]
-        if not isinstance(mapping, Mapping):
-            raise ConfigError(f"{what}: normalization_mapping is no object of type and mode")
-        read["normalization_mapping"] = tuple((str(kind), str(mode)) for kind, mode in mapping.items())
-    if values.get("tags") is not None:
-        read["tags"] = tuple(str(tag) for tag in values["tags"])
-    if values.get("text_encoder") is not None:
-        read["text_encoder"] = TextConfig.from_json(values["text_encoder"])
-    return {name: _typed(what, name, str(known[name].type), value) for name, value in read.items()}
+        raise ConfigError(f"{what}: unknown fields {', '.join(unknown)[:400]}; {advice}")
+    read, wrong = {name: None for name in FEATURES} | dict(values), []
+    for name in read:
+        try:
+            read[name] = _read(name, known[name].type, read[name])
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError(f"{what}: " + "; ".join(wrong))
+    return read
 
 
 def dump_fields(config: Any) -> dict[str, Any]:
@@ -69,13 +63,34 @@ def dump_fields(config: Any) -> dict[str, Any]:
     return values
 
 
-def _typed(what: str, name: str, declared: str, value: Any) -> Any:
-    """Checks a JSON value against the declared type of its field."""
-    declared = declared.removeprefix("<class '").removesuffix("'>")
-    kind = _KINDS.get(declared)
-    if kind is None:
-        return value
-    is_number_flag = isinstance(value, bool) and kind not in (bool, (bool, type(None)))
-    if is_number_flag or not isinstance(value, kind):
-        raise ConfigError(f"{what}: {name} is {value!r}; wanted {declared}")
-    return float(value) if declared.startswith("float") and value is not None else value
+def _read(name: str, declared: Any, value: Any) -> Any:
+    """The value of a field from its JSON."""
+    if name in FEATURES:
+        return parse_features(name, value)
+    if name == "normalization_mapping":
+        if not isinstance(value, Mapping):
+            raise ConfigError("normalization_mapping is no object of type and mode")
+        return tuple((str(kind), str(mode)) for kind, mode in value.items())
+    if name == "tags" and value is not None:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"tags is {shown(value)}; wanted a list of strings, or null")
+        return tuple(str(tag) for tag in value)
+    if name == "text_encoder" and value is not None:
+        return TextConfig.from_json(value)
+    return _typed(name, declared, value)
+
+
+def _typed(name: str, declared: Any, value: Any) -> Any:
+    """Checks a JSON value against the declared type and range of its field."""
+    number = number_of(declared)
+    if number is not None:
+        if complaint := number.complaint(name, value):
+            raise ConfigError(complaint)
+        if value is None or number.is_integer:
+            return value
+        return float(value) if number.count is None else tuple(float(part) for part in value)
+    wanted = str(declared).removeprefix("<class '").removesuffix("'>")
+    kind = _KINDS.get(wanted)
+    if kind is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} is {shown(value)}; wanted {wanted}")
+    return value

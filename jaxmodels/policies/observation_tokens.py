@@ -12,7 +12,6 @@ from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.layers.resnet import RESNETS, ResNet
 from jaxmodels.layers.small_cnn import SmallCnn
 from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
-from jaxmodels.transformer2d import Transformer2DConfig
 from jaxmodels.transformer2d.attention import Dtypes
 from jaxmodels.transformer2d.block import Biases, Seen
 from jaxmodels.transformer2d.masks import to_bias
@@ -51,8 +50,8 @@ class ObservationTokens(nnx.Module):
                 self.film = nnx.Linear(config.text_encoder.width, 2 * width, rngs=rngs)
         kinds = sum(part is not None for part in (config.state, config.environment_state, config.text_encoder))
         self.embeddings = nnx.Param(_embedding_init(rngs.params(), (kinds + len(config.cameras), width)))
-        if config.n_encoder_layers:
-            self.blocks = stack_blocks(_block(config), Dtypes(dtype, dtype), rngs)
+        if config.looking is not None:
+            self.blocks = stack_blocks(config.looking, Dtypes(dtype, dtype), rngs)
         self.norm = LayerNorm(width)
 
     def __call__(
@@ -107,17 +106,3 @@ def _mean(said: Language) -> Float[Array, "b d"]:
     """Of the tokens that count."""
     counts = said.mask[..., None].astype(said.tokens.dtype)
     return (said.tokens * counts).sum(1) / counts.sum(1)
-
-
-def _block(config: Transformer2dPolicyConfig) -> Transformer2DConfig:
-    """The 2D transformer whose blocks have a norm before each part, and nothing to look at but the tokens."""
-    return Transformer2DConfig(
-        num_attention_heads=config.n_heads,
-        attention_head_dim=config.dim_model // config.n_heads,
-        in_channels=config.dim_model,
-        norm_num_groups=1,
-        num_layers=config.n_encoder_layers,
-        dropout=config.dropout,
-        attention_bias=True,
-        activation_fn="gelu-approximate",
-    )

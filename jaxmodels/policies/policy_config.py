@@ -1,8 +1,6 @@
 """What the configs of all policies share: the features they see and give, and what is wrong with those."""
 
-from collections.abc import Iterable
-
-from jaxmodels.features import ACTION, MODES, TYPES, Feature
+from jaxmodels.features import ACTION, MODES, TYPES, Feature, wrong_sizes
 from jaxmodels.layers.resnet import RESNETS
 
 SMALL_CNN = "small_cnn"
@@ -34,21 +32,15 @@ class PolicyConfig:
     def action(self) -> Feature:
         return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
 
-    def wrong_counts(self, names: Iterable[str], least: int = 1) -> list[str]:
-        """Complaints about fields that must be integers; before all others, which may compute with them."""
-        return [
-            f"{name} is {value!r}; wanted an integer of {least} or more"
-            for name, value in ((name, getattr(self, name)) for name in names)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least
-        ]
-
     def wrong_features(self) -> list[str]:
         """Complaints about features that no kind of policy can do with; each kind has more of its own."""
         wrong = [
-            f"normalization_mapping has {kind}: {mode}; wanted types {', '.join(TYPES)} and modes {', '.join(MODES)}"
+            f"normalization_mapping has {kind[:40]}: {mode[:40]}; wanted types {', '.join(TYPES)} and modes "
+            + ", ".join(MODES)
             for kind, mode in self.normalization_mapping
             if kind not in TYPES or mode not in MODES
         ]
+        wrong += wrong_sizes(self.input_features, self.output_features)
         if not any(feature.name == ACTION and feature.type == "ACTION" for feature in self.output_features):
             wrong.append(f"output_features has no feature {ACTION!r} of type ACTION")
         return wrong

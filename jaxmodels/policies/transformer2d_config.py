@@ -3,13 +3,26 @@
 import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.features import ENVIRONMENT_STATE, STATE, Feature
 from jaxmodels.policies.fields import dump_fields, read_fields
 from jaxmodels.policies.policy_config import BACKBONES, SMALL_CNN, PolicyConfig
+from jaxmodels.ranges import (
+    CHUNK,
+    HEADS,
+    LAYERS_STACKED,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE_BELOW_ONE,
+    WIDTH,
+    Range,
+    shown,
+    wrong_numbers,
+)
 from jaxmodels.text.config import TextConfig
+from jaxmodels.transformer2d.config import Transformer2DConfig
 
 SCHEDULERS = ("constant", "cosine")
 Config = TypeVar("Config", bound="Transformer2dPolicyConfig")
@@ -42,7 +55,6 @@ class Transformer2dPolicyConfig(PolicyConfig):
     """
 
     type: ClassVar[str]
-    counts: ClassVar[tuple[str, ...]] = ("chunk_size", "n_action_steps", "dim_model", "n_heads", "n_layers")
     # Fields, or how their names begin, that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = (
         "device",
@@ -64,32 +76,35 @@ class Transformer2dPolicyConfig(PolicyConfig):
         ("ACTION", "MIN_MAX"),
     )
     device: str | None = None
-    chunk_size: int = 16
-    n_action_steps: int = 8
+    chunk_size: Annotated[int, Range(1, CHUNK)] = 16
+    n_action_steps: Annotated[int, Range(1, CHUNK)] = 8
     vision_backbone: str = SMALL_CNN
     pretrained_backbone_weights: str | None = None
-    dim_model: int = 256
-    n_heads: int = 8
-    n_encoder_layers: int = 2
-    n_layers: int = 6
-    dropout: float = 0.0
+    dim_model: Annotated[int, Range(1, WIDTH)] = 256
+    n_heads: Annotated[int, Range(1, HEADS)] = 8
+    n_encoder_layers: Annotated[int, Range(0, LAYERS_STACKED)] = 2
+    n_layers: Annotated[int, Range(1, LAYERS_STACKED)] = 6
+    dropout: Annotated[float, SHARE_BELOW_ONE] = 0.0
     text_encoder: TextConfig | None = None
     do_mask_loss_for_padding: bool = False
-    optimizer_lr: float = 1e-4
-    optimizer_lr_backbone: float = 1e-4
-    optimizer_betas: tuple[float, float] = (0.95, 0.999)
-    optimizer_eps: float = 1e-8
-    optimizer_weight_decay: float = 1e-6
-    optimizer_grad_clip_norm: float = 10.0
+    optimizer_lr: Annotated[float, POSITIVE] = 1e-4
+    optimizer_lr_backbone: Annotated[float, NOT_NEGATIVE] = 1e-4
+    optimizer_betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.95, 0.999)
+    optimizer_eps: Annotated[float, POSITIVE] = 1e-8
+    optimizer_weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-6
+    optimizer_grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 10.0
     scheduler_name: str = "cosine"
-    scheduler_warmup_steps: int = 500
+    scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 500
 
     def __post_init__(self) -> None:
-        wrong = [
-            *self.wrong_counts(self.counts),
-            *self.wrong_counts(("n_encoder_layers", "scheduler_warmup_steps"), 0),
+        wrong = wrong_numbers(self, integers=True) or [
+            *self._wrong_numbers(),
+            *wrong_numbers(self, integers=False),
+            *self.unknown("vision_backbone", BACKBONES),
+            *self.unknown("scheduler_name", SCHEDULERS),
+            *self.wrong_features(),
+            *self.complaints(),
         ]
-        wrong = wrong or [*self._wrong_numbers(), *self._wrong_training(), *self.wrong_features(), *self.complaints()]
         if wrong:
             raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
 
@@ -103,24 +118,6 @@ class Transformer2dPolicyConfig(PolicyConfig):
             wrong.append(f"n_action_steps is {self.n_action_steps}, more than chunk_size {self.chunk_size}")
         if self.dim_model % (4 * self.n_heads):
             wrong.append(f"dim_model {self.dim_model} is not a multiple of 4 n_heads ({4 * self.n_heads})")
-        if not 0 <= self.dropout < 1:
-            wrong.append(f"dropout is {self.dropout}; wanted 0 <= dropout < 1")
-        return [*wrong, *self.unknown("vision_backbone", BACKBONES)]
-
-    def _wrong_training(self) -> list[str]:
-        wrong = self.unknown("scheduler_name", SCHEDULERS)
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number above 0"
-            for name in ("optimizer_lr", "optimizer_eps")
-            if not getattr(self, name) > 0
-        ]
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number of 0 or more"
-            for name in ("optimizer_lr_backbone", "optimizer_weight_decay", "optimizer_grad_clip_norm")
-            if not getattr(self, name) >= 0
-        ]
-        if len(self.optimizer_betas) != 2 or not all(0 <= beta < 1 for beta in self.optimizer_betas):
-            wrong.append(f"optimizer_betas is {self.optimizer_betas!r}; wanted two numbers of 0 or more, below 1")
         return wrong
 
     def wrong_features(self) -> list[str]:
@@ -136,11 +133,32 @@ class Transformer2dPolicyConfig(PolicyConfig):
     def unknown(self, name: str, known: tuple[str, ...]) -> list[str]:
         """The complaint about a field that must be one of `known`, if there is one."""
         value = getattr(self, name)
-        return [] if value in known else [f"{name} is {value!r}; known: {', '.join(known)}"]
+        return [] if value in known else [f"{name} is {shown(value)}; known: {', '.join(known)}"]
 
     @property
     def state(self) -> Feature | None:
         return next((f for f in self.input_features if f.type == "STATE"), None)
+
+    @property
+    def transformer(self) -> Transformer2DConfig:
+        """The 2D transformer over a chunk; each kind has its own."""
+        raise NotImplementedError
+
+    @property
+    def looking(self) -> Transformer2DConfig | None:
+        """That in whose blocks what is seen looks at itself, a norm before each part; None where there are none."""
+        if not self.n_encoder_layers:
+            return None
+        return Transformer2DConfig(
+            num_attention_heads=self.n_heads,
+            attention_head_dim=self.dim_model // self.n_heads,
+            in_channels=self.dim_model,
+            norm_num_groups=1,
+            num_layers=self.n_encoder_layers,
+            dropout=self.dropout,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+        )
 
     def architecture(self: Config) -> Config:
         """The config with every indifferent field at its default: equal ones share programs."""
@@ -156,11 +174,8 @@ class Transformer2dPolicyConfig(PolicyConfig):
         Raises:
             ConfigError: unknown fields, or values that make no sense.
         """
-        read = dict(values)
-        if isinstance(betas := read.get("optimizer_betas"), list):
-            read["optimizer_betas"] = tuple(betas)
         advice = "the policy is of a newer version, or of another"
-        return cls(**read_fields(cls, read, f"{cls.type} config", advice))
+        return cls(**read_fields(cls, values, f"{cls.type} config", advice))
 
     def to_json(self) -> dict[str, Any]:
         return dump_fields(self)

@@ -12,7 +12,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmodels.errors import InputError
+from jaxmodels.ranges import Range
 
+CLASSES = Range(2, 1 << 20)  # with the masked one
 LOWEST = -70.0  # of a log-probability: e^-70 never happens, and differences of it stay finite. VQ-Diffusion's number
 
 

@@ -7,7 +7,7 @@ round (tau from 0 to 1, predicting ``sample - noise``) is ``lambda x, t: -model(
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.ranges import POSITIVE, check_numbers, shown
 from jaxmodels.samplers.loop import Known, Predict, check_prediction, first_noise, run_steps, with_operands
+from jaxmodels.samplers.noise_schedule import TIMESTEPS
 
 SPACINGS = ("linspace", "uniform")
 ADVICE = "the shape of the sample"
@@ -51,16 +53,14 @@ class FlowSchedule:
         ConfigError: a field makes no sense.
     """
 
-    num_train_timesteps: int = 1000
-    shift: float = 1.0
+    num_train_timesteps: Annotated[int, TIMESTEPS] = 1000
+    shift: Annotated[float, POSITIVE] = 1.0
     spacing: Literal["linspace", "uniform"] = "linspace"
 
     def __post_init__(self) -> None:
-        if self.num_train_timesteps < 1 or self.shift <= 0 or self.spacing not in SPACINGS:
-            raise ConfigError(
-                f"num_train_timesteps is {self.num_train_timesteps}, shift {self.shift}, spacing {self.spacing!r}; "
-                f"wanted 1 or more, more than 0, and one of {', '.join(SPACINGS)}"
-            )
+        check_numbers(self, "flow schedule")
+        if self.spacing not in SPACINGS:
+            raise ConfigError(f"spacing is {shown(self.spacing)}; wanted one of {', '.join(SPACINGS)}")
 
     def shifted(self, sigma: Any) -> Any:
         """Sigmas moved towards the noise; a trainer draws ``shifted(uniform)``."""

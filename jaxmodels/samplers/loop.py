@@ -10,8 +10,10 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float
 
 from jaxmodels.errors import InputError
+from jaxmodels.ranges import Range
 
 Predict: TypeAlias = Callable[..., Any]
+STEPS = Range(1, 1000)  # of a sampler; published ones take 1 to 100, and 1000 where each timestep is visited
 State = TypeVar("State")
 Rows = TypeVar("Rows")
 

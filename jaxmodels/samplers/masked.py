@@ -5,7 +5,7 @@ Source: https://arxiv.org/abs/2202.04200; the same numbers as diffusers' `Amused
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.samplers.classes import Tokens, check_known, draw, first_tokens, normalized, of_class
+from jaxmodels.ranges import NOT_NEGATIVE, check_numbers, shown
+from jaxmodels.samplers.classes import CLASSES, Tokens, check_known, draw, first_tokens, normalized, of_class
 from jaxmodels.samplers.loop import Predict, check_prediction, run_steps, with_operands
 
 MASKINGS = ("cosine", "linear")
@@ -53,21 +54,17 @@ class MaskSchedule:
         ConfigError: a field makes no sense.
     """
 
-    num_classes: int
+    num_classes: Annotated[int, CLASSES]
     masking: Literal["cosine", "linear"] = "cosine"
-    temperature: tuple[float, float] = (2.0, 0.0)
-    class_temperature: float = 1.0
+    temperature: Annotated[tuple[float, float], NOT_NEGATIVE] = (2.0, 0.0)
+    class_temperature: Annotated[float, NOT_NEGATIVE] = 1.0
     remasking: bool = False
     begins_with_one: bool = False
 
     def __post_init__(self) -> None:
-        lowest = min(*self.temperature, self.class_temperature)
-        if self.num_classes < 2 or self.masking not in MASKINGS or not lowest >= 0:
-            raise ConfigError(
-                f"num_classes is {self.num_classes}, masking {self.masking!r}, temperature {self.temperature}, "
-                f"class_temperature {self.class_temperature}; wanted 2 or more with the masked class, one of "
-                f"{', '.join(MASKINGS)}, and nothing below 0"
-            )
+        check_numbers(self, "mask schedule (num_classes with the masked class)")
+        if self.masking not in MASKINGS:
+            raise ConfigError(f"masking is {shown(self.masking)}; wanted one of {', '.join(MASKINGS)}")
 
     @property
     def is_greedy(self) -> bool:

@@ -2,18 +2,21 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.ranges import POSITIVE, Range, shown, wrong_numbers
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 SPACINGS = ("leading", "trailing", "linspace")
 VARIANCE_TYPES = ("fixed_small", "fixed_large")
+TIMESTEPS = Range(1, 100_000)  # that a model was trained with; there is a table of them
+_BETA = Range(0, 1, above=True, below=True)
 
 
 class DiffusionRow(NamedTuple):
@@ -48,15 +51,15 @@ class NoiseSchedule:
         ConfigError: a field makes no sense; the message says which values do.
     """
 
-    num_train_timesteps: int = 1000
-    beta_start: float = 0.0001
-    beta_end: float = 0.02
+    num_train_timesteps: Annotated[int, TIMESTEPS] = 1000
+    beta_start: Annotated[float, _BETA] = 0.0001
+    beta_end: Annotated[float, _BETA] = 0.02
     beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "linear"
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = "epsilon"
     timestep_spacing: Literal["leading", "trailing", "linspace"] = "leading"
-    steps_offset: int = 0
+    steps_offset: Annotated[int, Range(0, 100_000)] = 0
     clip_sample: bool = True
-    clip_sample_range: float = 1.0
+    clip_sample_range: Annotated[float, POSITIVE] = 1.0
     set_alpha_to_one: bool = True
     variance_type: Literal["fixed_small", "fixed_large"] = "fixed_small"
     rescale_betas_zero_snr: bool = False
@@ -69,18 +72,14 @@ class NoiseSchedule:
             "variance_type": VARIANCE_TYPES,
         }
         wrong = [
-            f"{name} is {getattr(self, name)!r}; wanted one of {', '.join(known)}"
+            f"{name} is {shown(getattr(self, name))}; wanted one of {', '.join(known)}"
             for name, known in choices.items()
             if getattr(self, name) not in known
         ]
-        if self.num_train_timesteps < 1:
-            wrong.append(f"num_train_timesteps is {self.num_train_timesteps}; wanted 1 or more")
-        if not 0 < self.beta_start <= self.beta_end < 1:
+        numbers = [*wrong_numbers(self, integers=True), *wrong_numbers(self, integers=False)]
+        wrong += numbers
+        if not numbers and not self.beta_start <= self.beta_end:
             wrong.append(f"betas go from {self.beta_start} to {self.beta_end}; wanted 0 < beta_start <= beta_end < 1")
-        if self.clip_sample_range <= 0:
-            wrong.append(f"clip_sample_range is {self.clip_sample_range}; wanted more than 0")
-        if self.steps_offset < 0:
-            wrong.append(f"steps_offset is {self.steps_offset}; wanted 0 or more")
         if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
             wrong.append(
                 "rescale_betas_zero_snr leaves nothing of the sample at the last timestep, so that the noise does not "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.samplers.classes import LOWEST, draw
+from jaxmodels.ranges import SHARE, Range, check_numbers
+from jaxmodels.samplers.classes import CLASSES, LOWEST, draw
 
 
 class Rates(NamedTuple):
@@ -57,19 +58,15 @@ class VQSchedule:
         ConfigError: the shares make no sense together.
     """
 
-    num_vec_classes: int
-    num_train_timesteps: int = 100
-    alpha_cum_start: float = 0.99999
-    alpha_cum_end: float = 0.000009
-    gamma_cum_start: float = 0.000009
-    gamma_cum_end: float = 0.99999
+    num_vec_classes: Annotated[int, CLASSES]
+    num_train_timesteps: Annotated[int, Range(2, 100_000)] = 100
+    alpha_cum_start: Annotated[float, SHARE] = 0.99999
+    alpha_cum_end: Annotated[float, SHARE] = 0.000009
+    gamma_cum_start: Annotated[float, SHARE] = 0.000009
+    gamma_cum_end: Annotated[float, SHARE] = 0.99999
 
     def __post_init__(self) -> None:
-        if self.num_vec_classes < 2 or self.num_train_timesteps < 2:
-            raise ConfigError(
-                f"num_vec_classes is {self.num_vec_classes} and num_train_timesteps {self.num_train_timesteps}; wanted "
-                "2 or more of both (the masked class counts)"
-            )
+        check_numbers(self, "VQ schedule (num_vec_classes with the masked class)")
         alpha, gamma = self._shares
         if min(alpha[-1], gamma[0]) <= 0 or (np.diff(alpha) >= 0).any() or (np.diff(gamma) <= 0).any():
             raise ConfigError(

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from jaxmodels.errors import ConfigError
+from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range, numbers_of, shown, wrong_numbers, wrong_values
 
 SMALL, CLIP = "small", "clip"
 KINDS = (SMALL, CLIP)
 ACTIVATIONS = ("gelu", "quick_gelu")
-COUNTS = ("length", "width", "n_layers", "n_heads", "hidden", "vocabulary")
 BYTES = 257  # every byte, and one that starts a text
 
 
@@ -31,30 +31,24 @@ class TextConfig:
     """
 
     kind: str = SMALL
-    length: int = 96
-    width: int = 128
-    n_layers: int = 2
-    n_heads: int = 4
-    hidden: int = 512
-    vocabulary: int = BYTES
+    length: Annotated[int, Range(1, 4096)] = 96
+    width: Annotated[int, Range(1, WIDTH)] = 128
+    n_layers: Annotated[int, Range(1, LAYERS_WRITTEN_OUT)] = 2
+    n_heads: Annotated[int, Range(1, HEADS)] = 4
+    hidden: Annotated[int, Range(1, 4 * WIDTH)] = 512
+    vocabulary: Annotated[int, Range(1, 1 << 20)] = BYTES
     activation: str = "gelu"
     is_frozen: bool = False
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} is {getattr(self, name)!r}; wanted an integer of 1 or more"
-            for name in COUNTS
-            if isinstance(getattr(self, name), bool)
-            or not isinstance(getattr(self, name), int)
-            or getattr(self, name) < 1
-        ]
+        wrong = wrong_numbers(self, integers=True)
         wrong += [
-            f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}"
+            f"{name} is {shown(getattr(self, name))}; known: {', '.join(known)}"
             for name, known in (("kind", KINDS), ("activation", ACTIVATIONS))
             if getattr(self, name) not in known
         ]
         if not isinstance(self.is_frozen, bool):
-            wrong.append(f"is_frozen is {self.is_frozen!r}; wanted true or false")
+            wrong.append(f"is_frozen is {shown(self.is_frozen)}; wanted true or false")
         if not wrong and self.width % self.n_heads:
             wrong.append(f"width {self.width} is not a multiple of n_heads {self.n_heads}")
         if not wrong and self.kind == SMALL and self.vocabulary != BYTES:
@@ -82,10 +76,14 @@ class TextConfig:
             ConfigError: unknown fields, or values that make no sense.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(f"text_encoder is {values!r}; wanted an object, e.g. {cls.small().to_json()}, or null")
+            raise ConfigError(
+                f"text_encoder is {shown(values)}; wanted an object, e.g. {cls.small().to_json()}, or null"
+            )
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(map(str, values)) - set(known)):
             raise ConfigError(f"text encoder: unknown fields {', '.join(unknown)}; known: {', '.join(known)}")
+        if wrong := wrong_values(numbers_of(cls), values):
+            raise ConfigError("text encoder: " + "; ".join(wrong))
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:

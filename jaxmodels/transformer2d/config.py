@@ -3,10 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
+from jaxmodels.ranges import (
+    HEADS,
+    LAYERS_STACKED,
+    SHARE_BELOW_ONE,
+    WIDTH,
+    Range,
+    number_of,
+    numbers_of,
+    shown,
+    wrong_values,
+)
 
 Kind: TypeAlias = Literal["continuous", "discrete", "patches"]
 
@@ -15,6 +26,9 @@ NORMS = ("layer_norm", *ADA_NORMS)
 GATED_ATTENTION = ("gated", "gated-text-image")
 ATTENTION_TYPES = ("default", *GATED_ATTENTION)
 TIME_CHANNELS = 256  # of the sinusoid a timestep becomes; fixed in diffusers
+ROWS = Range(1, 1 << 20)  # of a table of embeddings
+CHANNELS = Range(1, WIDTH)
+SIDE = Range(1, 16_384)  # of latents, in pixels or in numbers of a chunk
 CONDITIONED_SIZE = 128  # PixArt's 1024-pixel models: this sample size alone asks for additional conditions
 
 
@@ -60,30 +74,30 @@ class Transformer2DConfig:
         ConfigError: a combination makes no sense; the message says which kind of input was meant.
     """
 
-    num_attention_heads: int = 16
-    attention_head_dim: int = 88
-    in_channels: int | None = None
-    out_channels: int | None = None
-    num_layers: int = 1
-    dropout: float | int = 0.0
-    norm_num_groups: int = 32
-    cross_attention_dim: int | None = None
+    num_attention_heads: Annotated[int, Range(1, HEADS)] = 16
+    attention_head_dim: Annotated[int, CHANNELS] = 88
+    in_channels: Annotated[int | None, CHANNELS] = None
+    out_channels: Annotated[int | None, CHANNELS] = None
+    num_layers: Annotated[int, Range(1, LAYERS_STACKED)] = 1
+    dropout: Annotated[float | int, SHARE_BELOW_ONE] = 0.0
+    norm_num_groups: Annotated[int, CHANNELS] = 32
+    cross_attention_dim: Annotated[int | None, CHANNELS] = None
     attention_bias: bool = False
-    sample_size: int | None = None
-    num_vector_embeds: int | None = None
-    patch_size: int | None = None
+    sample_size: Annotated[int | None, SIDE] = None
+    num_vector_embeds: Annotated[int | None, ROWS] = None
+    patch_size: Annotated[int | None, Range(1, 1024)] = None
     activation_fn: str = "geglu"
-    num_embeds_ada_norm: int | None = None
+    num_embeds_ada_norm: Annotated[int | None, ROWS] = None
     use_linear_projection: bool = False
     only_cross_attention: bool = False
     double_self_attention: bool = False
     upcast_attention: bool = False
     norm_type: str = "layer_norm"
     norm_elementwise_affine: bool = True
-    norm_eps: float | int = 1e-5
+    norm_eps: Annotated[float | int, Range(0, 1, above=True)] = 1e-5
     attention_type: str = "default"
-    caption_channels: int | None = None
-    interpolation_scale: float | int | None = None
+    caption_channels: Annotated[int | None, CHANNELS] = None
+    interpolation_scale: Annotated[float | int | None, Range(0, 1e6, above=True)] = None
     use_additional_conditions: bool | None = None
 
     def __post_init__(self) -> None:
@@ -98,13 +112,17 @@ class Transformer2DConfig:
     def _wrong_types(self) -> list[str]:
         wrong = []
         for field in fields(self):
-            value = getattr(self, field.name)
-            wanted, kinds = _TYPES[str(field.type)]
-            is_flag_for_number = isinstance(value, bool) and bool not in kinds
-            if is_flag_for_number or not isinstance(value, kinds):
-                wrong.append(f"{field.name} is {value!r}; wanted {wanted}")
-            elif isinstance(value, int) and not isinstance(value, bool) and field.name in _COUNTS and value < 1:
-                wrong.append(f"{field.name} is {value}; wanted 1 or more")
+            value, number = getattr(self, field.name), number_of(field.type)
+            if number is not None:
+                complaint = number.complaint(field.name, value)
+                wrong += [] if complaint is None else [complaint]
+            elif not isinstance(value, (kind := _TYPES[str(field.type)])[1]):
+                wrong.append(f"{field.name} is {shown(value)}; wanted {kind[0]}")
+        if not wrong and self.inner_dim not in CHANNELS:
+            wrong.append(
+                f"num_attention_heads {self.num_attention_heads} of attention_head_dim {self.attention_head_dim} make "
+                f"tokens {self.inner_dim} wide; wanted {WIDTH} at most"
+            )
         return wrong
 
     def _find_kind(self) -> Kind:
@@ -126,20 +144,16 @@ class Transformer2DConfig:
 
     def _wrong_everywhere(self) -> list[str]:
         wrong = []
-        if not 0.0 <= self.dropout < 1.0:
-            wrong.append(f"dropout is {self.dropout}; wanted 0 <= dropout < 1")
-        if not self.norm_eps > 0.0:
-            wrong.append(f"norm_eps is {self.norm_eps}; wanted more than 0")
         if self.activation_fn not in DIFFUSERS_ACTIVATIONS:
             known = ", ".join(DIFFUSERS_ACTIVATIONS)
-            wrong.append(f"activation_fn is {self.activation_fn!r}; known (in lower case): {known}")
+            wrong.append(f"activation_fn is {shown(self.activation_fn)}; known (in lower case): {known}")
         if self.attention_type not in ATTENTION_TYPES:
-            wrong.append(f"attention_type is {self.attention_type!r}; known: {', '.join(ATTENTION_TYPES)}")
+            wrong.append(f"attention_type is {shown(self.attention_type)}; known: {', '.join(ATTENTION_TYPES)}")
         elif self.has_fuser and self.cross_attention_dim is None:
             wrong.append(f"attention_type {self.attention_type!r} needs cross_attention_dim, the width of its objects")
         if self.norm_type not in NORMS:
             reason = _UNUSABLE_NORMS.get(self.norm_type, f"known: {', '.join(NORMS)}")
-            wrong.append(f"norm_type is {self.norm_type!r}; {reason}")
+            wrong.append(f"norm_type is {shown(self.norm_type)}; {reason}")
         elif self.norm_type in ("ada_norm", "ada_norm_zero") and self.num_embeds_ada_norm is None:
             what = "timesteps" if self.norm_type == "ada_norm" else "classes"
             wrong.append(f"norm_type {self.norm_type!r} needs num_embeds_ada_norm, its number of {what}")
@@ -212,6 +226,8 @@ class Transformer2DConfig:
             ConfigError: a value has the wrong type or makes no sense.
         """
         known = {field.name for field in fields(cls)}
+        if wrong := wrong_values(numbers_of(cls), values):
+            raise ConfigError("Transformer2DModel: " + "; ".join(wrong))
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_json(self) -> dict[str, Any]:
@@ -219,30 +235,10 @@ class Transformer2DConfig:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-_COUNTS = frozenset(
-    {
-        "num_attention_heads",
-        "attention_head_dim",
-        "in_channels",
-        "out_channels",
-        "num_layers",
-        "norm_num_groups",
-        "cross_attention_dim",
-        "sample_size",
-        "num_vector_embeds",
-        "patch_size",
-        "num_embeds_ada_norm",
-        "caption_channels",
-    }
-)
 _TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
     {
-        "<class 'int'>": ("an integer", (int,)),
-        "float | int": ("a number", (int, float)),
         "<class 'bool'>": ("true or false", (bool,)),
         "<class 'str'>": ("a string", (str,)),
-        "int | None": ("an integer or null", (int, type(None))),
-        "float | int | None": ("a number or null", (int, float, type(None))),
         "bool | None": ("true, false or null", (bool, type(None))),
     }
 )
@@ -286,8 +282,6 @@ def _wrong_patches(config: Transformer2DConfig) -> list[str]:
         wrong.append(f"sample_size {config.sample_size} is smaller than patch_size {config.patch_size}")
     if config.inner_dim % 4:
         wrong.append(f"inner_dim {config.inner_dim} is not a multiple of 4, which positions of patches need")
-    if config.interpolation_scale is not None and config.interpolation_scale <= 0:
-        wrong.append(f"interpolation_scale is {config.interpolation_scale}; wanted more than 0")
     if config.has_conditions and config.inner_dim % 3:
         wrong.append(f"inner_dim {config.inner_dim} is not a multiple of 3, which use_additional_conditions needs")
     if config.caption_channels is not None and not (config.has_cross_attention or config.only_cross_attention):

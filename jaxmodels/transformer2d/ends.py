@@ -43,7 +43,9 @@ class LatentEmbedding(nnx.Module):
     def __call__(self, ids: Int[Array, "b n"]) -> Float[Array, "b n d"]:
         """Tokens; fewer of them than the square has latent pixels get its first positions, row by row."""
         rows, columns = self.height_emb.embedding[...], self.width_emb.embedding[...]
-        positions = (rows[:, None] + columns[None]).reshape(-1, rows.shape[-1])
+        # Those of the rows that are begun: of a chunk 500 long, all of the square would take 256 MB.
+        begun = -(-ids.shape[1] // columns.shape[0])
+        positions = (rows[:begun, None] + columns[None]).reshape(-1, rows.shape[-1])
         return (self.emb(ids) + positions[: ids.shape[1]]).astype(self.dtype)
 
 

@@ -7,7 +7,7 @@ import typer
 from service.cli.failure import Code, fail
 
 if TYPE_CHECKING:
-    from jaxmodels import Requirements
+    from jaxmodels import Policy, Requirements
     from service.measurement import Speed, Verdict
 
 
@@ -67,9 +67,11 @@ def check(
     motion = _limits(requirements, limits)
     verdict = judge(requirements, speed, rate or requirements.rate or 20.0)
     if as_json:
-        typer.echo(json.dumps(_facts(requirements, speed, verdict, loaded.device) | motion, indent=2))
+        facts = _facts(requirements, speed, verdict, loaded.device) | motion
+        needs = {"load": loaded.needs.host, "run": loaded.needs.device}
+        typer.echo(json.dumps({**facts, "parameters": loaded.sizes.parameters, "memory_bytes": needs}, indent=2))
     else:
-        _show(requirements, speed, verdict, loaded.device)
+        _show(requirements, speed, verdict, loaded)
         _show_limits(motion["limits"], motion["unmatched"])
     if verdict.fit == "does not fit":
         raise typer.Exit(Code.CHECK)
@@ -133,7 +135,7 @@ def _facts(requirements: "Requirements", speed: "Speed", verdict: "Verdict", dev
     }
 
 
-def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", device: str) -> None:
+def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", policy: "Policy") -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -141,6 +143,7 @@ def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", devi
     cameras = ", ".join(f"{name} {h}x{w}" for name, (h, w) in requirements.cameras.items()) or "none"
     names = requirements.joint_names
     ensemble = requirements.temporal_ensemble_coeff
+    sizes, needs = policy.sizes, policy.needs
     stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
     rows = {
         "type": requirements.policy_type,
@@ -153,9 +156,11 @@ def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", devi
         "chunk": f"{requirements.chunk} actions, {requirements.action_steps} of them between two looks"
         + (f", ensembled over time ({ensemble:g})" if ensemble is not None else ""),
         "made for": "no rate given" if requirements.rate is None else f"{requirements.rate:g} Hz",
-        "device": device,
+        "device": policy.device,
         "inference": f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})",
         "compile": f"{speed.compile:.2f} s",
+        "parameters": f"{sizes.parameters:,}",
+        "memory": f"about {needs.host / 1e6:,.0f} MB to load, {needs.device / 1e6:,.0f} MB to run",
     }
     table = Table(show_header=False, show_edge=False, pad_edge=False)
     for name, value in rows.items():

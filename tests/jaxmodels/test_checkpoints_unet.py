@@ -161,6 +161,7 @@ def test_a_config_may_be_given_instead(unet: Path) -> None:
     [
         ({"block_out_channels": [32, "64"]}, "block_out_channels is"),
         ({"block_out_channels": []}, "block_out_channels is"),
+        ({"block_out_channels": [320] * 100_000}, "block_out_channels is .*for each of 1 to 16 blocks"),
         ({"attention_head_dim": [4]}, "attention_head_dim is .*for each of 2 blocks"),
         ({"attention_head_dim": 0}, "attention_head_dim is 0"),
         ({"cross_attention_dim": None}, "cross_attention_dim is None"),

@@ -230,7 +230,7 @@ def test_how_a_policy_was_trained_makes_no_other_program() -> None:
         ({"objective": "score"}, "objective is 'score'; known: flow, diffusion"),
         ({"input_features": ()}, "nothing to look at"),
         ({"prefix_bound": 0.0}, "prefix_bound is 0.0"),
-        ({"num_inference_steps": 0}, "num_inference_steps is 0; wanted 1 to 1000"),
+        ({"num_inference_steps": 0}, "num_inference_steps is 0; wanted an integer of 1 or more, at most 1000"),
         ({"num_train_timesteps": True}, "num_train_timesteps is True; wanted an integer of 1 or more"),
         ({"n_encoder_layers": -1}, "n_encoder_layers is -1; wanted an integer of 0 or more"),
         ({"prediction_type": "noise"}, "prediction_type is 'noise'; known: epsilon, sample, v_prediction"),

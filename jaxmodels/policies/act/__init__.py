@@ -6,7 +6,7 @@ Source: lerobot/policies/act (https://github.com/huggingface/lerobot); paper htt
 from types import MappingProxyType
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.act import folding, names, serving
+from jaxmodels.policies.act import folding, names, serving, sizes
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.policies.policy_config import SMALL_CNN
@@ -18,6 +18,7 @@ POLICY = PolicyType(
     architecture=serving.architecture,
     prepare=folding.fold,
     act=serving.act,
+    sizes=sizes.sizes,
     small=MappingProxyType(
         {
             "chunk_size": 20,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.features import ENVIRONMENT_STATE, STATE, Feature
@@ -10,20 +10,20 @@ from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.resnet import RESNETS
 from jaxmodels.policies.fields import dump_fields, read_fields
 from jaxmodels.policies.policy_config import BACKBONES, PolicyConfig
+from jaxmodels.ranges import (
+    CHUNK,
+    HEADS,
+    LAYERS_WRITTEN_OUT,
+    NOT_NEGATIVE,
+    SHARE_BELOW_ONE,
+    WIDTH,
+    Range,
+    shown,
+    wrong_numbers,
+)
 
 DEFAULT_NORMALIZATION = (("VISUAL", "MEAN_STD"), ("STATE", "MEAN_STD"), ("ACTION", "MEAN_STD"))
-COUNTS = (
-    "n_obs_steps",
-    "chunk_size",
-    "n_action_steps",
-    "dim_model",
-    "n_heads",
-    "dim_feedforward",
-    "n_encoder_layers",
-    "n_decoder_layers",
-    "latent_dim",
-    "n_vae_encoder_layers",
-)
+LAYERS = Range(1, LAYERS_WRITTEN_OUT)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ActConfig(PolicyConfig):
 
     type: ClassVar[str] = "act"
 
-    n_obs_steps: int = 1
+    n_obs_steps: Annotated[int, Range(1, 64)] = 1
     input_features: tuple[Feature, ...] = ()
     output_features: tuple[Feature, ...] = ()
     device: str | None = None
@@ -51,38 +51,40 @@ class ActConfig(PolicyConfig):
     tags: tuple[str, ...] | None = None
     license: str | None = None
     pretrained_path: str | None = None
-    chunk_size: int = 100
-    n_action_steps: int = 100
+    chunk_size: Annotated[int, Range(1, CHUNK)] = 100
+    n_action_steps: Annotated[int, Range(1, CHUNK)] = 100
     normalization_mapping: tuple[tuple[str, str], ...] = DEFAULT_NORMALIZATION
     vision_backbone: str = "resnet18"
     pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
     replace_final_stride_with_dilation: bool = False
     pre_norm: bool = False
-    dim_model: int = 512
-    n_heads: int = 8
-    dim_feedforward: int = 3200
+    dim_model: Annotated[int, Range(1, WIDTH)] = 512
+    n_heads: Annotated[int, Range(1, HEADS)] = 8
+    dim_feedforward: Annotated[int, Range(1, 4 * WIDTH)] = 3200
     feedforward_activation: str = "relu"
-    n_encoder_layers: int = 4
-    n_decoder_layers: int = 1
+    n_encoder_layers: Annotated[int, LAYERS] = 4
+    n_decoder_layers: Annotated[int, LAYERS] = 1
     use_vae: bool = True
-    latent_dim: int = 32
-    n_vae_encoder_layers: int = 4
-    temporal_ensemble_coeff: float | None = None
-    dropout: float = 0.1
-    kl_weight: float = 10.0
-    optimizer_lr: float = 1e-5
-    optimizer_weight_decay: float = 1e-4
-    optimizer_lr_backbone: float = 1e-5
+    latent_dim: Annotated[int, Range(1, WIDTH)] = 32
+    n_vae_encoder_layers: Annotated[int, LAYERS] = 4
+    temporal_ensemble_coeff: Annotated[float | None, Range(-100, 100)] = None
+    dropout: Annotated[float, SHARE_BELOW_ONE] = 0.1
+    kl_weight: Annotated[float, NOT_NEGATIVE] = 10.0
+    optimizer_lr: Annotated[float, NOT_NEGATIVE] = 1e-5
+    optimizer_weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-4
+    optimizer_lr_backbone: Annotated[float, NOT_NEGATIVE] = 1e-5
 
     def __post_init__(self) -> None:
-        wrong = [*self._wrong_numbers(), *self.wrong_features()]
+        wrong = wrong_numbers(self, integers=True) or [
+            *self._wrong_numbers(),
+            *wrong_numbers(self, integers=False),
+            *self.wrong_features(),
+        ]
         if wrong:
             raise ConfigError("ACT config: " + "; ".join(wrong))
 
     def _wrong_numbers(self) -> list[str]:
-        wrong = self.wrong_counts(COUNTS)
-        if wrong:
-            return wrong
+        wrong = []
         if self.n_obs_steps != 1:
             wrong.append(f"n_obs_steps is {self.n_obs_steps}; ACT looks at 1 step")
         if self.n_action_steps > self.chunk_size:
@@ -92,13 +94,10 @@ class ActConfig(PolicyConfig):
         if self.dim_model % self.n_heads:
             wrong.append(f"dim_model {self.dim_model} is not a multiple of n_heads {self.n_heads}")
         if self.feedforward_activation not in LEROBOT_ACTIVATIONS:
-            wrong.append(
-                f"feedforward_activation is {self.feedforward_activation!r}; known: {', '.join(LEROBOT_ACTIVATIONS)}"
-            )
+            known = ", ".join(LEROBOT_ACTIVATIONS)
+            wrong.append(f"feedforward_activation is {shown(self.feedforward_activation)}; known: {known}")
         elif self.dim_feedforward % LEROBOT_ACTIVATIONS[self.feedforward_activation].inputs:
             wrong.append(f"dim_feedforward {self.dim_feedforward} cannot be halved by {self.feedforward_activation}")
-        if not 0.0 <= self.dropout < 1.0:
-            wrong.append(f"dropout is {self.dropout}; wanted 0 <= dropout < 1")
         if self.use_peft:
             wrong.append("use_peft is true; merge the adapter into the weights first")
         return wrong
@@ -112,13 +111,13 @@ class ActConfig(PolicyConfig):
             wrong.append("input_features has neither an image nor an environment state; ACT needs one of them")
         if self.cameras:
             if self.vision_backbone not in BACKBONES:
-                wrong.append(f"vision_backbone is {self.vision_backbone!r}; known: {', '.join(BACKBONES)}")
+                wrong.append(f"vision_backbone is {shown(self.vision_backbone)}; known: {', '.join(BACKBONES)}")
             elif self.replace_final_stride_with_dilation and not self._is_bottleneck:
                 wrong.append(
                     f"replace_final_stride_with_dilation is set, but {self.vision_backbone} has no bottlenecks that "
                     "could be dilated; set it to false or use resnet50"
                 )
-            if isinstance(self.dim_model, int) and self.dim_model % 4:
+            if self.dim_model % 4:
                 wrong.append(f"dim_model {self.dim_model} is not a multiple of 4, which image positions need")
         return wrong
 

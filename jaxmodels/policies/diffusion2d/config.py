@@ -1,11 +1,14 @@
 """Everything that shapes a diffusion2d policy."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
+from jaxmodels.ranges import CHUNK, NOT_NEGATIVE, POSITIVE, Range
 from jaxmodels.samplers import FlowSchedule, NoiseSchedule
-from jaxmodels.samplers.noise_schedule import PREDICTION_TYPES
+from jaxmodels.samplers.loop import STEPS
+from jaxmodels.samplers.noise_schedule import PREDICTION_TYPES, TIMESTEPS
+from jaxmodels.transformer2d.config import Transformer2DConfig
 
 OBJECTIVES, SOLVERS, STRATEGIES = ("flow", "diffusion"), ("euler", "heun"), ("uniform", "beta")
 
@@ -35,7 +38,6 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
     """
 
     type: ClassVar[str] = "diffusion2d"
-    counts: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.counts, "num_train_timesteps")
     indifferent: ClassVar[tuple[str, ...]] = (
         *Transformer2dPolicyConfig.indifferent,
         "timestep_sampling_strategy",
@@ -46,12 +48,12 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
     prediction_type: str = "epsilon"
     timestep_sampling_strategy: str = "beta"
     flow_solver: str = "euler"
-    num_train_timesteps: int = 1000
-    num_inference_steps: int = 10
-    noise_seed: int = 0
-    trained_prefix: int = 0
-    trained_prefix_decay: float = 0.0
-    prefix_bound: float = 5.0
+    num_train_timesteps: Annotated[int, TIMESTEPS] = 1000
+    num_inference_steps: Annotated[int, STEPS] = 10
+    noise_seed: Annotated[int, Range(0, 2**31 - 1)] = 0
+    trained_prefix: Annotated[int, Range(0, CHUNK)] = 0
+    trained_prefix_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    prefix_bound: Annotated[float, POSITIVE] = 5.0
     prefix_through_model: bool = True
 
     def complaints(self) -> list[str]:
@@ -61,14 +63,8 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
             *self.unknown("timestep_sampling_strategy", STRATEGIES),
             *self.unknown("flow_solver", SOLVERS),
         ]
-        if not 1 <= self.num_inference_steps <= self.num_train_timesteps:
+        if self.num_inference_steps > self.num_train_timesteps:
             wrong.append(f"num_inference_steps is {self.num_inference_steps}; wanted 1 to {self.num_train_timesteps}")
-        if not 0 <= self.noise_seed < 2**31:
-            wrong.append(f"noise_seed is {self.noise_seed}; wanted 0 to {2**31 - 1}")
-        if not self.prefix_bound > 0:
-            wrong.append(f"prefix_bound is {self.prefix_bound}; wanted more than 0, e.g. 5")
-        if not self.trained_prefix_decay >= 0:
-            wrong.append(f"trained_prefix_decay is {self.trained_prefix_decay}; wanted 0 or more")
         if not 0 <= self.trained_prefix < self.chunk_size:
             wrong.append(
                 f"trained_prefix is {self.trained_prefix}; wanted 0 (none) to {self.chunk_size - 1}, less than a chunk"
@@ -86,6 +82,28 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
     def _is_bounded(self) -> bool:
         """Whether normalised actions lie in [-1, 1]."""
         return dict(self.normalization_mapping).get("ACTION") == "MIN_MAX"
+
+    @property
+    def transformer(self) -> Transformer2DConfig:
+        """Over the actions of a chunk, each a patch."""
+        return Transformer2DConfig(
+            num_attention_heads=self.n_heads,
+            attention_head_dim=self.dim_model // self.n_heads,
+            in_channels=self.action.shape[0],
+            out_channels=self.action.shape[0],
+            num_layers=self.n_layers,
+            dropout=self.dropout,
+            cross_attention_dim=self.dim_model,
+            attention_bias=True,
+            sample_size=self.chunk_size,
+            patch_size=1,
+            activation_fn="gelu-approximate",
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            norm_eps=1e-6,
+            interpolation_scale=1,
+            use_additional_conditions=False,
+        )
 
     @property
     def schedule(self) -> FlowSchedule | NoiseSchedule:

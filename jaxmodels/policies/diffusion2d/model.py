@@ -23,29 +23,9 @@ class Diffusion2d(Transformer2dPolicy):
     """Velocity (flow), or noise, chunk or velocity (diffusion), of a normalised chunk for a normalised observation."""
 
     def __init__(self, config: Diffusion2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        width, action = config.dim_model, config.action.shape[0]
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.config = config
-        self.transformer = Transformer2DModel(
-            num_attention_heads=config.n_heads,
-            attention_head_dim=width // config.n_heads,
-            in_channels=action,
-            out_channels=action,
-            num_layers=config.n_layers,
-            dropout=config.dropout,
-            cross_attention_dim=width,
-            attention_bias=True,
-            sample_size=config.chunk_size,
-            patch_size=1,
-            activation_fn="gelu-approximate",
-            norm_type="ada_norm_single",
-            norm_elementwise_affine=False,
-            norm_eps=1e-6,
-            interpolation_scale=1,
-            use_additional_conditions=False,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
         begin_plain(self.transformer)
 
     def loss(

@@ -1,12 +1,16 @@
 """Everything that shapes a tokens2d policy."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
+from jaxmodels.ranges import NOT_NEGATIVE, SHARE, Range
 from jaxmodels.samplers import MaskSchedule
+from jaxmodels.samplers.loop import STEPS
+from jaxmodels.transformer2d.config import Transformer2DConfig
 
 BOUNDED = ("MIN_MAX", "QUANTILES")
+MOST_BINS = 65_536
 
 
 @dataclass(frozen=True)
@@ -34,17 +38,16 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
     """
 
     type: ClassVar[str] = "tokens2d"
-    counts: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.counts, "bins", "num_inference_steps")
     indifferent: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.indifferent, "label_smoothing", "prefix_rate")
 
-    bins: int = 256
-    label_smoothing: float = 0.75
-    neighbours: int = 8
-    num_inference_steps: int = 8
+    bins: Annotated[int, Range(1, MOST_BINS)] = 256
+    label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.75
+    neighbours: Annotated[int, Range(0, MOST_BINS)] = 8
+    num_inference_steps: Annotated[int, STEPS] = 8
     remasking: bool = True
-    temperature: float = 0.0
-    noise_seed: int = 0
-    prefix_rate: float = 0.2
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
+    noise_seed: Annotated[int, Range(0, 2**31 - 1)] = 0
+    prefix_rate: Annotated[float, SHARE] = 0.2
 
     def complaints(self) -> list[str]:
         wrong = []
@@ -52,15 +55,6 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
             wrong.append(f"bins is {self.bins}; wanted 2 or more")
         if not 0 <= self.neighbours < self.bins:
             wrong.append(f"neighbours is {self.neighbours}; wanted 0 to {self.bins - 1}, less than bins")
-        wrong += [
-            f"{name} is {getattr(self, name)!r}; wanted a number of 0 or more"
-            for name in ("label_smoothing", "temperature")
-            if not getattr(self, name) >= 0
-        ]
-        if not 0 <= self.prefix_rate <= 1:
-            wrong.append(f"prefix_rate is {self.prefix_rate}; wanted a share, 0 to 1")
-        if not 0 <= self.noise_seed < 2**31:
-            wrong.append(f"noise_seed is {self.noise_seed}; wanted 0 to {2**31 - 1}")
         mode = dict(self.normalization_mapping).get("ACTION")
         if mode not in BOUNDED:
             wrong.append(
@@ -72,6 +66,21 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
         """The config with every indifferent field at its default: equal ones share programs."""
         # Bins are bins, whichever way actions come to lie in [-1, 1].
         return replace(super().architecture(), normalization_mapping=(("ACTION", BOUNDED[0]),))
+
+    @property
+    def transformer(self) -> Transformer2DConfig:
+        """Over the numbers of a chunk, each a pixel."""
+        return Transformer2DConfig(
+            num_attention_heads=self.n_heads,
+            attention_head_dim=self.dim_model // self.n_heads,
+            num_layers=self.n_layers,
+            dropout=self.dropout,
+            cross_attention_dim=self.dim_model,
+            attention_bias=True,
+            sample_size=max(self.chunk_size, self.action.shape[0]),
+            num_vector_embeds=self.bins + 1,
+            activation_fn="geglu-approximate",
+        )
 
     @property
     def schedule(self) -> MaskSchedule:

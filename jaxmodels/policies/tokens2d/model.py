@@ -54,19 +54,7 @@ class Tokens2d(Transformer2dPolicy):
     def __init__(self, config: Tokens2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.config = config
-        self.transformer = Transformer2DModel(
-            num_attention_heads=config.n_heads,
-            attention_head_dim=config.dim_model // config.n_heads,
-            num_layers=config.n_layers,
-            dropout=config.dropout,
-            cross_attention_dim=config.dim_model,
-            attention_bias=True,
-            sample_size=max(config.chunk_size, config.action.shape[0]),
-            num_vector_embeds=config.bins + 1,
-            activation_fn="geglu-approximate",
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
         table = self.transformer.latent_image_embedding.emb.embedding
         waves = bin_embeddings(config.bins, config.dim_model, rngs.params())
         table[...] = table[...].at[:-1].set(waves.astype(table.dtype))

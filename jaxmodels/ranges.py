@@ -1,0 +1,188 @@
+"""The range of every number that comes from a file: declared beside its field, checked before anything is computed.
+
+A config is a stranger's: its numbers size loops, tables and programs. A field says what is possible at all,
+``n_layers: Annotated[int, Range(1, 256)] = 6``, generously for checkpoints that exist; whether what follows from all
+of them together fits is a question of its own (jaxmodels/sizes.py). Imports no JAX.
+"""
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_args, get_origin
+
+from jaxmodels.errors import ConfigError
+
+MOST_BITS = 256  # of an integer that is written out; Python refuses to write very long ones
+
+# Ranges that several configs share. The largest published policies have 24 layers of width 4096, CLIP's towers 32.
+LAYERS_WRITTEN_OUT = 64  # each is a piece of the program, and takes 25 ms to build
+LAYERS_STACKED = 256  # one piece of the program for all
+WIDTH = 65_536
+HEADS = 1024
+CHUNK = 10_000
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a field may have.
+
+    Attributes:
+        least, most: both belong to it, unless the next two say otherwise.
+        above: whether numbers must be above `least`.
+        below: whether numbers must be below `most`.
+    """
+
+    least: float | int
+    most: float | int
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float | int) -> bool:
+        is_high = value > self.least if self.above else value >= self.least
+        return is_high and (value < self.most if self.below else value <= self.most)
+
+    def words(self, kind: str = "a number") -> str:
+        """E.g. ``an integer of 1 or more, at most 256``."""
+        if (self.least, self.most, self.above, self.below) == (0, 1, False, False) and kind == "a number":
+            return "a share, 0 to 1"
+        low = f"above {self.least:g}" if self.above else f"of {_plain(self.least)} or more"
+        return f"{kind} {low}, {'below' if self.below else 'at most'} {_plain(self.most)}"
+
+
+SHARE = Range(0, 1)
+SHARE_BELOW_ONE = Range(0, 1, below=True)
+POSITIVE = Range(0, 1e6, above=True)
+NOT_NEGATIVE = Range(0, 1e6)
+
+
+@dataclass(frozen=True)
+class Number:
+    """What a field of numbers is declared as.
+
+    Attributes:
+        is_integer: no fraction, and no number that is written as one.
+        may_be_none: whether null is a value.
+        count: how many numbers there are in a list; None for one that is no list.
+        range: None where the field declares none, which a test forbids.
+    """
+
+    is_integer: bool
+    may_be_none: bool
+    count: int | None
+    range: Range | None
+
+    def complaint(self, name: str, value: Any) -> str | None:
+        """What is wrong with a value, in words: what was found, and what was wanted."""
+        if value is None and self.may_be_none:
+            return None
+        wanted, parts = self.range or Range(-math.inf, math.inf), [value]
+        is_right = True
+        if self.count is not None:
+            is_right = isinstance(value, list | tuple) and len(value) == self.count
+            parts = list(value) if is_right else []
+        is_right = is_right and all(_is_number(part, self.is_integer) and part in wanted for part in parts)
+        return None if is_right else f"{name} is {shown(value)}; wanted {self.words()}"
+
+    def words(self) -> str:
+        kind = "integer" if self.is_integer else "number"
+        article = "an" if self.is_integer else "a"
+        kind = f"{article} {kind}" if self.count is None else f"{_COUNTS.get(self.count, self.count)} {kind}s"
+        words = kind if self.range is None else self.range.words(kind)
+        return f"{words} (or null)" if self.may_be_none else words
+
+
+_COUNTS = {2: "two", 3: "three"}
+
+
+def number_of(declared: Any) -> Number | None:
+    """What the type of a field says about numbers; None where it is none of numbers."""
+    found, kind = None, declared
+    if get_origin(declared) is Annotated:
+        kind, *notes = get_args(declared)
+        found = next((note for note in notes if isinstance(note, Range)), None)
+    count = None
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        if Ellipsis in parts or len(set(parts)) != 1:
+            return None
+        kind, count = parts[0], len(parts)
+    kinds = set(get_args(kind)) or {kind}
+    if not kinds & {int, float} or not kinds <= {int, float, type(None)}:
+        return None
+    return Number(float not in kinds, type(None) in kinds, count, found)
+
+
+def numbers_of(config: type[Any]) -> Mapping[str, Number]:
+    """The fields of a dataclass that are numbers, and what they are declared as."""
+    found = {field.name: number_of(field.type) for field in fields(config)}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def wrong_numbers(config: Any, *, integers: bool) -> list[str]:
+    """Complaints about the numbers of a dataclass; integers come before all others, which may compute with them."""
+    return wrong_values(
+        {name: number for name, number in numbers_of(type(config)).items() if number.is_integer is integers},
+        vars(config),
+    )
+
+
+def wrong_values(numbers: Mapping[str, Number], values: Mapping[str, Any]) -> list[str]:
+    """Complaints about those values that are numbers."""
+    found = (number.complaint(name, values[name]) for name, number in numbers.items() if name in values)
+    return [complaint for complaint in found if complaint is not None]
+
+
+def check_numbers(config: Any, what: str) -> None:
+    """All numbers of a dataclass at once.
+
+    Raises:
+        ConfigError: with every one that is outside of its range.
+    """
+    if wrong := [*wrong_numbers(config, integers=True), *wrong_numbers(config, integers=False)]:
+        raise ConfigError(f"{what}: " + "; ".join(wrong))
+
+
+def is_number(value: Any, wanted: Range, *, integer: bool = False) -> bool:
+    """Whether something out of a file is a finite number in a range; true and false are none."""
+    return _is_number(value, integer) and value in wanted
+
+
+def shown(value: Any) -> str:
+    """A value in an error: never more than a line, whatever a stranger wrote."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > MOST_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return _SHORT.repr(value)
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 8
+        self.maxstring = self.maxother = self.maxlong = 90
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= MOST_BITS else f"an integer of {x.bit_length()} bits"
+
+
+_SHORT = _Short()
+
+
+def table(configs: Mapping[str, type[Any]]) -> list[str]:
+    """Rows of a table in Markdown: every number of some configs, which of them have it, and its range."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for kind, config in configs.items():
+        for name, number in numbers_of(config).items():
+            found.setdefault((name, number.words()), []).append(kind)
+    return [f"| `{name}` | {', '.join(kinds)} | {words} |" for (name, words), kinds in found.items()]
+
+
+def _is_number(value: Any, is_integer: bool) -> bool:
+    kinds = (int,) if is_integer else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _plain(number: float | int) -> str:
+    return f"{number:,}".replace(",", "_") if isinstance(number, int) and abs(number) >= 10_000 else f"{number:g}"
