@@ -88,7 +88,10 @@ class Webhooks:
             limits=HubLimits(largest=settings.update_cache_bytes),
             bounded=lambda seconds, size: limited(limits_of(None, seconds, size)),
         )
-        self._folders = FolderSource(self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies")
+        self._folders = FolderSource(
+            self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
+            largest=settings.update_cache_bytes,
+        )
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
         self._came_from_folder: dict[str, bool] = {}

@@ -1,5 +1,7 @@
 """A Hub that is slow, lies, or sends the client elsewhere: bounded in time, memory and disk, and nothing is left."""
 
+import asyncio
+import itertools
 import json
 import threading
 import time
@@ -9,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hooks.deployment.folder_source import FolderSource
+from hooks.errors import SourceError
 from jaxmodels import hub
 from jaxmodels.errors import HubError
 from tests.stub_hub import StubHub
@@ -191,3 +195,63 @@ def test_a_download_ends_when_nobody_waits_for_it(fetch, stub: StubHub, monkeypa
     while any(thread.name == "hub-download" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_folder_exchanged_during_loads_is_one_of_both_and_called_so(tmp_path: Path) -> None:
+    versions = {"a": tmp_path / "a", "b": tmp_path / "b"}
+    for name, folder in versions.items():
+        folder.mkdir()
+        (folder / "config.json").write_text(name)
+        (folder / "model.safetensors").write_bytes(name.encode() * (1 << 18))
+    link, spare, is_over = tmp_path / "policy", tmp_path / "spare", threading.Event()
+    link.symlink_to("a")
+
+    def exchange() -> None:
+        for name in itertools.cycle("ba"):
+            if is_over.wait(0.001):
+                return
+            spare.symlink_to(name)
+            spare.replace(link)
+
+    async def load() -> list[str]:
+        source = FolderSource(tmp_path / "cache")
+        called = {await source.head(str(folder), None): name for name, folder in versions.items()}
+        codes = []
+        for _ in range(50):
+            try:
+                sha = await source.head(str(link), None)
+                folder = await source.fetch(str(link), sha, lambda word: None)
+            except SourceError as error:
+                codes.append(error.code)
+                continue
+            name = (folder / "config.json").read_text()
+            assert (folder / "model.safetensors").read_bytes() == name.encode() * (1 << 18)
+            assert called[sha] == name
+        return codes
+
+    exchanging = threading.Thread(target=exchange, daemon=True)
+    exchanging.start()
+    try:
+        codes = asyncio.run(load())
+    finally:
+        is_over.set()
+        exchanging.join()
+    assert set(codes) <= {"changed_meanwhile"}
+    assert len(codes) < 50
+
+
+def test_a_folder_larger_than_allowed_is_not_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 20)
+
+    async def load() -> None:
+        source = FolderSource(tmp_path / "cache", largest=1 << 19)
+        await source.fetch(str(folder), await source.head(str(folder), None), lambda word: None)
+
+    with pytest.raises(SourceError, match="allowed are 524288") as raised:
+        asyncio.run(load())
+    assert raised.value.code == "too_large"
+    assert not files_of(tmp_path / "cache")

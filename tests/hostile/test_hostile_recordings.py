@@ -143,16 +143,15 @@ def test_what_a_file_claims_is_not_believed(tmp_path: Path, claim: str) -> None:
     path.write_bytes(build())
     source = McapSource(path)
     source.outcome = mcap_reader.Outcome("off")  # as if its end were whole
+    found, said = [], ""
     try:
         found = list(source.steps())
     except RecordingError as error:
-        assert "a.mcap" in str(error)
-        assert words in str(error)
-    else:
-        assert found == []
-        assert source.damage is not None
-        assert "a.mcap" in source.damage
-        assert words in source.damage
+        said = str(error)
+    assert found == []
+    said = said or source.damage or ""
+    assert "a.mcap" in said
+    assert words in said
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_letters_that_drive_a_terminal_are_not_printed(tmp_path: Path) -> None:
 
 def test_a_file_cut_at_any_byte_is_read_as_far_as_it_goes_and_says_so(record, tmp_path: Path) -> None:
     whole = record(episodes=1, size=(16, 16), cameras=()).read_bytes()
-    cut, counts = tmp_path / "cut.mcap", set()
+    cut, counts, said = tmp_path / "cut.mcap", set(), set()
     # All of the end, where each record is short, and a step that meets every kind of place before.
     sizes = [*range(0, len(whole) - 400, 61), *range(len(whole) - 400, len(whole))]
     for size in sizes:
@@ -234,12 +233,13 @@ def test_a_file_cut_at_any_byte_is_read_as_far_as_it_goes_and_says_so(record, tm
         try:
             source = McapSource(cut)
         except RecordingError as error:
-            assert "cut.mcap" in str(error)
+            said.add("cut.mcap" in str(error))
             continue
         counts.add(len(list(source.steps())))
         assert not source.facts.is_whole
         assert source.outcome.state == "interrupted"
     assert counts <= {0, 12}
+    assert said == {True}
 
 
 def test_a_byte_that_is_another_is_found_or_changes_nothing(record, tmp_path: Path) -> None:
@@ -253,8 +253,7 @@ def test_a_byte_that_is_another_is_found_or_changes_nothing(record, tmp_path: Pa
         try:
             source = McapSource(flipped)
             steps = list(source.steps())
-        except RecordingError as error:
-            assert str(error)
+        except RecordingError:
             said += 1
         else:
             is_said = source.damage is not None or not source.facts.is_whole
@@ -268,10 +267,10 @@ KILLED = """
     from service.recording import recorder
     from tests.service.recording.robot import play, subject
     recorder._FLUSH = recorder._NAP = 0.001
-    one = recorder.Recorder(pathlib.Path(sys.argv[1]), subject())
+    one = recorder.Recorder(pathlib.Path(sys.argv[1]), subject(cameras=()))
     print("begun", flush=True)
     while True:
-        play(one, episodes=1)
+        play(one, episodes=1, cameras=())
         time.sleep(0.002)
 """
 
@@ -291,7 +290,7 @@ def test_a_recorder_killed_at_any_moment_leaves_what_can_be_exported(tmp_path: P
             assert process.stdout is not None
             assert process.stdout.readline() == "begun\n"
             deadline = time.monotonic() + 30
-            while not (path.exists() and path.stat().st_size > 20_000):
+            while not (path.exists() and path.stat().st_size > 10_000):
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
             time.sleep(dice.random() * 0.1)
