@@ -1,6 +1,7 @@
 """Which files of a policy are taken, and what their content is called: never one that runs code when it is loaded."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,13 +20,15 @@ POLICY_FILES = (
     "policy_postprocessor_step_*.safetensors",
 )
 REQUIRED = ("config.json", "model.safetensors")
+_ELSEWHERE = re.compile(r"[/\\\x00-\x1f\x7f]|\.\.")
 # Formats whose loading runs what is written in them.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 
 
 def is_policy_file(name: str) -> bool:
     """Whether a file in the repo's root is one of those that are taken."""
-    return any(fnmatchcase(name, pattern) for pattern in POLICY_FILES)
+    # A pattern's ``*`` stands for any letters, those of a path that leads elsewhere too.
+    return not _ELSEWHERE.search(name) and any(fnmatchcase(name, pattern) for pattern in POLICY_FILES)
 
 
 def check_complete(repo: str, names: set[str]) -> None:

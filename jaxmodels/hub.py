@@ -1,30 +1,54 @@
 """Policies, models and datasets of the Hugging Face Hub: a repo id and a revision to a local folder at one commit.
 
 Only files with known names are fetched, never a pickle. The only place of this package that uses a network.
+
+A Hub is not trusted: what it may take of time, memory and disk is limited while it answers, whatever it announces, and
+every file is compared with the hash that was announced for the commit.
 """
 
+import contextvars
+import hashlib
+import ipaddress
+import json
 import logging
 import os
+import queue
 import re
+import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
-from huggingface_hub import HfApi, snapshot_download
+import httpx2
+from huggingface_hub import HfApi, constants, hf_hub_download, set_client_factory, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of whichever httpx the Hub's client uses
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils import (
+    _http,  # pyright: ignore[reportPrivateUsage] - whichever factory is in use now, to add to it
+    close_session,
+    get_session,
+    tqdm,
+)
 
 from jaxmodels.errors import HubError
 
 REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+# Names of what becomes a file here.
+_REVISION = re.compile(r"(?!.*(^|/)\.)(?!.*\.\.)(?!/)[A-Za-z0-9_./+@=-]{1,200}(?<!/)")
+_FILE = re.compile(r"(?!.*(^|/)\.)(?!/)[A-Za-z0-9_./+@=-]{1,240}")
+_SHA = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-]{1,128}"?')
 POLICY_FILES = (
     "config.json",
     "model.safetensors",
@@ -36,8 +60,21 @@ POLICY_FILES = (
     "policy_postprocessor_step_*.safetensors",
 )
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
+# Bytes of all that the Hub says about a repo; one with 60,000 files has 16 MiB.
+LARGEST_ANSWER = 16 << 20
+# Seconds for an answer to begin, between two pieces of it, and for all that is said about a repo.
+QUIET, ANSWER = 10.0, 60.0
+# Seconds that files may take in all: so many, and those of their bytes at this rate.
+GRACE, LEAST_RATE = 300.0, 250_000
+# Of one answer: after so many seconds fewer bytes than these are as good as none.
+STALLED, STALLED_BYTES = 60.0, 300_000
+DOWNLOADS = 8
+# Seconds after which what a killed download left is removed.
+_LEFT_OVER = 86_400.0
+_RETRY_AFTER = 8.0
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Downloading(str):
@@ -57,6 +94,151 @@ class Downloading(str):
     total: int
 
 
+class LimitExceeded(RuntimeError):
+    """The Hub's answer takes more than it may; the text says what was found and what is allowed."""
+
+
+@dataclass
+class Limits:
+    """What a Hub may take of this machine until now and from here on; for all threads of one fetch.
+
+    Attributes:
+        host: of the endpoint; others are only followed to where everybody may go.
+        until: ``time.monotonic()`` at which it has to be done.
+        bytes: that may still come.
+        commit: the only one that answers may be about, or None.
+        without_xet: whether files come over HTTP alone: what the Xet client takes cannot be limited.
+        stopped: set when nobody waits any more.
+    """
+
+    host: str
+    until: float
+    bytes: int
+    commit: str | None = None
+    without_xet: bool = True
+    stopped: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self) -> None:
+        """Raises LimitExceeded when the time is over, or nobody waits."""
+        if self.stopped.is_set():
+            raise LimitExceeded("nobody waits for it any more")
+        if time.monotonic() > self.until:
+            raise LimitExceeded("the Hub is too slow: the time for it is over")
+
+    def take(self, count: int) -> None:
+        """Raises LimitExceeded when these bytes are too many."""
+        with self._lock:
+            self.bytes -= count
+            if self.bytes < 0:
+                raise LimitExceeded("the Hub sends more bytes than it announced, or than an answer may have")
+
+
+_LIMITS: contextvars.ContextVar[Limits | None] = contextvars.ContextVar("hub_limits", default=None)
+
+
+@contextmanager
+def limited(limits: Limits) -> Iterator[None]:
+    """What this context asks of a Hub is limited, whoever of the Hub's client asks it."""
+    if _check_request not in get_session().event_hooks["request"]:
+        # Added to what is in use: somebody may have set proxies or certificates.
+        make = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
+        set_client_factory(partial(_hooked, make))
+    token = _LIMITS.set(limits)
+    try:
+        yield
+    finally:
+        _LIMITS.reset(token)
+
+
+def limits_of(endpoint: str | None, seconds: float, size: int, *, commit: str | None = None) -> Limits:
+    """For an endpoint (as of `fetch`), so many seconds from now and so many bytes."""
+    return Limits(urlsplit(endpoint or constants.ENDPOINT).hostname or "", time.monotonic() + seconds, size, commit)
+
+
+def _hooked(make: Callable[[], Any]) -> Any:
+    client = make()
+    hooks = client.event_hooks
+    client.event_hooks = {
+        "request": [*hooks["request"], _check_request],
+        "response": [*hooks["response"], _check_response],
+    }
+    return client
+
+
+def _check_request(request: Any) -> None:
+    """Of every request, also of those that follow a redirect."""
+    limits = _LIMITS.get()
+    if limits is None:
+        return
+    limits.check()
+    # Compressed answers can be a thousand times what comes over the wire.
+    request.headers["Accept-Encoding"] = "identity"
+    timeouts = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {
+        name: min(timeouts.get(name) or QUIET, QUIET) for name in ("connect", "read", "write", "pool")
+    }
+    host = request.url.host
+    if host != limits.host and not _is_public(host):
+        raise LimitExceeded(f"the Hub sends us on to {host[:80]!r}, which is not on the public network")
+
+
+def _is_public(host: str) -> bool:
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return True  # the client fails in the same way, and says so
+    return all(ipaddress.ip_address(str(address).split("%")[0]).is_global for address in addresses)
+
+
+def _check_response(response: Any) -> None:
+    """Before anything of its body is read."""
+    limits = _LIMITS.get()
+    if limits is None:
+        return
+    headers = response.headers
+    if (encoding := headers.get("content-encoding", "identity")) != "identity":
+        raise LimitExceeded(f"the Hub answers in {encoding[:20]!r}, which nobody asked for")
+    # Both become names of files.
+    for name in ("etag", "x-linked-etag"):
+        if name in headers and not _ETAG.fullmatch(headers[name]):
+            raise LimitExceeded(f"the Hub calls a file {headers[name][:80]!r}, which is no ETag of it")
+    commit = headers.get("x-repo-commit")
+    if commit is not None and (not _SHA.fullmatch(commit) or limits.commit not in (None, commit)):
+        raise LimitExceeded(f"the Hub answers with commit {commit[:50]!r}; asked was {limits.commit or 'a commit'}")
+    if limits.without_xet and "x-xet-hash" in headers:
+        del headers["x-xet-hash"]
+    # The client would sleep for as long as it is told.
+    for name in ("retry-after", "ratelimit"):
+        if name in headers:
+            del headers[name]
+    if response.status_code in (429, 503):
+        headers["retry-after"] = str(int(_RETRY_AFTER))
+    response.stream = _Counted(response.stream, limits)
+
+
+class _Counted(httpx2.SyncByteStream):
+    """A body of which each piece is counted."""
+
+    def __init__(self, stream: Any, limits: Limits):
+        self._stream, self._limits = stream, limits
+
+    def __iter__(self) -> Iterator[bytes]:
+        began, came = time.monotonic(), 0
+        for piece in self._stream:
+            self._limits.check()
+            self._limits.take(len(piece))
+            came += len(piece)
+            if (now := time.monotonic()) - began > STALLED:
+                if came < STALLED_BYTES:
+                    raise LimitExceeded(f"the Hub is too slow: {came} bytes in {STALLED:g} s; wanted {STALLED_BYTES}")
+                began, came = now, 0
+            yield piece
+
+    def close(self) -> None:
+        self._stream.close()
+
+
 def _counting(tell: Callable[[str], None], total: int) -> type[tqdm]:
     """A silent bar that tells at every hundredth: the Hub's client would draw on the terminal of a server, too."""
     done = told = 0
@@ -64,13 +246,16 @@ def _counting(tell: Callable[[str], None], total: int) -> type[tqdm]:
 
     class Counting(tqdm):
         def __init__(self, *arguments: Any, **options: Any):
-            # There are two bars of bytes: those on the network, which may be compressed, and those on the disk.
-            self._is_counted = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
             super().__init__(*arguments, **{**options, "disable": True})
+
+        @staticmethod
+        def done() -> int:
+            """Bytes until now."""
+            return done
 
         def update(self, n: int | float | None = 1) -> bool | None:
             nonlocal done, told
-            if self._is_counted and n:
+            if n:
                 with counting:
                     done += int(n)
                     is_news = (done - told) * 100 >= max(total, 1)
@@ -96,7 +281,8 @@ def fetch(
     """The folder of a repo's files at one commit; what is in the cache is not fetched again.
 
     When the Hub cannot be reached, the commit that the revision was when it last could is used, if all of its files
-    are cached.
+    are cached. What it may take is limited: `ANSWER` seconds and `LARGEST_ANSWER` bytes for what it says of the repo,
+    `GRACE` seconds and `LEAST_RATE` for files, and no more bytes than it announced.
 
     Args:
         revision: branch, tag or commit; the default branch when None.
@@ -104,58 +290,299 @@ def fetch(
             (`jaxmodels.checkpoints.diffusers.files` for a model).
         kind: of the repo; policies are models.
         endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
-        on_progress: told ``Downloading`` at every hundredth, in several threads.
+        on_progress: told ``Downloading`` at every hundredth, in several threads, and every second; when it raises, the
+            download ends with that.
         largest: bytes that these files may have together.
         cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
 
     Raises:
-        HubError: not a repo id, unknown, not allowed, too large, or neither reachable nor cached.
+        HubError: not a repo id, unknown, not allowed, too large, too slow, with other bytes than announced, or neither
+            reachable nor cached.
     """
     if not REPO_ID.fullmatch(repo_id):
         raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise HubError(f"{repo_id!r}: {revision[:80]!r} is no revision; wanted a branch, a tag or a commit")
     # Its own reading of the environment is from whenever somebody first imported it.
-    cache = cache or (Path(named) if (named := os.environ.get("HF_HUB_CACHE")) else None)
+    cache = cache or Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
+    store = _Store(cache.expanduser().resolve() / f"{kind}s--{repo_id.replace('/', '--')}")
     what = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
-    get = partial(
-        snapshot_download, repo_id, repo_type=kind, revision=revision, cache_dir=cache, allow_patterns=list(files)
-    )
+    tell = on_progress or (lambda word: None)
     try:
-        # One quick question first: the download itself would ask again for ten seconds before it gives up.
-        found: Any = HfApi(endpoint=endpoint).repo_info(
-            repo_id, repo_type=kind, revision=revision, timeout=10, files_metadata=True
+        # A large repo is somebody's who waits for it at a terminal.
+        most = LARGEST_ANSWER if largest is not None else 4 * LARGEST_ANSWER
+        limits = limits_of(endpoint, ANSWER, most)
+        ask = partial(HfApi(endpoint=endpoint).repo_info, repo_id, repo_type=kind, revision=revision, timeout=QUIET)
+        (found,) = _in_threads([partial(ask, files_metadata=True)], limits, lambda: None)
+        commit, listed = _read_listing(what, found)
+        wanted = {name: one for name, one in listed.items() if any(fnmatch(name, pattern) for pattern in files)}
+        size = sum(one.size for one in wanted.values())
+        _check(what, wanted, list(listed), size, largest)
+        folder = _download(
+            store, commit, wanted, list(listed), size, endpoint, kind, repo_id, tell, largest is not None
         )
-        sizes = [file.size or 0 for file in found.siblings or () if any(fnmatch(file.rfilename, one) for one in files)]
-        _check(what, [file.rfilename for file in found.siblings or ()], sum(sizes), largest)
-        tell = on_progress or (lambda word: None)
-        tell(Downloading(0, sum(sizes)))
-        # The bar is of tqdm's usual kind; the declared type is its asyncio variant.
-        bar: Any = _counting(tell, sum(sizes))
-        folder = get(endpoint=endpoint, tqdm_class=bar)
-        tell(Downloading(sum(sizes), sum(sizes)))
+        store.note_ref(revision, commit)
+    except HubError:
+        raise
     except GatedRepoError as error:
         raise HubError(f"{what}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise HubError(f"{what}: the repo has no such revision; wanted a branch, a tag or a commit") from error
     except RepositoryNotFoundError as error:
         raise HubError(f"{what}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
+    except LimitExceeded as error:
+        raise HubError(f"{what}: {error}") from error
     except (HTTPError, OSError) as error:
         cause = error.__cause__ or error
         if getattr(getattr(cause, "response", None), "status_code", None) in (401, 403):
             raise HubError(f"{what}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
-        try:
-            folder = get(local_files_only=True)
-        except OSError as missing:
+        is_known, folder = store.find(revision, files)
+        if not is_known:
+            # Of another version of this package, or of another program.
+            with suppress(OSError):
+                folder = Path(
+                    snapshot_download(
+                        repo_id,
+                        repo_type=kind,
+                        revision=revision,
+                        cache_dir=cache,
+                        allow_patterns=list(files),
+                        local_files_only=True,
+                    )
+                )
+        if folder is None:
             raise HubError(
                 f"{what}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
                 "complete copy is cached here; connect once, or give a local folder"
-            ) from missing
+            ) from error
         logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", what, type(cause).__name__)
-    logger.info("%s: commit %s", what, Path(str(folder)).name)
-    return Path(str(folder))
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise HubError(f"{what}: the Hub's answer makes no sense ({type(error).__name__})") from error
+    logger.info("%s: commit %s", what, folder.name)
+    return folder
 
 
-def _check(what: str, names: Sequence[str], size: int, largest: int | None) -> None:
+@dataclass(frozen=True)
+class _Listed:
+    """A file as the Hub announces it.
+
+    Attributes:
+        hash: SHA-256 of a large file's content, else git's name of it.
+    """
+
+    size: int
+    hash: str
+
+    def is_of(self, path: Path) -> bool:
+        """Whether this is what is in a file."""
+        found = hashlib.sha256() if len(self.hash) == 64 else hashlib.sha1(usedforsecurity=False)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if len(self.hash) != 64:
+                found.update(b"blob %d\0" % size)
+            while piece := file.read(1 << 20):
+                found.update(piece)
+        return size == self.size and found.hexdigest() == self.hash
+
+
+def _read_listing(what: str, found: Any) -> tuple[str, Mapping[str, _Listed]]:
+    """The commit, and its files by name."""
+    if not _SHA.fullmatch(str(found.sha)):
+        raise HubError(f"{what}: the Hub names commit {str(found.sha)[:50]!r}; wanted 40 hexadecimal digits")
+    listed = {}
+    for file in found.siblings or ():
+        hashed = str(file.lfs.sha256 if file.lfs is not None else file.blob_id)
+        size = file.size
+        is_known = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+        listed[str(file.rfilename)] = _Listed(size if is_known else -1, hashed)
+    return found.sha, listed
+
+
+def _check(what: str, wanted: Mapping[str, _Listed], names: Sequence[str], size: int, largest: int | None) -> None:
+    for name, one in wanted.items():
+        if not _FILE.fullmatch(name):
+            raise HubError(f"{what}: the Hub names a file {name[:80]!r}; wanted letters, digits and _./+@=-")
+        if one.size < 0 or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", one.hash):
+            raise HubError(f"{what}: the Hub does not say how large {name} is, or what its hash is")
     if largest is not None and size > largest:
         raise HubError(f"{what}: its files have {size} bytes; allowed are {largest}. Raise the limit, if it is meant")
     if ignored := sorted(name for name in names if name.endswith(UNSAFE)):
-        logger.info("%s: %s may run code and are not fetched", what, ", ".join(ignored[:20]))
+        logger.info("%s: %s may run code and are not fetched", what, ", ".join(name[:80] for name in ignored[:20]))
+
+
+class _Store:
+    """A repo's folder in the Hub's cache, and beside its files which of them were compared with their hash."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def snapshot(self, commit: str) -> Path:
+        return self.folder / "snapshots" / commit
+
+    def read(self, commit: str) -> tuple[set[str], list[str]]:
+        """Names that were compared, and all names of the commit."""
+        try:
+            found = json.loads(self._note(commit).read_text())
+            return {str(name) for name in found["verified"]}, [str(name) for name in found["names"]]
+        except (OSError, ValueError, LookupError, TypeError):
+            return set(), []
+
+    def write(self, commit: str, verified: set[str], names: Sequence[str]) -> None:
+        self._replace(self._note(commit), json.dumps({"verified": sorted(verified), "names": list(names)}))
+
+    def note_ref(self, revision: str | None, commit: str) -> None:
+        """What a branch or tag was when the Hub was last seen; after its files are here, not before."""
+        if revision != commit:
+            self._replace(self.folder / "refs" / (revision or constants.DEFAULT_REVISION), commit)
+
+    def find(self, revision: str | None, files: Sequence[str]) -> tuple[bool, Path | None]:
+        """Whether it is known what files a revision had, and their folder if all of these are in it."""
+        commit = revision or constants.DEFAULT_REVISION
+        with suppress(OSError):
+            commit = (self.folder / "refs" / commit).read_text()
+        if not _SHA.fullmatch(commit):
+            return False, None
+        verified, names = self.read(commit)
+        wanted = {name for name in names if any(fnmatch(name, pattern) for pattern in files)}
+        there = all((self.snapshot(commit) / name).is_file() for name in wanted)
+        return bool(names), self.snapshot(commit) if wanted and wanted <= verified and there else None
+
+    def remove(self, commit: str, name: str) -> None:
+        """A file and what it points to: other commits would take that for the right one."""
+        path = self.snapshot(commit) / name
+        target = path.resolve()
+        path.unlink(missing_ok=True)
+        if target.is_relative_to(self.folder.resolve()):
+            target.unlink(missing_ok=True)
+
+    def tidy(self) -> None:
+        """Remove what downloads left that were killed."""
+        for path in (self.folder / "blobs").glob("*.incomplete"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _LEFT_OVER:
+                    path.unlink()
+
+    def _note(self, commit: str) -> Path:
+        return self.folder / ".robojax" / f"{commit}.json"
+
+    def _replace(self, path: Path, text: str) -> None:
+        """Whole or not at all; a cache that cannot be written to is compared anew each time."""
+        part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text)
+            part.replace(path)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s)", path, error.strerror)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+def _download(
+    store: _Store,
+    commit: str,
+    wanted: Mapping[str, _Listed],
+    names: Sequence[str],
+    size: int,
+    endpoint: str | None,
+    kind: str,
+    repo_id: str,
+    tell: Callable[[str], None],
+    without_xet: bool,
+) -> Path:
+    """Each file that is not here, compared with its hash before anybody sees it."""
+    folder = store.snapshot(commit)
+    verified, _ = store.read(commit)
+    store.tidy()
+    limits = limits_of(endpoint, GRACE + size / LEAST_RATE, size + size // 2 + LARGEST_ANSWER, commit=commit)
+    limits.without_xet = without_xet
+    # The bar is of tqdm's usual kind; the declared type is its asyncio variant.
+    bar: Any = _counting(tell, size)
+    get = partial(
+        hf_hub_download,
+        repo_id,
+        repo_type=kind,
+        revision=commit,
+        cache_dir=store.folder.parent,
+        endpoint=endpoint,
+        tqdm_class=bar,
+    )
+
+    def bring(name: str, one: _Listed) -> None:
+        path = folder / name
+        if path.is_file():
+            if name in verified or one.is_of(path):
+                return
+            store.remove(commit, name)  # it was being written when somebody was killed
+        get(filename=name)
+        limits.check()
+        if not one.is_of(path):
+            store.remove(commit, name)
+            raise HubError(
+                f"{repo_id!r} at {commit[:12]}: {name} came with other bytes than the commit has; it was removed, try "
+                "again"
+            )
+
+    tell(Downloading(0, size))
+    jobs = [partial(bring, name, one) for name, one in wanted.items()]
+    _in_threads(jobs, limits, lambda: tell(Downloading(min(bar.done(), size), size)))
+    if not set(wanted) <= verified:
+        store.write(commit, verified | set(wanted), names)
+    folder.mkdir(parents=True, exist_ok=True)
+    tell(Downloading(size, size))
+    return folder
+
+
+def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Callable[[], None]) -> list[Result]:
+    """All results, several jobs at a time; ``tick`` is called every second, and ends all of it when it raises.
+
+    Threads of their own, which nobody has to wait for: one of a pool would hold the end of the process.
+    """
+    results: dict[int, Result] = {}
+    waiting = iter(enumerate(jobs))
+    outcomes: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+
+    def work(number: int, job: Callable[[], Result]) -> None:
+        try:
+            with limited(limits):
+                outcomes.put((number, job(), None))
+        except BaseException as error:  # belongs to whoever waits
+            outcomes.put((number, None, error))
+
+    threads: list[threading.Thread] = []
+
+    def start() -> None:
+        for number, job in waiting:
+            thread = threading.Thread(target=work, args=(number, job), name="hub-download", daemon=True)
+            threads.append(thread)
+            thread.start()
+            return
+
+    try:
+        for _ in range(DOWNLOADS):
+            start()
+        while len(results) < len(jobs):
+            try:
+                number, result, error = outcomes.get(timeout=1.0)
+            except queue.Empty:
+                limits.check()
+                tick()
+                continue
+            if error is not None:
+                raise error
+            results[number] = result
+            start()
+    except BaseException:
+        limits.stopped.set()
+        threading.Thread(target=_end, args=(threads,), name="hub-end", daemon=True).start()
+        raise
+    return [results[number] for number in range(len(jobs))]
+
+
+def _end(threads: Sequence[threading.Thread]) -> None:
+    """See to it that threads end whose Hub sends just enough to keep them: by closing all connections."""
+    until = time.monotonic() + 2 * QUIET
+    for thread in threads:
+        thread.join(max(until - time.monotonic(), 0.0))
+    if any(thread.is_alive() for thread in threads):
+        close_session()

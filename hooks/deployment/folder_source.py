@@ -25,14 +25,15 @@ CHUNK = 1 << 20
 class FolderSource:
     """Folders; ``repo`` is the path of one. What is fetched is a copy: the folder may be written to at any time."""
 
-    def __init__(self, cache: Path, *, kept: int = 4, seconds: float = 600.0):
+    def __init__(self, cache: Path, *, kept: int = 4, seconds: float = 600.0, largest: int = 20 << 30):
         """Nothing is read yet.
 
         Args:
             cache: where copies are kept, the newest so many of each folder.
             seconds: for reading or copying a folder.
+            largest: bytes of all files of a policy; twice as many have to be free on the cache's disk.
         """
-        self.kept = kept
+        self.kept, self.largest = kept, largest
         self._cache = Path(cache)
         self._seconds = seconds
         self._hashes: dict[Path, tuple[tuple[int, ...], str]] = {}
@@ -72,6 +73,7 @@ class FolderSource:
         try:
             files = _files(folder)
             check_complete(str(folder), {path.name for path in folder.iterdir()})
+            self._check_room(folder, files)
             for path in files:
                 shutil.copyfile(path, part / path.name)
             if _hash_of(_files(part), _content_hash) != sha:
@@ -81,6 +83,13 @@ class FolderSource:
             shutil.rmtree(part, ignore_errors=True)
         self._prune(kept)
         return kept
+
+    def _check_room(self, folder: Path, files: list[Path]) -> None:
+        size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(self._cache).free
+        if size > self.largest:
+            raise SourceError("too_large", f"{folder}: {size} bytes, allowed are {self.largest}; raise the limit")
+        if 2 * size > free:
+            raise SourceError("disk", f"{folder}: has {size} bytes, and only {free} are free for a copy; make room")
 
     def _prune(self, newest: Path) -> None:
         copies = [path for path in newest.parent.iterdir() if SHA.fullmatch(path.name) and path != newest]

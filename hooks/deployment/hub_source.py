@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +58,20 @@ class HubLimits:
     niceness: int = 10
 
 
+# Seconds and bytes to a context for one thread.
+Bounded = Callable[[float, int], AbstractContextManager[object]]
+# Bytes of an answer that is no file.
+LARGEST_ANSWER = 16 << 20
+
+
+def _unbounded(seconds: float, size: int) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+# What an answer of other types, or a nested one, makes the client raise; and what `bounded` does.
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+
+
 class _Abandoned(Exception):
     """Nobody waits for this download any more."""
 
@@ -88,13 +103,17 @@ class HubSource:
         token: str | None = None,
         cache: Path | None = None,
         limits: HubLimits | None = None,
+        bounded: Bounded | None = None,
     ):
         """Nothing is asked yet.
 
         Args:
             endpoint, token: as of `huggingface_hub.HfApi`.
             cache: where commits are kept; the client's usual folder, in which nothing is removed, when None.
+            bounded: a context in which what the Hub's client asks takes no longer than so many seconds, and no more
+                than so many bytes, whatever the Hub does; without it threads that are left behind go on by themselves.
         """
+        self._bounded: Bounded = bounded or _unbounded
         self.limits = limits or HubLimits()
         self._api = HfApi(endpoint=endpoint, token=token)
         self._cache = Path(cache or constants.HF_HUB_CACHE)
@@ -139,11 +158,17 @@ class HubSource:
         files = [entry for entry in tree if isinstance(entry, RepoFile)]
         check_complete(f"{repo} at {sha[:12]}", {file.path for file in files})
         wanted = [file for file in files if is_policy_file(file.path)]
+        if wrong := [file.path for file in wanted if not (type(file.size) is int and file.size >= 0)]:
+            raise SourceError("bad_answer", f"{repo} at {sha[:12]}: the Hub does not say how large {wrong[0]} is")
         self._check_space(repo, sha, wanted)
         tell("downloading")
         is_abandoned = threading.Event()
         try:
-            await self._ask(repo, sha, lambda: self._download(repo, sha, wanted, is_abandoned), self.limits.download)
+            size = sum(file.size for file in wanted)
+            # A transfer that broke off may begin anew.
+            most = size + size // 2 + LARGEST_ANSWER
+            download = self.limits.download
+            await self._ask(repo, sha, lambda: self._download(repo, sha, wanted, is_abandoned), download, most)
         finally:
             is_abandoned.set()
         tell("verifying")
@@ -216,13 +241,25 @@ class HubSource:
         if old := [sha for _, sha in sorted(commits, reverse=True)[self.limits.kept :]]:
             found.delete_revisions(*old).execute()
 
-    async def _ask(self, repo: str, ref: str | None, call: Callable[[], Result], limit: float | None = None) -> Result:
+    async def _ask(
+        self,
+        repo: str,
+        ref: str | None,
+        call: Callable[[], Result],
+        limit: float | None = None,
+        size: int = LARGEST_ANSWER,
+    ) -> Result:
         """Call in a thread; whatever goes wrong becomes a `SourceError`."""
         what = _named(repo, ref)
         # A little longer than the client's own limit, whose error says more.
         seconds = self.limits.answer + 1 if limit is None else limit
+
+        def work() -> Result:
+            with self._bounded(seconds, size):
+                return call()
+
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(begin(call)), seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(begin(work)), seconds)
         except SourceError:
             raise
         except GatedRepoError as error:
@@ -248,9 +285,9 @@ class HubSource:
             if error.errno is not None:
                 raise SourceError("disk", f"{what}: cannot be written ({error.strerror})") from error
             raise SourceError("transfer", f"{what}: a file did not arrive whole") from error
-        except ValueError as error:
+        except _NONSENSE as error:
             raise SourceError(
-                "bad_answer", f"{what}: the Hub's answer makes no sense ({type(error).__name__})"
+                "bad_answer", f"{what}: the Hub's answer makes no sense ({type(error).__name__}: {str(error)[:200]})"
             ) from error
 
 

@@ -1,7 +1,12 @@
 """Demonstrations into a LeRobotDataset v3.0 folder, as lerobot 0.4 reads it; without lerobot and without torch."""
 
+import errno
+import glob
 import json
+import os
+import re
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +21,29 @@ from jaxmodels.data.statistics import of_vectors
 from jaxmodels.data.tables import column, features_of, tasks_table, vectors_table
 from jaxmodels.data.video_writer import CameraFiles
 from jaxmodels.errors import DatasetError
+
+
+# How the folder of one that is not finished ends; before it are the folder's name and who writes it.
+PARTIAL = ".partial"
+_WRITER = re.compile(r"(\d{1,10})-[0-9a-f]{8}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what writers of this folder left that were killed; those at work on this machine keep theirs."""
+    for path in folder.parent.glob(f"{glob.escape(folder.name)}.*{PARTIAL}"):
+        who = _WRITER.fullmatch(path.name[len(folder.name) + 1 : -len(PARTIAL)])
+        if who is not None and not path.is_symlink() and not _is_alive(int(who[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 class DatasetWriter:
@@ -61,7 +89,8 @@ class DatasetWriter:
             raise DatasetError(f"{', '.join(wrong)}: no name for a feature of a dataset")
         self.episodes = self.frames = 0
         self._folder, self._fps, self._robot_type = folder, fps, robot_type
-        self._partial = folder.with_name(f"{folder.name}.partial")
+        # Its own, because two may be making the same one: the first that is done gets the name.
+        self._partial = folder.with_name(f"{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL}")
         self._names = {layout.STATE: list(joint_names), layout.ACTION: list(joint_names)}
         if environment_state:
             self._names[layout.ENVIRONMENT_STATE] = list(environment_state)
@@ -73,7 +102,7 @@ class DatasetWriter:
         self._rows: list[dict[str, Any]] = []
 
     def __enter__(self) -> "DatasetWriter":
-        shutil.rmtree(self._partial, ignore_errors=True)  # of one that was killed
+        remove_unfinished(self._folder)
         self._partial.mkdir(parents=True)
         return self
 
@@ -183,7 +212,14 @@ class DatasetWriter:
         stats |= {key: files.colours.stats() for key, files in self._cameras.items()}
         self._write_json(layout.INFO, self._info())
         self._write_json(layout.STATS, stats)
-        self._partial.rename(self._folder)
+        try:
+            self._partial.rename(self._folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise DatasetError(
+                f"{self._folder} was made by somebody else meanwhile; choose another folder or remove it first"
+            ) from error
 
     def _write(self, place: str, table: pa.Table) -> None:
         path = self._partial / place

@@ -17,6 +17,8 @@ def read_lines(path: Path, where: str) -> Iterator[dict[str, Any]]:
         DatasetError: the file is missing, or a line is too long or no object.
     """
     try:
+        if not path.is_file():
+            raise DatasetError(f"{where} is missing, or no regular file; fetch or copy the dataset anew")
         with path.open("rb") as file:
             number = 0
             while line := file.readline(LONGEST + 1):

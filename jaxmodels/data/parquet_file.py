@@ -1,5 +1,6 @@
 """Parquet files of strangers as arrays."""
 
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from jaxmodels.errors import DatasetError
 
 # Beyond any dataset there is; a few bytes of a file can claim as many rows as they like.
 MOST_ROWS = 100_000_000
+# More rows than the file has bytes, and so many times its bytes in memory: those of arms that stand still come to 30.
+ROWS_BASE, VALUES_BASE, EXPANSION = 10_000, 64 << 20, 256
 
 
 def open_table(path: Path, where: str) -> parquet.ParquetFile:
@@ -21,15 +24,50 @@ def open_table(path: Path, where: str) -> parquet.ParquetFile:
         DatasetError: it is missing, no parquet file, or claims too many rows.
     """
     try:
+        check_regular(path)
         file = parquet.ParquetFile(path)
     except FileNotFoundError as error:
         raise DatasetError(f"{where} is missing; fetch or copy the dataset anew") from error
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it anew") from error
-    if file.metadata.num_rows > MOST_ROWS:
+    rows = file.metadata.num_rows
+    # Each row has an index of its own: it takes more than a byte of the file, whatever is done to make it small.
+    most = min(MOST_ROWS, ROWS_BASE + path.stat().st_size)
+    if rows > most:
         file.close()
-        raise DatasetError(f"{where}: {file.metadata.num_rows} rows; allowed are {MOST_ROWS}")
+        raise DatasetError(f"{where}: {rows} rows; allowed are {most} in a file of its size")
     return file
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what would be waited for (a pipe) or never ends (a device).
+
+    Raises:
+        OSError: it is not there, or no regular file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is no regular file")
+
+
+def _check_size(file: parquet.ParquetFile, wanted: Sequence[str], where: str) -> None:
+    """Refuse columns that would take far more memory than the file has bytes."""
+    metadata, values = file.metadata, 0
+    for group in range(metadata.num_row_groups):
+        found = metadata.row_group(group)
+        for number in range(found.num_columns):
+            column = found.column(number)
+            if column.path_in_schema.split(".list.")[0] in wanted:
+                values += max(column.num_values, column.total_uncompressed_size // 8)
+    size = metadata.serialized_size + sum(
+        metadata.row_group(group).column(number).total_compressed_size
+        for group in range(metadata.num_row_groups)
+        for number in range(metadata.row_group(group).num_columns)
+    )
+    if values * 8 > VALUES_BASE + EXPANSION * size:
+        raise DatasetError(
+            f"{where}: {', '.join(wanted)[:200]} would take {values * 8} bytes of memory; allowed are "
+            f"{VALUES_BASE + EXPANSION * size}, {EXPANSION} times the file"
+        )
 
 
 def read_table(path: Path, columns: Sequence[str] | None, where: str) -> pa.Table:
@@ -43,6 +81,7 @@ def read_table(path: Path, columns: Sequence[str] | None, where: str) -> pa.Tabl
         wanted = list(columns) if columns is not None else [name for name in there if not name.startswith("stats/")]
         if missing := sorted(set(wanted) - set(there)):
             raise DatasetError(f"{where} has no column {', '.join(missing)}")
+        _check_size(file, wanted, where)
         try:
             return file.read(columns=wanted)
         except (OSError, ValueError, pa.ArrowException) as error:

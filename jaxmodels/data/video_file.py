@@ -10,6 +10,7 @@ from av.error import FFmpegError
 from av.video.reformatter import VideoReformatter
 
 from jaxmodels.data import layout
+from jaxmodels.data.parquet_file import check_regular
 from jaxmodels.errors import DatasetError
 
 # Of the time of a frame: two that are nearer are the same, whatever the file's clock and float32 made of it.
@@ -29,6 +30,7 @@ class VideoFile:
         # Checked before FFmpeg looks inside, which it does with whatever decoder fits.
         options = {"protocol_whitelist": "file", "codec_whitelist": ",".join(layout.CODECS)}
         try:
+            check_regular(path)
             self._container: Any = av.open(str(path), format="mp4", options=options)
         except FileNotFoundError as error:
             raise DatasetError(f"{where} is missing; fetch or copy the dataset anew") from error

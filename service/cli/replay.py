@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli.failure import Code, fail
+from service.words import printable
 
 if TYPE_CHECKING:
     from service.recording.open_loop import Report
@@ -41,7 +42,7 @@ def replay(
 
     import jaxmodels
     from jaxmodels.errors import JaxModelsError
-    from service.cli.recordings import source_or_end
+    from service.cli.recordings import source_or_end, warn_of_damage
     from service.recording.open_loop import Misfit, play
     from service.recording.steps import RecordingError
 
@@ -72,8 +73,12 @@ def replay(
         fail(Code.POLICY, f"policy {policy!r} cannot be used", str(error), f"robojax check {policy} says more")
     except RecordingError as error:
         fail(
-            Code.USAGE, "the recording cannot be played", str(error), "robojax recordings info FILE says what is in it"
+            Code.USAGE,
+            "the recording cannot be played",
+            printable(str(error), 2000),
+            "robojax recordings info FILE says what is in it",
         )
+    warn_of_damage(source)
     commit = loaded.commit
     if as_json:
         typer.echo(json.dumps(_facts(report, str(recording), policy, commit), indent=2))
@@ -151,7 +156,7 @@ def _show(report: "Report", policy: str, commit: str | None) -> None:
     for joint in report.joints():
         percents = (joint.mean_percent, joint.largest_percent)
         shown = ["-" if percent is None else f"{percent:.2f}" for percent in percents]
-        table.add_row(escape(joint.name), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *shown)
+        table.add_row(escape(printable(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *shown)
     console = Console(highlight=False)
     console.print(table)
     facts = report.facts

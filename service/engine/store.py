@@ -85,7 +85,9 @@ class Store:
             # Files that were verified in a folder will do for whoever asks for no folder, but not the other way round.
             key = next((one for one in self._entries if one[:2] == (path, revision)), key)
         entry = self._entries.get(key)
-        if entry is None or (entry.loading.done() and entry.loading.exception() is not None):
+        # One that nobody waited for any more is about to end.
+        is_ending = entry is not None and not entry.users and not entry.loading.done()
+        if entry is None or is_ending or (entry.loading.done() and entry.loading.exception() is not None):
             entry = _Entry(asyncio.create_task(self._load(load, key, like), name=f"load {path}"))
             entry.loading.add_done_callback(lambda task: self._drop_unused(key, task))
             self._entries[key] = entry
@@ -115,6 +117,8 @@ class Store:
 
         def tell(stage: str) -> None:
             entry = self._entries.get(key)
+            if entry is not None and not entry.users:  # a download, which may take long, would keep all other loads
+                raise PolicyError(f"policy {path!r} is not loaded: nobody waits for it any more")
             for listener in tuple(entry.listeners) if entry else ():
                 listener(stage)
 
@@ -137,7 +141,7 @@ class Store:
             before = self._by_lane(like)
             try:
                 replicas = await call_in_thread(load_and_compile, "policy-loader", self._niceness)
-            except PolicyFailed:
+            except (PolicyError, PolicyFailed):
                 raise  # it is not the policy: what it was to run on is gone
             except JaxModelsError as error:
                 raise PolicyError(f"policy {path!r} cannot be loaded: {error}") from error

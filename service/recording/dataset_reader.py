@@ -40,7 +40,9 @@ class Frame:
 
 
 class DatasetSource:
-    """The steps of a dataset: state and action as vectors, cameras as video or pictures."""
+    """The steps of a dataset: state and action as vectors, cameras as video or pictures; a damaged one is refused."""
+
+    damage: str | None = None
 
     def __init__(self, folder: Path):
         """Read what it is about.

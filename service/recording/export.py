@@ -28,6 +28,8 @@ def main(file: str, folder: str) -> int:
     except (RecordingError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    if source.damage is not None:
+        sys.stderr.write(f"{source.damage}\n")
     return 0
 
 

@@ -98,7 +98,10 @@ class Library:
         if path is None:
             return False
         path.unlink()
-        for folder in (self.dataset(name), self.folder / f"{name}.partial"):
-            if folder.is_dir() and not folder.is_symlink():
-                shutil.rmtree(folder)
+        folder = self.dataset(name)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+        for unfinished in self.folder.glob(f"{name}.*.partial"):
+            if unfinished.is_dir() and not unfinished.is_symlink():
+                shutil.rmtree(unfinished)
         return True

@@ -1,27 +1,63 @@
-"""Recordings read again: what a file is about, and its steps; a file that was cut off is read as far as it goes."""
+"""Recordings read again: what a file is about, and its steps; a file that was cut off is read as far as it goes.
+
+Files come from strangers, too: whatever one claims to hold, no more memory is taken than the limits below allow.
+"""
 
 import binascii
+import io
+import itertools
 import json
+import math
+import os
+import stat
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import lz4.frame as lz4
 import numpy as np
 import zstandard
+from mcap.data_stream import ReadDataStream
 from mcap.exceptions import McapError
-from mcap.reader import make_reader
-from mcap.records import Channel, Message, Metadata
-from mcap.stream_reader import StreamReader
+from mcap.opcode import Opcode
+from mcap.records import Channel, Chunk, Footer, Message, Metadata, MetadataIndex, Statistics
+from mcap.writer import MCAP0_MAGIC
 
 from service.recording import channels
 from service.recording.steps import Encoded, Facts, Picture, RecordingError, Step
 from service.recording.subject import END, HEAD, Subject
 
-LARGEST_RECORD = 256 << 20
+# Bytes of a record, and of a chunk when it is decompressed; ours have 1 MiB and one picture at most.
+LARGEST_RECORD = 32 << 20
+LARGEST_METADATA = 1 << 20
+# Of the index at the end; one of 20 GiB has 3 MiB.
+LARGEST_SUMMARY = 64 << 20
+# All chunks together may decompress to so many times the file, and to so much anyway: ticks of a robot that stands
+# still and has no cameras come to 20.
+EXPANSION, EXPANSION_BASE = 100, 64 << 20
+# Before what a file is about; ours has one.
+_HEAD_RECORDS = 1000
+# Lists, objects and values of one message: each takes up to a hundred times its text. A chunk has some thousands.
+MOST_VALUES = 200_000
+# Steps that stand for ticks that were missed, in a whole file; longer gaps begin another episode.
+MOST_FILLED = 100_000
+MOST_EPISODES = 10_000
 # What a file that was cut off, or that is none, makes the library raise.
-_BROKEN = (McapError, EOFError, ValueError, struct.error, KeyError, TypeError, MemoryError, zstandard.ZstdError)
+_BROKEN = (
+    *(McapError, EOFError, ValueError, struct.error, LookupError, TypeError, OverflowError, RecursionError),
+    *(MemoryError, RuntimeError, zstandard.ZstdError),
+)
+_MESSAGE = struct.Struct("<HIQQ")
+# Of a record's kind and length, and of the footer with those.
+_PREFIX = 1 + 8
+_FOOTER = _PREFIX + 20
+
+
+# The outcome of a recording whose server was killed.
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -44,6 +80,9 @@ class McapSource:
     """The steps of one recording.
 
     A tick that was skipped is filled with the step before: what was commanded then was in force still.
+
+    Attributes:
+        damage: where and why reading ended, when it was not at the end; known when all was read.
     """
 
     def __init__(self, path: Path):
@@ -67,66 +106,128 @@ class McapSource:
             task=subject.task,
             policy=subject.policy_path,
             length=self.outcome.ticks,
-            is_whole=self.outcome.state != "interrupted",
+            is_whole=self.outcome.state != INTERRUPTED,
         )
+        self.damage: str | None = None
 
     def events(self) -> Iterator[tuple[int, str, str]]:
         """Nanoseconds since 1970, code and text of everything that happened."""
         for topic, at, found in self.messages():
             if topic == channels.EVENTS:
-                yield at, str(found["name"]), str(found["message"])
+                yield at, str(found.get("name", "")), str(found.get("message", ""))
 
     def messages(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Topic, nanoseconds since 1970 and content of every message, in the order in which things happened."""
+        """Topic, nanoseconds since 1970 and content of every message, in the order in which things happened.
+
+        Raises:
+            RecordingError: it cannot be opened, or holds more than is allowed.
+        """
         topics: dict[int, str] = {}
-        with self.path.open("rb") as file:
+        self.damage = None
+        with open_regular(self.path) as file:
             try:
-                for record in StreamReader(file, record_size_limit=LARGEST_RECORD).records:
+                for record in _unpacked(file, self.path.name):
                     if isinstance(record, Channel):
                         topics[record.id] = record.topic
                     elif isinstance(record, Message) and record.channel_id in topics:
-                        found = json.loads(record.data)
+                        found = _content(record.data, self.path.name)
                         if isinstance(found, dict):
                             yield topics[record.channel_id], record.log_time, found
-            except _BROKEN:
-                return
+            except _Cut:
+                # Whoever was killed leaves this; a file that has its end has lost something in the middle.
+                self.damage = None if self.outcome.state == INTERRUPTED else self._damaged_at(file, "it ends there")
+            except OSError as error:
+                self.damage = self._damaged_at(file, error.strerror or type(error).__name__)
+            except _BROKEN as error:
+                self.damage = self._damaged_at(file, f"{type(error).__name__}: {error}"[:200])
+
+    def _damaged_at(self, file: BinaryIO, what: str) -> str:
+        return f"{self.path.name} is damaged before byte {file.tell()} ({what}) and is read as far as there"
 
     def steps(self) -> Iterator[Step]:
         """All steps; an episode begins at its first command with a frame of every camera before it.
 
         Another one begins where the robot was told to do something else, so that each has one task.
+
+        Raises:
+            RecordingError: it cannot be opened, or holds more than is allowed.
         """
-        names, period = self.subject.joints, 1e9 / self.subject.rate
+        period = 1e9 / self.subject.rate
+        cameras = set(self.subject.cameras)
         pictures: dict[str, Picture] = {}
         pose = command = None
-        episode, index, started, is_running = -1, 0, 0, False
+        episode, index, started, is_running, filled = -1, 0, 0, False, 0
         before: Step | None = None
         task = self.subject.task
         for topic, at, found in self.messages():
             camera = channels.camera_of(topic)
             if camera is not None:
-                pictures[camera] = Encoded(binascii.a2b_base64(str(found.get("data", ""))))
+                if camera in cameras:
+                    pictures[camera] = self._picture(found)
             elif topic == channels.EVENTS and found.get("name") in ("start", "stop"):
                 is_running = found["name"] == "start"
                 command, before = None, None
             elif topic == channels.EVENTS and found.get("name") == channels.TASK:
                 task, before = str(found.get("message", "")), None
             elif topic == channels.JOINTS:
-                pose = _values(found, names)
+                pose = self._values(found)
             elif topic == channels.COMMANDS:
-                command = _values(found, names)
+                command = self._values(found)
             elif topic == channels.TICKS and is_running:
-                if pose is None or command is None or not set(self.subject.cameras) <= set(pictures):
+                if pose is None or command is None or not cameras <= set(pictures):
                     continue
+                slot = 0 if before is None else max(round((at - started) / period), index + 1)
+                if before is not None and filled + slot - index - 1 > MOST_FILLED:
+                    before = None
                 if before is None:
                     episode, index, started = episode + 1, 0, at
+                    if episode >= MOST_EPISODES:
+                        raise RecordingError(f"{self.path.name} has more episodes than the {MOST_EPISODES} allowed")
                 else:
-                    slot = max(round((at - started) / period), index + 1)
                     for skipped in range(index + 1, slot):
                         yield Step(episode, skipped, before.state, before.action, before.pictures, task)
+                    filled += slot - index - 1
                     index = slot
                 before = Step(episode, index, pose, command, dict(pictures), task)
                 yield before
+
+    def _picture(self, found: Mapping[str, Any]) -> Picture:
+        try:
+            return Encoded(binascii.a2b_base64(str(found.get("data", ""))))
+        except ValueError as error:
+            raise RecordingError(f"{self.path.name}: a frame is no base64 ({error})") from error
+
+    def _values(self, found: Mapping[str, Any]) -> np.ndarray:
+        """Of the joints, in their order."""
+        try:
+            values = np.array([found["position"][name] for name in self.subject.joints], np.float32)
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise RecordingError(
+                f"{self.path.name}: positions lack or garble a joint ({type(error).__name__}); "
+                f"wanted a number for each of {', '.join(self.subject.joints[:20])}"
+            ) from error
+        if values.shape != (len(self.subject.joints),) or not np.isfinite(values).all():
+            raise RecordingError(f"{self.path.name}: a joint is at {values!s:.80}; wanted finite numbers")
+        return values
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to be read; what is none (a pipe, a device) is refused, without waiting for somebody to write to it.
+
+    Raises:
+        RecordingError: it is not there, may not be read, or is no regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RecordingError(f"{path} is no regular file; {_WANTED}")
+    return os.fdopen(descriptor, "rb")
+
+
+_WANTED = "wanted an .mcap that `robojax serve` recorded, or a LeRobotDataset v3 folder"
 
 
 def read_subject(path: Path) -> Subject:
@@ -135,48 +236,198 @@ def read_subject(path: Path) -> Subject:
     Raises:
         RecordingError: it cannot be read, or is no recording of a session.
     """
-    wanted = "wanted an .mcap that `robojax serve` recorded, or a LeRobotDataset v3 folder"
-    try:
-        with path.open("rb") as file:
-            for record in StreamReader(file, record_size_limit=LARGEST_RECORD).records:
+    with open_regular(path) as file:
+        try:
+            _check_magic(file)
+            for record in _records(file, path.name, _OF_HEAD, last=_AFTER_HEAD, most=_HEAD_RECORDS):
                 if isinstance(record, Metadata) and record.name == HEAD:
                     return Subject.from_metadata(record.metadata)
-                if isinstance(record, Message):
-                    break
-    except OSError as error:
-        raise RecordingError(f"{path}: {error.strerror}") from error
-    except _BROKEN as error:
-        raise RecordingError(f"{path.name} cannot be read ({type(error).__name__}: {error}); {wanted}") from error
-    raise RecordingError(f"{path.name} does not say what it is about; {wanted}")
+        except OSError as error:
+            raise RecordingError(f"{path}: {error.strerror}") from error
+        except _BROKEN as error:
+            raise RecordingError(
+                f"{path.name} cannot be read ({type(error).__name__}: {str(error)[:200]}); {_WANTED}"
+            ) from error
+    raise RecordingError(f"{path.name} does not say what it is about; {_WANTED}")
 
 
 def read_outcome(path: Path) -> Outcome:
-    """How a recording ended, from its end alone."""
-    try:
-        with path.open("rb") as file:
-            return _outcome(file)
-    except OSError as error:
-        raise RecordingError(f"{path}: {error.strerror}") from error
-    except _BROKEN:
-        return Outcome("interrupted")
+    """How a recording ended, from its end alone.
+
+    Raises:
+        RecordingError: it cannot be opened, or its end holds more than is allowed.
+    """
+    with open_regular(path) as file:
+        try:
+            return _outcome(file, path.name)
+        except OSError as error:
+            raise RecordingError(f"{path}: {error.strerror}") from error
+        except _BROKEN:
+            return Outcome(INTERRUPTED)
 
 
-def _outcome(file: BinaryIO) -> Outcome:
-    reader = make_reader(file)
-    summary = reader.get_summary()
-    if summary is None or summary.statistics is None:
-        return Outcome("interrupted")
-    ticks = sum(
-        summary.statistics.channel_message_counts.get(channel.id, 0)
-        for channel in summary.channels.values()
-        if channel.topic == channels.TICKS
-    )
-    for metadata in reader.iter_metadata():
-        if metadata.name == END:
-            end = {name: json.loads(value) for name, value in metadata.metadata.items()}
-            return Outcome(str(end["state"]), float(end["seconds"]), int(end["episodes"]), ticks, int(end["dropped"]))
-    return Outcome("interrupted", ticks=ticks)
+def _outcome(file: BinaryIO, name: str) -> Outcome:
+    end = _size(file) - _FOOTER - len(MCAP0_MAGIC)
+    file.seek(max(end, 0))
+    (footer,) = _records(file, name, _OF_FOOTER)
+    _check_magic(file)
+    if footer.summary_start == 0:
+        return Outcome(INTERRUPTED)
+    if (length := end - footer.summary_start) > LARGEST_SUMMARY:
+        raise RecordingError(f"{name}: its index has {length} bytes; allowed are {LARGEST_SUMMARY}")
+    file.seek(footer.summary_start)
+    tick_channels: set[int] = set()
+    statistics, index = None, None
+    for record in _records(file, name, _OF_SUMMARY):
+        if isinstance(record, Channel) and record.topic == channels.TICKS:
+            tick_channels.add(record.id)
+        elif isinstance(record, Statistics):
+            statistics = record
+        elif isinstance(record, MetadataIndex) and record.name == END:
+            index = record
+    if statistics is None:
+        return Outcome(INTERRUPTED)
+    ticks = sum(statistics.channel_message_counts.get(channel, 0) for channel in tick_channels)
+    if index is None:
+        return Outcome(INTERRUPTED, ticks=ticks)
+    file.seek(index.offset)
+    metadata = next(_records(file, name, _OF_HEAD, last=_AFTER_HEAD, most=1), None)
+    if metadata is None:
+        return Outcome(INTERRUPTED, ticks=ticks)
+    found = {key: json.loads(value) for key, value in metadata.metadata.items()}
+    seconds, episodes, dropped = float(found["seconds"]), int(found["episodes"]), int(found["dropped"])
+    if not (math.isfinite(seconds) and isinstance(found["state"], str)):
+        return Outcome(INTERRUPTED, ticks=ticks)
+    return Outcome(found["state"][:40], seconds, episodes, ticks, dropped)
 
 
-def _values(found: dict[str, Any], names: tuple[str, ...]) -> np.ndarray:
-    return np.array([found["position"][name] for name in names], np.float32)
+# Records one after the other, none of them taken on trust. The library's own reader reads whatever length a record
+# claims, decompresses a chunk to whatever size its frame claims, and makes a list of all that is in it.
+
+
+class _Cut(EOFError):
+    """The file ends within a record, or without its end."""
+
+
+def _reader(kind: Any) -> Callable[[bytes], Any]:
+    return lambda data: kind.read(ReadDataStream(io.BytesIO(data)))
+
+
+def _read_message(data: bytes) -> Message:
+    channel, sequence, log_time, publish_time = _MESSAGE.unpack_from(data)
+    return Message(channel, log_time, data[_MESSAGE.size :], publish_time, sequence)
+
+
+Readers = Mapping[int, Callable[[bytes], Any]]
+_OF_HEAD: Readers = {Opcode.METADATA: _reader(Metadata)}
+_OF_FOOTER: Readers = {Opcode.FOOTER: _reader(Footer)}
+_OF_SUMMARY: Readers = {
+    Opcode.CHANNEL: _reader(Channel),
+    Opcode.STATISTICS: _reader(Statistics),
+    Opcode.METADATA_INDEX: _reader(MetadataIndex),
+}
+_OF_CHUNK: Readers = {Opcode.CHANNEL: _reader(Channel), Opcode.MESSAGE: _read_message}
+_OF_DATA: Readers = {**_OF_CHUNK, Opcode.CHUNK: _reader(Chunk)}
+_AFTER_HEAD = frozenset({Opcode.CHUNK, Opcode.MESSAGE, Opcode.DATA_END})
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _check_magic(file: BinaryIO) -> None:
+    if (found := file.read(len(MCAP0_MAGIC))) != MCAP0_MAGIC:
+        raise ValueError(f"found {found!r} where an MCAP file has {MCAP0_MAGIC!r}")
+
+
+def _records(
+    file: BinaryIO, name: str, readers: Readers, *, last: Collection[int] = (), most: int | None = None
+) -> Iterator[Any]:
+    """Records of the kinds that there are readers for, until the file's footer; others are passed over unread.
+
+    Args:
+        last: it ends before one of these kinds.
+        most: it ends after so many of any kind.
+
+    Raises:
+        _Cut: the file ends before that.
+        RecordingError: one is larger than allowed.
+    """
+    end = _size(file)
+    for _ in itertools.count() if most is None else range(most):
+        head = file.read(_PREFIX)
+        if len(head) < _PREFIX:
+            raise _Cut
+        opcode, length = head[0], int.from_bytes(head[1:], "little")
+        if opcode in last:
+            return
+        if length > end - file.tell():
+            raise _Cut
+        if opcode == 0:  # what a disk makes of a hole; there may be gigabytes of it
+            raise ValueError("a record of kind 0")
+        if opcode in readers:
+            largest = LARGEST_METADATA if opcode == Opcode.METADATA else LARGEST_RECORD
+            if length > largest:
+                at = file.tell() - _PREFIX
+                raise RecordingError(f"{name}: a record of {length} bytes at byte {at}; allowed are {largest}")
+            if len(data := file.read(length)) < length:
+                raise _Cut
+            yield readers[opcode](data)
+        else:
+            file.seek(length, os.SEEK_CUR)
+        if opcode == Opcode.FOOTER:
+            return
+
+
+def _unpacked(file: BinaryIO, name: str) -> Iterator[Any]:
+    """Channels and messages of a whole file, those in chunks too; raises as `_records`."""
+    _check_magic(file)
+    allowed = EXPANSION_BASE + EXPANSION * _size(file)
+    for record in _records(file, name, _OF_DATA):
+        if not isinstance(record, Chunk):
+            yield record
+            continue
+        allowed -= record.uncompressed_size
+        if record.uncompressed_size > LARGEST_RECORD or allowed < 0:
+            raise RecordingError(
+                f"{name}: the chunk that ends at byte {file.tell()} claims {record.uncompressed_size} bytes when it is "
+                f"decompressed; allowed are {LARGEST_RECORD}, and {EXPANSION} times the file in all; give a recording "
+                "as `robojax serve` wrote it"
+            )
+        yield from _of_chunk(_decompressed(record))
+
+
+def _decompressed(chunk: Chunk) -> bytes:
+    """What is in a chunk: as many bytes as it claims, or an error."""
+    size = chunk.uncompressed_size
+    if chunk.compression == "zstd":
+        limited = zstandard.ZstdDecompressor(max_window_size=LARGEST_RECORD)
+        data = limited.stream_reader(chunk.data).read(size + 1)
+    elif chunk.compression == "lz4":
+        data = lz4.LZ4FrameDecompressor().decompress(chunk.data, max_length=size + 1)
+    else:
+        data = chunk.data
+    if len(data) != size:
+        raise ValueError(f"a chunk claims {size} bytes and has {'more' if len(data) > size else len(data)}")
+    if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
+        raise ValueError("a chunk's content is not what its checksum says")
+    return data
+
+
+def _of_chunk(data: bytes) -> Iterator[Any]:
+    at = 0
+    while at < len(data):
+        opcode, start = data[at], at + _PREFIX
+        end = start + int.from_bytes(data[at + 1 : start], "little")
+        if end > len(data) or opcode not in (Opcode.SCHEMA, Opcode.CHANNEL, Opcode.MESSAGE):
+            raise ValueError(f"a chunk holds a record of kind {opcode} with {end - start} bytes")
+        if opcode in _OF_CHUNK:
+            yield _OF_CHUNK[opcode](data[start:end])
+        at = end
+
+
+def _content(data: bytes, name: str) -> Any:
+    """A message's JSON."""
+    if (values := data.count(b",") + data.count(b"[") + data.count(b"{")) > MOST_VALUES:
+        raise RecordingError(f"{name}: a message of {values} values; allowed are {MOST_VALUES}")
+    return json.loads(data)

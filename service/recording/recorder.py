@@ -46,7 +46,7 @@ class RecorderLimits:
     Attributes:
         free: bytes that stay free on the disk; None for 1 GiB, or 5 % of a disk that is smaller than 20 GiB.
         bytes: of one recording.
-        queue_bytes: of frames that wait to be written; more are dropped and counted.
+        queue_bytes: of frames and chunks that wait to be written; more are dropped and counted.
         queue_items: of everything that waits.
     """
 
@@ -118,7 +118,7 @@ class Recorder:
             self._commit = commit
             self.note("policy", f"another policy: {commit}")
         self._note_task()
-        self._hand_over("chunk", chunk, seen_at, at)
+        self._hand_over("chunk", chunk, seen_at, at, size=chunk.nbytes)
 
     def ticked(self, tick: Tick) -> None:
         """A tick was done."""

@@ -26,16 +26,21 @@ from service.sessions.sessions import Listed
 from service.settings import Settings
 from service.stage import MOVING
 from service.state import state_folder
+from service.words import printable
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'robojax[recording]'"
 Tell = Callable[[str, dict[str, object]], None]
 Sees = Callable[[str | None], bool]
+STUCK = "the disk does not take what was recorded before; look at it, or restart the server"
 NOTHING: Mapping[str, object] = {
     **{"state": OFF, "file": None, "seconds": 0.0, "bytes": 0, "dropped": 0},
     "reason": None,
 }
+# Recordings that have ended and cannot be closed, because the disk hangs: each keeps a thread and what it has not
+# written. As many sessions again may be recorded, and then no more until the disk goes on.
+MOST_UNFINISHED = 8
 # Seconds that a recording gets to be closed in when the server ends.
 LAST_WORDS = 2.0
 
@@ -62,6 +67,7 @@ class Recordings:
         self._makes_datasets = settings.recording_datasets
         self._wanted: set[str] = set()
         self._recorders: dict[str, Recorder] = {}
+        self._unfinished: dict[str, Recorder] = {}
         self._detach: dict[str, Callable[[], None]] = {}
         self._making: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,6 +115,8 @@ class Recordings:
             self._close(session.id, "switched off")
         elif self._refusal is not None:
             raise RecordingRefused(self._refusal)
+        elif self._is_stuck():
+            raise RecordingRefused(STUCK)
         else:
             self._wanted.add(session.id)
             if session.stage in MOVING and self._running(session.id) is None:
@@ -196,6 +204,10 @@ class Recordings:
                 self._wanted.add(session_id)
         elif event == "session.started":
             if recorder is None and session_id in self._wanted:
+                if self._is_stuck():
+                    logger.error("session %s is not recorded: %s", session_id, STUCK)
+                    self._wanted.discard(session_id)
+                    return
                 recorder = self._begin(session)
             if recorder is not None:
                 recorder.begin(reason)
@@ -204,6 +216,10 @@ class Recordings:
         elif event == "session.error":
             # It may never be started again, and then nobody would close the file.
             self._close(session_id, reason)
+
+    def _is_stuck(self) -> bool:
+        """Whether too many that have ended are still being written."""
+        return sum(recorder.is_closing for recorder in self._unfinished.values()) >= MOST_UNFINISHED
 
     def _begin(self, session: Session) -> Recorder:
         policies = session.policies
@@ -226,7 +242,7 @@ class Recordings:
         path = self._library.new_path(session.id)
         subject = _subject(session, commit())
         recorder = Recorder(path, subject, self._limits, commit=commit, followed=followed, ended=ended)
-        self._recorders[session.id] = recorder
+        self._recorders[session.id] = self._unfinished[recorder.name] = recorder
         self._detach[recorder.name] = session.attach(recorder)
         logger.info("session %s is recorded as %s", session.id, recorder.name)
         return recorder
@@ -237,6 +253,7 @@ class Recordings:
             recorder.close(reason)
 
     def _ended(self, recorder: Recorder) -> None:
+        self._unfinished.pop(recorder.name, None)
         detach = self._detach.pop(recorder.name, None)
         if detach is not None:
             detach()
@@ -263,13 +280,15 @@ class Recordings:
                 self._making[name] = FAILED
                 logger.error("no dataset was made of recording %s: %s", name, error.strerror)
                 return
+        lines = [printable(line, 500) for line in said[-4096:].decode(errors="replace").strip().splitlines()]
         if code == 0:
             self._making.pop(name, None)
             logger.info("recording %s is a dataset now", name)
+            if lines:
+                logger.warning("the dataset of recording %s lacks something: %s", name, lines[-1])
         else:
             self._making[name] = FAILED
-            why = said.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
-            logger.error("no dataset was made of recording %s: %s", name, why[0])
+            logger.error("no dataset was made of recording %s: %s", name, lines[-1] if lines else f"exit code {code}")
 
     def _running(self, session_id: str) -> Recorder | None:
         recorder = self._recorders.get(session_id)

@@ -105,9 +105,14 @@ class Facts:
 
 
 class Source(Protocol):
-    """Where steps come from."""
+    """Where steps come from.
+
+    Attributes:
+        damage: where and why reading ended before the end of a damaged file; known when all was read.
+    """
 
     facts: Facts
+    damage: str | None
 
     def steps(self) -> Iterator[Step]:
         """All steps, episode after episode."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from service.motion.joints import SO100, Joint
@@ -11,6 +11,9 @@ from service.motion.joints import SO100, Joint
 SO100_ROBOT = "so100_follower"
 HEAD, END = "robojax", "robojax.end"
 FORMAT = "robojax-recording-1"
+# Of steps per second, of joints or cameras, and of letters in the name of one.
+LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e5
+MOST_NAMES, LONGEST_NAME = 1000, 200
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,59 @@ class Subject:
             if field.name not in found:
                 raise ValueError(f"{field.name} is missing")
             value = json.loads(found[field.name])
-            values[field.name] = tuple(value) if isinstance(value, list) else value
+            value = tuple(value) if isinstance(value, list) else value
+            if not _KINDS[field.name](value):
+                raise ValueError(f"{field.name} is {str(value)[:40]!r}")
+            values[field.name] = value
         subject = cls(**values)
         width = len(subject.joints)
-        if not (width and len(subject.features) == len(subject.low) == len(subject.high) == width and subject.rate > 0):
-            raise ValueError("joints, their names and their ranges differ in number, or it has no rate")
+        if not (width and len(subject.features) == len(subject.low) == len(subject.high) == width):
+            raise ValueError("joints, their names and their ranges differ in number")
         return subject
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_rate(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and LOWEST_RATE <= value <= HIGHEST_RATE
+
+
+def _are_names(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MOST_NAMES
+        and all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in value)
+        and len(set(value)) == len(value)
+    )
+
+
+def _are_bounds(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        one is None or (not isinstance(one, bool) and isinstance(one, int | float) and abs(one) < 1e30) for one in value
+    )
+
+
+def _is_time(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int) and 0 <= value < 1 << 63
+
+
+# Checked one by one: a file that a stranger wrote is listed beside all others.
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("session_id", "policy_path", "policy_type", "task", "version"), _is_text),
+    **dict.fromkeys(("commit", "robot_type", "owner"), _is_text_or_none),
+    **dict.fromkeys(("rate", "action_rate"), _is_rate),
+    **dict.fromkeys(("joints", "features", "cameras"), _are_names),
+    **dict.fromkeys(("low", "high"), _are_bounds),
+    **dict.fromkeys(("wall_ns", "monotonic_ns"), _is_time),
+    "is_dry_run": lambda value: isinstance(value, bool),
+    "limits": lambda value: value is None or isinstance(value, dict),
+}
 
 
 def feature_names(joints: Sequence[Joint]) -> tuple[tuple[str, ...], str | None]:

@@ -28,6 +28,7 @@ from hooks.serving.event_routes import blueprint as events_of
 from hooks.serving.pages import blueprint as pages_of
 from hooks.serving.visitor import is_here
 from jaxmodels.errors import HubError
+from jaxmodels.hub import limited, limits_of
 from service.auth.caller import caller_of
 from service.edge.origins import Origins
 from service.engine.engine import LoadPolicy, Policy
@@ -85,8 +86,12 @@ class Webhooks:
         self._hub = HubSource(
             cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
             limits=HubLimits(largest=settings.update_cache_bytes),
+            bounded=lambda seconds, size: limited(limits_of(None, seconds, size)),
         )
-        self._folders = FolderSource(self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies")
+        self._folders = FolderSource(
+            self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
+            largest=settings.update_cache_bytes,
+        )
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
         self._came_from_folder: dict[str, bool] = {}

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-HOWS = ("short", "cut", "corrupt", "hang", "stall", "drop")
+HOWS = ("short", "cut", "corrupt", "hang", "stall", "drop", "drip", "endless", "body")
 
 
 @dataclass
@@ -16,10 +16,13 @@ class Failure:
         pattern: a regular expression that is looked for in ``"GET /path?query"``.
         how: an HTTP status, or one of ``short`` (a body that ends early and says that this is all of it), ``cut``
             (the connection ends in the middle), ``corrupt`` (as many bytes, but others), ``hang`` (no answer at all),
-            ``stall`` (half of the body, then nothing), ``drop`` (the connection is closed at once).
+            ``stall`` (half of the body, then nothing), ``drop`` (the connection is closed at once), ``drip`` (a byte
+            of the body every 20 ms), ``endless`` (a body without an end), ``body`` (the one given here, or the right
+            one with other headers).
         times: how many requests it meets; None for all.
         code: ``X-Error-Code``, for a status.
         retry_after: seconds that a 429 asks the client to wait.
+        body, more: of a ``body``, and headers of it (or of a status).
         released: set it and what hangs goes on as a dropped connection.
         met: requests that it has met so far.
         held: answers that it has held back so far, of those that hang or stall.
@@ -30,6 +33,8 @@ class Failure:
     times: int | None = 1
     code: str = ""
     retry_after: int = 0
+    body: bytes | None = None
+    more: Mapping[str, str] = field(default_factory=dict)
     released: threading.Event = field(default_factory=threading.Event)
     met: int = 0
     held: int = 0
@@ -49,7 +54,7 @@ class Failure:
     @property
     def headers(self) -> Mapping[str, str]:
         """Of the answer with its status."""
-        named = {"X-Error-Code": self.code} if self.code else {}
+        named = {**({"X-Error-Code": self.code} if self.code else {}), **self.more}
         if self.how != 429:
             return named
         return {

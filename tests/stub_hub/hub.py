@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import http.server
+import itertools
 import json
 import threading
 from collections.abc import Mapping
@@ -192,6 +193,9 @@ class StubHub:
             return answer
         if failure.how == "corrupt":
             return replace(answer, body=corrupted(answer.body))
+        if failure.how == "body":
+            body = answer.body if failure.body is None else failure.body
+            return replace(answer, body=body, headers={**answer.headers, **failure.more})
         if failure.how == "short":
             return replace(answer, body=answer.body[: len(answer.body) // 2])
         return replace(answer, breaks=failure)
@@ -300,6 +304,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         sent = answer.body if self.command != "HEAD" else b""
         self.send_response(answer.status)
+        if answer.breaks is not None and answer.breaks.how in ("drip", "endless") and self.command != "HEAD":
+            self._go_on(answer)
+            return
         for name, value in {"Content-Length": str(len(answer.body)), "Connection": "close", **answer.headers}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -310,6 +317,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
         if answer.breaks.how == "stall":
             answer.breaks.hold()
+
+    def _go_on(self, answer: Answer) -> None:
+        """A body that comes too slowly, or for ever: until the client goes, or it is released."""
+        assert answer.breaks is not None
+        is_endless = answer.breaks.how == "endless"
+        length = {} if is_endless else {"Content-Length": str(len(answer.body))}
+        for name, value in {"Connection": "close", **length, **answer.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        # Without a length, the body ends with the connection.
+        pieces = itertools.repeat(bytes(1 << 16)) if is_endless else (answer.body[i : i + 1] for i in range(1 << 30))
+        for piece in pieces:
+            if answer.breaks.released.wait(0 if is_endless else 0.02):
+                return
+            self.wfile.write(piece)
+            self.wfile.flush()
 
     do_HEAD = do_POST = do_DELETE = do_PUT = do_GET
 

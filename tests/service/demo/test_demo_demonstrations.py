@@ -99,7 +99,7 @@ def test_a_recording_that_is_asked_to_end_leaves_nothing(tmp_path: Path):
     command = [sys.executable, "-m", "service.cli", "record-demo", str(tmp_path / "pick"), "--episodes", "400"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         deadline = time.monotonic() + 60
-        while not [*(tmp_path / "pick.partial").rglob("*.mp4")]:  # its workers are at work
+        while not [*tmp_path.glob("pick.*.partial/**/*.mp4")]:  # its workers are at work
             assert running.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)

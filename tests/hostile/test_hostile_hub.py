@@ -1,0 +1,257 @@
+"""A Hub that is slow, lies, or sends the client elsewhere: bounded in time, memory and disk, and nothing is left."""
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hooks.deployment.folder_source import FolderSource
+from hooks.errors import SourceError
+from jaxmodels import hub
+from jaxmodels.errors import HubError
+from tests.stub_hub import StubHub
+
+FILES = {"config.json": b'{"type": "act"}', "model.safetensors": bytes(range(256)) * 400}
+API, FILE = r"GET /api/models/", r"/resolve/"
+DEEP = b"[" * 100_000
+# Far beyond all limits below, and below what would have been waited without them.
+PROMPT = 30.0
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name, value in {"STALLED": 0.5, "ANSWER": 4.0, "GRACE": 2.5, "QUIET": 1.0, "LARGEST_ANSWER": 1 << 20}.items():
+        monkeypatch.setattr(hub, name, value)
+    with StubHub() as stub:
+        stub.push("someone/arm", FILES)
+        yield stub
+
+
+@pytest.fixture
+def fetch(stub: StubHub, tmp_path: Path):
+    def call(revision: str | None = None, **options: Any) -> Path:
+        where = {"endpoint": stub.url, "cache": tmp_path / "cache"}
+        return hub.fetch("someone/arm", revision, largest=1 << 30, **{**where, **options})
+
+    return call
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file() or path.is_symlink()}
+
+
+def assert_is_clean(folder: Path) -> None:
+    """Nothing outside of the repo's folder, and nothing in it that could be taken for a policy."""
+    deadline = time.monotonic() + PROMPT
+    while left := [path for path in files_of(folder) if path.name.endswith(".incomplete")]:
+        assert time.monotonic() < deadline, left  # a thread that was left behind removes its own
+        time.sleep(0.02)
+    inside = folder / "cache" / "models--someone--arm"
+    assert not [path for path in files_of(folder) if not path.is_relative_to(folder / "cache")]
+    assert not [path for path in files_of(inside / "refs") if path.is_file()]
+    assert not [path for path in files_of(inside / "snapshots") if path.name == "model.safetensors"]
+
+
+def listing(stub: StubHub, **other: Any) -> bytes:
+    """What the Hub says of the repo, with something else in it."""
+    repo = stub.repo("someone/arm")
+    return json.dumps({**repo._info("main", True), **other}).encode()
+
+
+def sibling(name: str, size: Any = 10) -> dict[str, Any]:
+    return {"rfilename": name, "size": size, "blobId": "0" * 40}
+
+
+TRANSFERS: list[tuple[str, str, int | str, dict[str, Any], str]] = [
+    ("drip", FILE + ".*model", "drip", {}, "too slow"),
+    ("stall", FILE + ".*model", "stall", {}, "cannot be reached|too slow"),
+    ("endless file", "GET .*" + FILE + ".*model", "endless", {}, "more bytes than it announced"),
+    ("endless answer", API, "endless", {}, "more bytes than it announced"),
+    ("slow answer", API, "drip", {}, "too slow"),
+    ("other bytes", FILE + ".*model", "corrupt", {}, "came with other bytes than the commit has"),
+    ("half", FILE + ".*model", "short", {}, "other bytes|did not answer as expected"),
+    ("retry after", FILE, 429, {"retry_after": 10**9}, "too slow|cannot be reached"),
+    ("retry after junk", FILE, 503, {"more": {"Retry-After": "-1, 1e9"}}, "too slow|cannot be reached"),
+    ("etag", FILE, "body", {"more": {"ETag": '"../../../../escaped"'}}, "no ETag"),
+    ("linked etag", FILE, "body", {"more": {"X-Linked-Etag": '"/tmp/escaped"'}}, "no ETag"),
+    ("commit", FILE, "body", {"more": {"X-Repo-Commit": "../../../escaped"}}, "answers with commit"),
+    ("other commit", FILE, "body", {"more": {"X-Repo-Commit": "a" * 40}}, "answers with commit"),
+    ("gzip", API, "body", {"more": {"Content-Encoding": "gzip"}}, "answers in 'gzip'"),
+    ("metadata address", API, 302, {"more": {"Location": "http://169.254.169.254/latest"}}, "not on the public"),
+    ("private address", "GET .*" + FILE, 302, {"more": {"Location": "http://10.0.0.1/"}}, "not on the public"),
+    ("file", API, 302, {"more": {"Location": "file:///etc/passwd"}}, "cannot be reached"),
+    ("loop", API, 302, {"more": {"Location": "/api/models/someone/arm"}}, "cannot be reached"),
+    ("deep", API, "body", {"body": DEEP}, "makes no sense"),
+    ("no object", API, "body", {"body": b"[1]"}, "makes no sense"),
+    ("error page", API, 500, {"more": {"X-Error-Message": "\x1b]0;x" * 100}}, "did not answer as expected"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "how", "details", "words"), [one[1:] for one in TRANSFERS],
+                         ids=[one[0] for one in TRANSFERS])  # fmt: skip
+def test_a_hostile_answer_ends_in_an_error_in_time_and_a_good_one_works_after_it(
+    fetch, stub: StubHub, tmp_path: Path, pattern: str, how: int | str, details: dict[str, Any], words: str
+) -> None:
+    failure = stub.script(pattern, how, times=None, **details)
+    began = time.monotonic()
+    with pytest.raises(HubError, match=words) as raised:
+        fetch()
+    assert time.monotonic() - began < PROMPT
+    assert len(str(raised.value)) < 600
+    failure.times = 0
+    failure.released.set()
+    assert_is_clean(tmp_path)
+    folder = fetch()
+    assert folder.name == stub.head("someone/arm")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+
+
+LISTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "commit": ({"sha": "../../../../escaped"}, "names commit"),
+    "no commit": ({"sha": None}, "names commit"),
+    "way out": ({"siblings": [sibling("policy_preprocessor_step_/../../../x.safetensors")]}, "names a file"),
+    "backslash": ({"siblings": [sibling("policy_preprocessor_step_\\..\\x.safetensors")]}, "names a file"),
+    "null": ({"siblings": [sibling("policy_preprocessor_step_\0.safetensors")]}, "names a file"),
+    "long": ({"siblings": [sibling(f"policy_preprocessor_step_{'x' * 999}.safetensors")]}, "names a file"),
+    "negative size": ({"siblings": [sibling("config.json", -(1 << 60))]}, "does not say how large"),
+    "no size": ({"siblings": [sibling("config.json", None)]}, "does not say how large"),
+    "too large": ({"siblings": [sibling("config.json", 1 << 60)]}, "allowed are"),
+    "text for a list": ({"siblings": "config.json"}, "makes no sense|lacks"),
+    "too many": ({"siblings": [sibling(f"{number}.txt") for number in range(20_000)]}, "more bytes than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LISTINGS)
+def test_a_listing_that_lies_is_refused_before_anything_is_fetched(
+    fetch, stub: StubHub, tmp_path: Path, what: str
+) -> None:
+    other, words = LISTINGS[what]
+    stub.script(API, "body", body=listing(stub, **other))
+    with pytest.raises(HubError, match=words):
+        fetch()
+    assert not [request for request in stub.requests if FILE in request.path]
+    assert_is_clean(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "revision", ["../../../../escaped", "/etc/passwd", "a/../b", ".hidden", "a\0b", "x" * 300, "a/"]
+)
+def test_a_revision_is_no_path(fetch, stub: StubHub, tmp_path: Path, revision: str) -> None:
+    with pytest.raises(HubError, match="is no revision"):
+        fetch(revision)
+    assert not stub.requests
+    assert not files_of(tmp_path)
+
+
+def test_a_commit_that_comes_between_listing_and_fetching_is_not_mixed_in(fetch, stub: StubHub) -> None:
+    first = stub.head("someone/arm")
+
+    def push(word: str) -> None:
+        if stub.head("someone/arm") == first:
+            stub.push("someone/arm", {"model.safetensors": b"another"})
+
+    folder = fetch(on_progress=push)
+    assert (folder.name, (folder / "model.safetensors").read_bytes()) == (first, FILES["model.safetensors"])
+    folder = fetch()
+    assert (folder.name, (folder / "model.safetensors").read_bytes()) == (stub.head("someone/arm"), b"another")
+
+
+def test_what_a_killed_download_left_is_compared_before_it_is_used(fetch, stub: StubHub) -> None:
+    folder = fetch()
+    note = folder.parents[1] / ".robojax" / f"{folder.name}.json"
+    note.unlink()  # killed between the last byte and the comparison
+    (folder / "model.safetensors").resolve().write_bytes(b"half")
+    assert (fetch() / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+class Unwanted(Exception):
+    """What a session that is deleted raises where it is told how much is done."""
+
+
+def test_a_download_ends_when_nobody_waits_for_it(fetch, stub: StubHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "GRACE", 600.0)
+    monkeypatch.setattr(hub, "STALLED", 600.0)
+    stub.script(FILE + ".*model", "drip", times=None)
+    is_unwanted = threading.Event()
+    threading.Timer(0.5, is_unwanted.set).start()
+
+    def tell(word: str) -> None:
+        if is_unwanted.is_set():
+            raise Unwanted
+
+    began = time.monotonic()
+    with pytest.raises(Unwanted):
+        fetch(on_progress=tell)
+    assert time.monotonic() - began < PROMPT
+    deadline = time.monotonic() + PROMPT
+    while any(thread.name == "hub-download" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_folder_exchanged_during_loads_is_one_of_both_and_called_so(tmp_path: Path) -> None:
+    versions = {"a": tmp_path / "a", "b": tmp_path / "b"}
+    for name, folder in versions.items():
+        folder.mkdir()
+        (folder / "config.json").write_text(name)
+        (folder / "model.safetensors").write_bytes(name.encode() * (1 << 18))
+    link, spare, is_over = tmp_path / "policy", tmp_path / "spare", threading.Event()
+    link.symlink_to("a")
+
+    def exchange() -> None:
+        for name in itertools.cycle("ba"):
+            if is_over.wait(0.001):
+                return
+            spare.symlink_to(name)
+            spare.replace(link)
+
+    async def load() -> list[str]:
+        source = FolderSource(tmp_path / "cache")
+        called = {await source.head(str(folder), None): name for name, folder in versions.items()}
+        codes = []
+        for _ in range(50):
+            try:
+                sha = await source.head(str(link), None)
+                folder = await source.fetch(str(link), sha, lambda word: None)
+            except SourceError as error:
+                codes.append(error.code)
+                continue
+            name = (folder / "config.json").read_text()
+            assert (folder / "model.safetensors").read_bytes() == name.encode() * (1 << 18)
+            assert called[sha] == name
+        return codes
+
+    exchanging = threading.Thread(target=exchange, daemon=True)
+    exchanging.start()
+    try:
+        codes = asyncio.run(load())
+    finally:
+        is_over.set()
+        exchanging.join()
+    assert set(codes) <= {"changed_meanwhile"}
+    assert len(codes) < 50
+
+
+def test_a_folder_larger_than_allowed_is_not_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 20)
+
+    async def load() -> None:
+        source = FolderSource(tmp_path / "cache", largest=1 << 19)
+        await source.fetch(str(folder), await source.head(str(folder), None), lambda word: None)
+
+    with pytest.raises(SourceError, match="allowed are 524288") as raised:
+        asyncio.run(load())
+    assert raised.value.code == "too_large"
+    assert not files_of(tmp_path / "cache")

@@ -1,0 +1,387 @@
+"""Files that claim more than they hold, pipes, damage at any byte, a process killed at any moment, two at once."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import zstandard
+from mcap.data_stream import RecordBuilder
+from mcap.records import Channel, Chunk, DataEnd, Footer, Header, Message, Metadata, Schema
+from mcap.writer import MCAP0_MAGIC
+
+from jaxmodels.data import DatasetWriter, open_dataset, parquet_file
+from jaxmodels.errors import DatasetError
+from service.recording import mcap_reader
+from service.recording.dataset_writer import write_dataset
+from service.recording.library import Library
+from service.recording.mcap_reader import McapSource
+from service.recording.recorder import Recorder, RecorderLimits
+from service.recording.sources import open_source
+from service.recording.steps import RecordingError
+from service.recording.subject import HEAD
+from tests.service.recording.conftest import record
+from tests.service.recording.robot import play, subject
+
+__all__ = ["record"]
+ROOT = Path(__file__).parents[2]
+# Bytes that a process may have more than it needs for its imports: what is claimed is far beyond.
+ROOM = 600 << 20
+
+
+def built(*records: Any, about: dict[str, str] | None = None, ended: bool = True) -> bytes:
+    """An MCAP file of these records, with what it is about at its head."""
+    file = RecordBuilder()
+    file.write(MCAP0_MAGIC)
+    Header("", "robojax").write(file)
+    Metadata(HEAD, subject(cameras=()).to_metadata() if about is None else about).write(file)
+    for one in records:
+        file.write(one) if isinstance(one, bytes) else one.write(file)
+    if ended:
+        DataEnd(0).write(file)
+        Footer(0, 0, 0).write(file)
+        file.write(MCAP0_MAGIC)
+    return file.end()
+
+
+def chunk(content: bytes, size: int | None = None, *, data: bytes | None = None, compression: str = "zstd") -> Chunk:
+    data = zstandard.compress(content) if data is None else data
+    return Chunk(compression, data, 0, 0, 0, len(content) if size is None else size)
+
+
+def zeros(size: int) -> bytes:
+    """A frame that decompresses to so many zeros, made piece by piece."""
+    packing = zstandard.ZstdCompressor(level=3).compressobj(size=size)
+    pieces = [packing.compress(bytes(1 << 20)) for _ in range(size >> 20)]
+    return b"".join([*pieces, packing.flush()])
+
+
+def message(topic: str, data: bytes) -> bytes:
+    """A channel and a message in it, as a chunk's content."""
+    inside = RecordBuilder()
+    Schema(1, b"{}", "jsonschema", "x").write(inside)
+    Channel(1, topic, "json", {}, 1).write(inside)
+    Message(1, 0, data, 0, 0).write(inside)
+    return inside.end()
+
+
+def long_record(kind: int, length: int) -> bytes:
+    return bytes([kind]) + length.to_bytes(8, "little")
+
+
+LOOK = """
+    import resource, sys
+    from pathlib import Path
+    import service.cli.recordings as command
+    from service.recording.sources import open_source
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + %d, used + %d))
+    from typer.testing import CliRunner
+    found = CliRunner().invoke(command.app, ["info", sys.argv[1]])
+    print(found.exit_code, repr(found.exception), found.output)
+"""
+
+
+def look(path: Path) -> str:
+    """What ``robojax recordings info`` says in a process that has little memory and little time."""
+    code = textwrap.dedent(LOOK) % (ROOM, ROOM)
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_a_bomb_of_64_kb_is_refused_with_its_name_and_both_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.mcap"
+    path.write_bytes(built(chunk(b"", 2 << 30, data=zeros(2 << 30))))
+    assert path.stat().st_size < 200_000
+    said = look(path)
+    assert said.startswith("2 ")
+    assert f"bomb.mcap: the chunk that ends at byte {path.stat().st_size - 50}" in said
+    assert str(2 << 30) in said
+    assert str(mcap_reader.LARGEST_RECORD) in said
+
+
+# What is in a file -> what is said of it: RecordingError (refused), or the text of its damage.
+CLAIMS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "chunk of more than it claims": (lambda: built(chunk(b"", 1000, data=zeros(1 << 30))), "has more"),
+    "chunk of less than it claims": (lambda: built(chunk(b"", 1000, data=zstandard.compress(b"1"))), "and has 1"),
+    "many chunks of zeros": (lambda: built(*[chunk(b"", 8 << 20, data=zeros(8 << 20))] * 40), "kind 0"),
+    "many chunks": (lambda: built(*[chunk(message("/a", b'"' + b" " * (8 << 20) + b'"'))] * 40), "times the file"),
+    "a record of 2^63 bytes": (lambda: built(long_record(6, 1 << 63)), "it ends there"),
+    "a record of 2^64-1 bytes": (lambda: built(long_record(5, (1 << 64) - 1)), "it ends there"),
+    "a hole": (lambda: built(bytes(100_000)), "kind 0"),
+    "a message without a head": (lambda: built(long_record(5, 3) + b"abc"), "unpack"),
+    "deep": (lambda: built(chunk(message("/events", b"[" * 50_000))), "Recursion"),
+    "wide": (lambda: built(chunk(message("/events", b"[" + b"[]," * 1_000_000 + b"0]"))), "values; allowed"),
+    "another compression": (lambda: built(chunk(b"x", data=b"x", compression="brotli")), "kind 120"),
+    "many digits": (lambda: built(chunk(message("/events", b"9" * 100_000))), "digits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_a_file_claims_is_not_believed(tmp_path: Path, claim: str) -> None:
+    build, words = CLAIMS[claim]
+    path = tmp_path / "a.mcap"
+    path.write_bytes(build())
+    source = McapSource(path)
+    source.outcome = mcap_reader.Outcome("off")  # as if its end were whole
+    found, said = [], ""
+    try:
+        found = list(source.steps())
+    except RecordingError as error:
+        said = str(error)
+    assert found == []
+    said = said or source.damage or ""
+    assert "a.mcap" in said
+    assert words in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("rate", rate) for rate in (1e-300, 1e300, 0, -1, "20", True, None, 10**400)],
+        *[("wall_ns", at) for at in ("0", -1, 1 << 70, None)],
+        *[("joints", names) for names in ("Rotation", [1], [["a"]], ["a"] * 6, {}, ["x" * 1000] * 6)],
+        ("low", [None] * 5 + ["0"]),
+        ("high", [1e308] * 6),
+        ("session_id", {"a": 1}),
+        ("owner", ["ann"]),
+        ("limits", "none"),
+    ],
+)
+def test_what_a_file_is_about_is_checked_value_by_value(tmp_path: Path, name: str, value: object) -> None:
+    about = {**subject().to_metadata(), name: json.dumps(value)}
+    path = tmp_path / "a.mcap"
+    path.write_bytes(built(about=about))
+    with pytest.raises(RecordingError, match=rf"a\.mcap cannot be read .*({name}|differ in number|digits)"):
+        McapSource(path)
+    # One that a stranger put there does not keep the others from being listed.
+    (entry,) = Library(tmp_path).entries()
+    assert entry.state == "unreadable"
+
+
+def test_gaps_of_years_are_not_filled_with_steps(record, tmp_path: Path) -> None:
+    path = record(episodes=1)
+    source = McapSource(path)
+    whole = list(source.messages())
+    late = [(topic, at + (10**18 if number > len(whole) // 2 else 0), found)
+            for number, (topic, at, found) in enumerate(whole)]  # fmt: skip
+    source.messages = lambda: iter(late)  # type: ignore[method-assign]
+    steps = list(source.steps())
+    assert len(steps) == 12
+    assert {step.episode for step in steps} == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["a.mcap", "dataset/meta/episodes.jsonl", "dataset/meta/info.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".jsonl"):
+        info = {"codebase_version": "v2.1", "fps": 1, "total_episodes": 1, "total_frames": 1,
+                "features": {"action": {"dtype": "float32", "shape": [1]}}}  # fmt: skip
+        (path.parent / "info.json").write_text(json.dumps(info))
+    os.mkfifo(path)
+    ended: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            open_source(path if path.suffix == ".mcap" else tmp_path / "dataset")
+        except RecordingError as error:
+            ended.append(error)
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(20)
+    assert ended, "it waits for somebody to write"
+    assert Library(tmp_path).entries() == []
+
+
+def test_letters_that_drive_a_terminal_are_not_printed(tmp_path: Path) -> None:
+    said = "\x1b]0;owned\x07\x1b[2J\u202egnp"
+    path = tmp_path / "a.mcap"
+    path.write_bytes(built(about=subject(session_id=said, task=said, cameras=()).to_metadata()))
+    shown = look(path)
+    assert "owned" in shown
+    assert not set(said[:1] + "\x07\u202e") & set(shown)
+
+
+def test_a_file_cut_at_any_byte_is_read_as_far_as_it_goes_and_says_so(record, tmp_path: Path) -> None:
+    whole = record(episodes=1, size=(16, 16), cameras=()).read_bytes()
+    cut, counts, said = tmp_path / "cut.mcap", set(), set()
+    # All of the end, where each record is short, and a step that meets every kind of place before.
+    sizes = [*range(0, len(whole) - 400, 61), *range(len(whole) - 400, len(whole))]
+    for size in sizes:
+        cut.write_bytes(whole[:size])
+        try:
+            source = McapSource(cut)
+        except RecordingError as error:
+            said.add("cut.mcap" in str(error))
+            continue
+        counts.add(len(list(source.steps())))
+        assert not source.facts.is_whole
+        assert source.outcome.state == "interrupted"
+    assert counts <= {0, 12}
+    assert said == {True}
+
+
+def test_a_byte_that_is_another_is_found_or_changes_nothing(record, tmp_path: Path) -> None:
+    path = record(episodes=1, size=(16, 16))
+    whole, dice = path.read_bytes(), random.Random(0)
+    flipped, said = tmp_path / "flipped.mcap", 0
+    for _ in range(300):
+        content = bytearray(whole)
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        flipped.write_bytes(content)
+        try:
+            source = McapSource(flipped)
+            steps = list(source.steps())
+        except RecordingError:
+            said += 1
+        else:
+            is_said = source.damage is not None or not source.facts.is_whole
+            assert len(steps) == 12 or is_said or len(steps) == 0
+            said += is_said
+    assert said > 100
+
+
+KILLED = """
+    import pathlib, sys, time
+    from service.recording import recorder
+    from tests.service.recording.robot import play, subject
+    recorder._FLUSH = recorder._NAP = 0.001
+    one = recorder.Recorder(pathlib.Path(sys.argv[1]), subject(cameras=()))
+    print("begun", flush=True)
+    while True:
+        play(one, episodes=1, cameras=())
+        time.sleep(0.002)
+"""
+
+
+def test_a_recorder_killed_at_any_moment_leaves_what_can_be_exported(tmp_path: Path) -> None:
+    moments, dice, exported = 2, random.Random(1), 0
+    for number in range(moments):
+        path = tmp_path / f"{number}.mcap"
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(KILLED), str(path)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            deadline = time.monotonic() + 30
+            while not (path.exists() and path.stat().st_size > 10_000):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            time.sleep(dice.random() * 0.1)
+        finally:
+            process.kill()
+            process.communicate()
+        source = McapSource(path)
+        assert source.outcome.state == "interrupted"
+        assert not source.facts.is_whole
+        writer = write_dataset(tmp_path / f"set-{number}", source.facts, source.steps())
+        assert source.damage is None
+        assert len(open_dataset(tmp_path / f"set-{number}")) == writer.frames > 0
+        exported += 1
+    assert exported == moments
+
+
+def test_two_exports_into_one_folder_leave_one_whole_dataset_and_what_was_killed_is_removed(
+    record, tmp_path: Path
+) -> None:
+    source, folder = McapSource(record(episodes=1)), tmp_path / "set"
+    killed = tmp_path / "set.4194304-0123abcd.partial"  # no process has this number
+    (killed / "meta").mkdir(parents=True)
+    foreign = tmp_path / "set.mine.partial"
+    foreign.mkdir()
+    steps = list(source.steps())
+    begun, go_on = threading.Event(), threading.Event()
+    failures: list[str] = []
+
+    def first() -> None:
+        def slowly():
+            yield from steps[:6]
+            begun.set()
+            assert go_on.wait(30)
+            yield from steps[6:]
+
+        try:
+            write_dataset(folder, source.facts, slowly())
+        except RecordingError as error:
+            failures.append(str(error))
+
+    writing = threading.Thread(target=first, daemon=True)
+    writing.start()
+    assert begun.wait(30)
+    write_dataset(folder, source.facts, steps)
+    go_on.set()
+    writing.join(30)
+    assert len(failures) == 1
+    assert "made by somebody else meanwhile" in failures[0]
+    assert len(open_dataset(folder)) == len(steps)
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == [foreign.name]
+
+
+def test_a_table_that_unfolds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Limits that are small, so that the table may be, too.
+    monkeypatch.setattr(parquet_file, "VALUES_BASE", 1 << 16)
+    names = ["Rotation"]
+    with DatasetWriter(tmp_path / "set", fps=20, joint_names=names) as writer:
+        zero = pa.array([0.0], pa.float32()).to_numpy()
+        for _ in range(20):
+            writer.add({"observation.state": zero, "action": zero})
+        writer.end_episode("nothing")
+    data = tmp_path / "set/data/chunk-000/file-000.parquet"
+    table, rows = parquet.read_table(data), 20
+    wide = pa.FixedSizeListArray.from_arrays(pa.array([0.0] * (rows * 300_000), pa.float32()), 300_000)
+    table = table.set_column(table.column_names.index("action"), "action", wide)
+    parquet.write_table(table, data, compression="zstd")
+    assert data.stat().st_size < 40_000
+    with pytest.raises(DatasetError, match=r"action would take \d+ bytes of memory; allowed are"):
+        open_dataset(tmp_path / "set").vectors("action")
+    many = pa.table({name: pa.array([0] * 200_000) for name in ("episode_index", "frame_index", "task_index")})
+    parquet.write_table(many.append_column("timestamp", pa.array([0.0] * 200_000)), data, compression="zstd")
+    with pytest.raises(DatasetError, match=r"200000 rows; allowed are \d+ in a file of its size"):
+        open_dataset(tmp_path / "set")
+
+
+def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: Path) -> None:
+    # A pipe that somebody holds open and never reads: writes block for ever.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    limits = RecorderLimits(queue_bytes=200_000, queue_items=500)
+    recorder = Recorder(tmp_path / "a.mcap", subject(), limits, open_file=lambda path: pipe.open("wb", buffering=0))
+    try:
+        for _ in range(60):
+            play(recorder, episodes=1, size=(120, 160))
+        assert recorder.dropped > 0
+        assert len(recorder._queue) <= 500
+        assert recorder._put - recorder._taken <= 200_000
+        recorder.close()
+        assert not recorder.join(0.05)
+    finally:
+        os.close(reader)  # writes fail from here on
+    assert recorder.join(30)
+    assert recorder.state == "failed"
