@@ -49,13 +49,13 @@ class Observation:
 
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
-        files: camera to a JPEG or PNG file that is not decoded yet.
+        files: camera to a JPEG or PNG file that is not decoded yet; as text in base64.
         joints: wire name to value, as it came; empty when there was none.
         prompt: what is to be done, or None.
     """
 
     frames: Mapping[str, np.ndarray] = field(default_factory=dict)
-    files: Mapping[str, bytes | memoryview] = field(default_factory=dict)
+    files: Mapping[str, bytes | memoryview | str] = field(default_factory=dict)
     joints: Mapping[str, float] = field(default_factory=dict)
     prompt: str | None = None
 
@@ -107,9 +107,7 @@ def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Obser
             wrong.append(f"camera {printable(str(name)[:64])!r} is unknown")
         elif isinstance(picture, np.ndarray):
             frames[name] = pictures.raw(name, picture, wanted.pixels)
-        elif isinstance(picture, str):
-            files[name] = pictures.from_base64(name, picture)
-        elif isinstance(picture, memoryview):
+        elif isinstance(picture, str | memoryview):
             files[name] = picture
         else:
             wrong.append(f"camera {name!r}: wanted an array, or a JPEG or PNG file")
