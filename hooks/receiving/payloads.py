@@ -17,11 +17,11 @@ NEEDED = ("event", "repo", "webhook")
 SHOWN = 5
 LONGEST = 512  # letters of a fact; listings have those of many events, and a body could be one name of 5 MB
 AT_ONCE = 500
-QUICK = 1 << 16
+QUICK, QUICK_VALUES = 1 << 16, 4096
 REFS = 1000  # that moved at once, and are looked at; the Hub tells of one
-# Values of a body: reading 5 MB of nothing else would keep all other threads waiting for 0.7 s. 10,000 files have 50,000.
+# Values of a body, and escaped letters: reading 5 MB of nothing else would keep all other threads waiting for 0.7 s. A
+# listing of 10,000 files has 50,000.
 VALUES = 1 << 18
-VALUES_AT_ONCE = 4096
 DIGITS = 640  # of a number; the time for more goes with the square
 _FILES = TypeAdapter(list[WebhookPayloadUpdatedFile])
 # Models of these need no more than the three parts; a subclass of the user may.
@@ -59,19 +59,22 @@ def parse(body: bytes) -> Any:
     Raises:
         Unusable: it is none, or has more than ``VALUES``.
     """
-    # Each value but the first stands behind one of these.
-    count = sum(map(body.count, (b",", b"[", b"{")))
-    if count > VALUES:
+    if _values(body) > VALUES or body.count(b"\\") > VALUES:
         raise Unusable("the body has too many values")
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False) if count <= VALUES_AT_ONCE else _parse_slowly(body)
+        return pydantic_core.from_json(body, allow_inf_nan=False) if is_quick(body) else _parse_slowly(body)
     except (ValueError, RecursionError):
         raise Unusable("the body is no JSON") from None
 
 
 def is_quick(body: bytes) -> bool:
     """Whether all that is done with a body before it is accepted can be done on the event loop."""
-    return len(body) <= QUICK
+    return len(body) <= QUICK and _values(body) <= QUICK_VALUES
+
+
+def _values(body: bytes) -> int:
+    # Each value but the first stands behind one of these.
+    return sum(map(body.count, (b",", b"[", b"{")))
 
 
 def facts_of(data: object) -> Facts:
@@ -165,7 +168,7 @@ def _with_files(payload: BaseModel, files: list[Any]) -> BaseModel:
 
 
 def _parse_slowly(body: bytes) -> Any:
-    """As pydantic reads it, in Python code, which hands the lock on."""
+    """As pydantic reads it, in Python code, five times slower: other threads get their turns meanwhile."""
 
     def text(raw: str, start: int, strict: bool = True) -> tuple[str, int]:
         found, end = scanstring(raw, start, strict)
