@@ -25,6 +25,9 @@ WAITING = 10_000  # lines that may wait for a slow disk or terminal; more are le
 _ONE_LINE = {number: repr(chr(number))[1:-1] for number in (*range(32), 127, 0x2028, 0x2029)}
 LAST_WORDS = 1.0  # seconds that the end of the process waits for them
 
+# Characters of a message that strangers may have written parts of; to mask as many takes 2 ms.
+LONGEST = 1 << 13
+# Each reads a text once, however it goes on: 16 KiB of "a.a.a" took 1.5 s.
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
@@ -35,9 +38,11 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), r"\1 ***"),
     (re.compile(r"\bhf_[A-Za-z0-9]{8,}"), "hf_***"),
-    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), "***"),
+    # A run of such letters is looked through once, for the first that could begin there: if it is none, none is.
+    (re.compile(r"(?<![\w-])((?>[\w-]*?(?=\beyJ)))eyJ[\w-]{8,}+\.[\w-]++\.[\w-]*"), r"\1***"),
     (re.compile(r"\brj[kotx]_[A-Za-z0-9_-]{8,}"), "rj*_***"),
-    (re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/@\s]+@"), r"\1***@"),
+    # Of a URL's scheme, the last letter: there may be any number of them.
+    (re.compile(r"(?i)([a-z0-9+.-]://)[^/@\s]++@"), r"\1***@"),
 )
 # An absolute path keeps its last part; paths of URLs follow a host and are left alone.
 _FOLDERS = re.compile(r"(?<![\w:/.>}-])/(?:[\w.@+-]+/)+([\w.@+-]*)")
@@ -55,6 +60,13 @@ def masked(text: str) -> str:
     return _FOLDERS.sub(r".../\1", without_secrets(text))
 
 
+def _shortened(message: str) -> str:
+    """As much of a message as is worth masking. A word that is cut could be half of a secret, and is left out."""
+    if len(message) <= LONGEST:
+        return message
+    return f"{message[:LONGEST].rpartition(' ')[0]} ... ({len(message)} characters)"
+
+
 class RecentLogs(logging.Handler):
     """The newest records, already masked; an exception only leaves its type, never its traceback."""
 
@@ -70,7 +82,7 @@ class RecentLogs(logging.Handler):
             message = str(record.msg)
         if record.exc_info and record.exc_info[0] is not None:
             message += f" ({record.exc_info[0].__name__})"
-        self._lines.append((record.levelno, _line(record, masked(message))))
+        self._lines.append((record.levelno, _line(record, masked(_shortened(message)))))
 
     def newest(self, limit: int, level: int = logging.NOTSET) -> list[Mapping[str, Any]]:
         """At most ``limit`` lines of at least ``level``, oldest first."""
@@ -157,7 +169,7 @@ class Background(logging.Handler):
         """Take one record; what it refers to may change later, so its text is made now."""
         kept = copy.copy(record)
         try:
-            kept.msg, kept.args = record.getMessage(), None
+            kept.msg, kept.args = _shortened(record.getMessage()), None
         except (TypeError, ValueError):  # a log call with wrong arguments must not fail its caller
             kept.args = None
         if record.exc_info:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from hooks.receiving.event import Answer, Event, Status
 from hooks.receiving.inbox import Inbox
 from hooks.receiving.keeper import Keeper
 from hooks.receiving.ledger import Arrival, Place, Verdict
+from hooks.receiving.payloads import is_quick
 from hooks.receiving.rates import Rates
 from hooks.receiving.reply import Reply
 from hooks.receiving.settings import ReceiverSettings
@@ -104,7 +106,9 @@ class Intake:
         until = time.monotonic() + min(endpoint.answer_within, longest)
         content = await read(endpoint, request, self.settings, self.rates)
         request.body = content
-        arrival = arrival_of(endpoint, request, content)
+        # In a thread where it may take long: as much is a listing of hundreds of files.
+        how = partial(arrival_of, endpoint, request, content)
+        arrival = how() if is_quick(content) else await asyncio.to_thread(how)
         reply = Reply() if endpoint.mode == "reply" and arrival.status is not Status.IGNORED else None
         task = asyncio.create_task(self._accept(endpoint, arrival, reply, request))
         self._tasks.add(task)

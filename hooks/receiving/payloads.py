@@ -1,9 +1,12 @@
 """Bodies become payloads: what has to be there is checked, all else is taken as it comes."""
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from json.decoder import JSONArray, JSONObject, scanstring  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
+from json.scanner import py_make_scanner  # pyright: ignore[reportAttributeAccessIssue] - likewise
+from typing import Any, NoReturn
 
 import pydantic_core
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -14,6 +17,12 @@ NEEDED = ("event", "repo", "webhook")
 SHOWN = 5
 LONGEST = 512  # letters of a fact; listings have those of many events, and a body could be one name of 5 MB
 AT_ONCE = 500
+QUICK, QUICK_VALUES = 1 << 16, 4096
+REFS = 1000  # that moved at once, and are looked at; the Hub tells of one
+# Values of a body, and escaped letters: reading 5 MB of nothing else would keep all other threads waiting for 0.7 s. A
+# listing of 10,000 files has 50,000.
+VALUES = 1 << 18
+DIGITS = 640  # of a number; the time for more goes with the square
 _FILES = TypeAdapter(list[WebhookPayloadUpdatedFile])
 # Models of these need no more than the three parts; a subclass of the user may.
 _PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
@@ -45,21 +54,34 @@ class Facts:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON of a body.
+    """The JSON of a body. One with many values takes a while, in which other threads have their turns.
 
     Raises:
-        Unusable: it is none.
+        Unusable: it is none, or has more than ``VALUES``.
     """
+    if _values(body) > VALUES or body.count(b"\\") > VALUES:
+        raise Unusable("the body has too many values")
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError:
+        return pydantic_core.from_json(body, allow_inf_nan=False) if is_quick(body) else _parse_slowly(body)
+    except (ValueError, RecursionError):
         raise Unusable("the body is no JSON") from None
+
+
+def is_quick(body: bytes) -> bool:
+    """Whether all that is done with a body before it is accepted can be done on the event loop."""
+    return len(body) <= QUICK and _values(body) <= QUICK_VALUES
+
+
+def _values(body: bytes) -> int:
+    # Each value but the first stands behind one of these.
+    return sum(map(body.count, (b",", b"[", b"{")))
 
 
 def facts_of(data: object) -> Facts:
     """From any JSON; it need not be a payload of the Hub."""
     event, repo, webhook = (_part(data, name) for name in NEEDED)
     refs = data.get("updatedRefs") if isinstance(data, Mapping) else None
+    refs = refs[:REFS] if isinstance(refs, list) else None
     return Facts(
         webhook_id=_text(webhook, "id"),
         repo_id=_text(repo, "id"),
@@ -143,6 +165,27 @@ def _with_files(payload: BaseModel, files: list[Any]) -> BaseModel:
     with suppress(ValidationError):
         payload.updatedFiles = [file for few in some for file in _FILES.validate_python(few)]
     return payload
+
+
+def _parse_slowly(body: bytes) -> Any:
+    """As pydantic reads it, in Python code, five times slower: other threads get their turns meanwhile."""
+
+    def text(raw: str, start: int, strict: bool = True) -> tuple[str, int]:
+        found, end = scanstring(raw, start, strict)
+        found.encode()  # half a surrogate, which no database takes
+        return found, end
+
+    def refuse(literal: str) -> NoReturn:
+        raise ValueError(literal)
+
+    def integer(digits: str) -> int:
+        return int(digits) if len(digits) <= DIGITS else refuse("a number")
+
+    decoder: Any = json.JSONDecoder(parse_constant=refuse, parse_int=integer)
+    # As the json package does where it has no C code.
+    decoder.parse_object, decoder.parse_array, decoder.parse_string = JSONObject, JSONArray, text
+    decoder.scan_once = py_make_scanner(decoder)
+    return decoder.decode(body.decode())
 
 
 def _few(names: Any) -> tuple[str, ...]:

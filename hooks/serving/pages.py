@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,7 @@ from hooks.receiving.endpoint import Endpoint
 from hooks.receiving.receiver import Receiver
 from hooks.serving import documents, landing
 from hooks.serving.landing import Shown
-from hooks.serving.visitor import is_here
-
-# What a URL may be made of: a Host header is anybody's text.
-HOST = re.compile(r"[A-Za-z0-9.-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+from hooks.serving.visitor import HOST, is_here
 
 
 def shown(receiver: Receiver) -> list[Shown]:

@@ -1,15 +1,17 @@
 """Who may look at events: whoever has the secret, or sits at this machine."""
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from sanic import HTTPResponse, Request
 from sanic.response import json
 
 from hooks.signatures import is_secret
 
+# What a Host header, and behind its scheme an Origin, may be made of: either is anybody's text.
+HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::\d{1,5})?")
 # A proxy or a tunnel on this machine makes everybody look as if they sat here; these tell that it was one.
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "cf-connecting-ip", "ngrok-trace-id", "via")
 
@@ -20,11 +22,10 @@ def is_here(request: "Request[Any, Any]") -> bool:
         return False
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     # A page of a foreign name may resolve to this machine, or post to it: its Host or Origin gives it away.
-    try:
-        named, page = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
-    except ValueError:  # a bracket that does not close
+    named = HOST.fullmatch(host)
+    if named is None or not _is_loopback((named["name"] or named["address"]).lower()):
         return False
-    if not _is_loopback(named) or (origin and page != host):
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return False
     return _is_loopback(request.ip)
 

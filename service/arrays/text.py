@@ -3,15 +3,27 @@
 import json
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
 
-from service.arrays.limits import Allowance, ArrayLimits, check_finite, check_name, read_dtype, read_shape, refusal
+from service.arrays.limits import (
+    MAX_RANK,
+    Allowance,
+    ArrayLimits,
+    check_finite,
+    check_name,
+    read_dtype,
+    read_shape,
+    refusal,
+)
+from service.edge.bounded_json import as_text, has_many_values, loads, loads_slowly
 from service.errors import InvalidRequest
 
-# Python's encoder keeps every other thread waiting until it is done: a millisecond at a time is enough.
+# Python's encoder and decoder keep every other thread waiting until they are done: a millisecond at a time is enough.
 _AT_ONCE = 1024
+_VALUES = 4096
 
 
 def decode(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -69,7 +81,10 @@ def _parse(body: bytes) -> Any:
         raise ValueError(f"{literal} is no JSON")
 
     try:
-        return json.loads(body, parse_constant=refuse)
+        text = as_text(body)
+        if has_many_values(text, _VALUES):
+            return loads_slowly(text, parse_constant=refuse)
+        return loads(text, _VALUES, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("JSON decode error; wanted JSON, whose numbers are finite", ("body",)) from error
 
@@ -95,12 +110,29 @@ def _read(name: str, value: object, allowance: Allowance, usual: str | None) -> 
 
 def _numbers(name: str, value: object) -> np.ndarray:
     try:
-        array = np.array(value)
-    except (ValueError, OverflowError, RecursionError) as error:
+        array = _array(value)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise refusal(name, "is no array; wanted a number, or nested lists of numbers of equal length") from error
     if array.dtype.kind not in "biuf":
         raise refusal(name, "is no array of numbers; wanted a number, or nested lists of numbers of equal length")
     return array
+
+
+def _array(value: object, rank: int = MAX_RANK) -> np.ndarray:
+    """``np.array``, of a thousand numbers at a time where there are more."""
+    if not isinstance(value, list) or not value or not rank:
+        return np.array(value)
+    each, part = 1, value[0]
+    for _ in range(rank):
+        if not isinstance(part, list) or not part:
+            break
+        each, part = each * len(part), part[0]
+    if each * len(value) <= _AT_ONCE:
+        return np.array(value)
+    if each > _AT_ONCE:
+        return np.stack([_array(part, rank - 1) for part in value])
+    step, parts = max(_AT_ONCE // each, 1), iter(value)
+    return np.concatenate([np.array(few) for few in iter(lambda: list(islice(parts, step)), [])])
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:

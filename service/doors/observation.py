@@ -49,13 +49,13 @@ class Observation:
 
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
-        files: camera to a JPEG or PNG file that is not decoded yet.
+        files: camera to a JPEG or PNG file that is not decoded yet; as text in base64.
         joints: wire name to value, as it came; empty when there was none.
         prompt: what is to be done, or None.
     """
 
     frames: Mapping[str, np.ndarray] = field(default_factory=dict)
-    files: Mapping[str, bytes | memoryview] = field(default_factory=dict)
+    files: Mapping[str, bytes | memoryview | str] = field(default_factory=dict)
     joints: Mapping[str, float] = field(default_factory=dict)
     prompt: str | None = None
 
@@ -101,15 +101,13 @@ def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Obser
     images = message.get("images", {})
     if not isinstance(images, Mapping):
         raise InvalidRequest("images: wanted a map from camera to picture", ("body", "images"))
-    frames, files = {}, {}
+    frames, files, known = {}, {}, set(wanted.cameras)
     for name, picture in images.items():
-        if name not in wanted.cameras:
+        if name not in known:
             wrong.append(f"camera {printable(str(name)[:64])!r} is unknown")
         elif isinstance(picture, np.ndarray):
             frames[name] = pictures.raw(name, picture, wanted.pixels)
-        elif isinstance(picture, str):
-            files[name] = pictures.from_base64(name, picture)
-        elif isinstance(picture, memoryview):
+        elif isinstance(picture, str | memoryview):
             files[name] = picture
         else:
             wrong.append(f"camera {name!r}: wanted an array, or a JPEG or PNG file")
@@ -163,7 +161,8 @@ def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) 
 def _named(state: Mapping[Any, Any], table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:
     update = table.read(state)
     if update.dropped:
-        strange = sorted(str(name)[:40] for name in state if name not in table.names)[:4]
+        # A set: 4096 names against a list of 256 joints take 20 ms.
+        strange = sorted(str(name)[:40] for name in state.keys() - set(table.names))[:4]
         known = f"; {', '.join(map(printable, strange))} is none of {', '.join(table.names)}" if strange else ""
         wrong.append("state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()) + known)
         return {}

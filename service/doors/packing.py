@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import msgpack
@@ -15,12 +16,20 @@ import numpy as np
 
 from service.arrays.limits import DTYPES, MAX_RANK
 from service.arrays.reader import Reader
-from service.edge.unique import Repeated, once
+from service.edge.bounded_json import Repeated, as_text, has_many_values, loads, once
+from service.engine.worker import call_in_thread
 from service.errors import InvalidRequest, TooLarge
 
 # Pictures in base64 are only taken apart, not parsed; but a megabyte of small values would keep the loop for 40 ms.
 LARGEST_JSON = 4 << 20
 _JSON_VALUES = 4096
+# Characters that are read on the loop; more are read in a thread, which keeps Python's lock for 5 ms at a time.
+_AT_ONCE = 1 << 17
+# Backslashes, which base64 has none of (some write \\/ for its /), and characters that are in no string: a long text
+# of either takes five times as long to read.
+_ESCAPES = 1 << 17
+_BARE = 1 << 17
+_NICENESS = 5
 # An observation has fewer than a hundred; as many as this take half a millisecond to read.
 _VALUES = 512
 _MOST = 1 << 32  # numbers of an array, those of empty axes not counted
@@ -64,7 +73,8 @@ class Unpacker:
 
     def unpack(self, body: memoryview) -> Any:
         """As ``unpack``."""
-        if len(body) == self._length and all(body[start:end] == same for start, end, same in self._same):
+        # As bytes, since a view is compared letter by letter: 2 MiB of text would take 9 ms.
+        if len(body) == self._length and all(bytes(body[start:end]) == same for start, end, same in self._same):
             return _laid(self._layout, body)
         found = unpack(body)
         self._length = -1
@@ -117,16 +127,39 @@ def unpack_json(text: str | bytes) -> Any:
     """
     if len(text) > LARGEST_JSON:
         raise TooLarge(f"JSON of more than {LARGEST_JSON} bytes; send msgpack")
-    # Each value but the first stands behind one of these; base64 has none of them.
-    values = sum(map(text.count, ",[{") if isinstance(text, str) else map(text.count, b",[{"))
-    if values > _JSON_VALUES:
-        raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
     try:
-        return json.loads(text, parse_constant=_no_number, object_pairs_hook=once)
+        text = as_text(text)
+        # Base64 has none of what stands between values.
+        if has_many_values(text, _JSON_VALUES):
+            raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
+        if len(text) > _AT_ONCE:
+            _check_cost(text)
+        return loads(text, _JSON_VALUES, parse_constant=_no_number, object_pairs_hook=once)
     except Repeated as error:
         raise InvalidRequest(f"{error} of the JSON", ("body",)) from None
     except (ValueError, RecursionError):
         raise InvalidRequest("the body is no JSON, or holds NaN or Infinity", ("body",)) from None
+
+
+async def read_json(text: str | bytes) -> Any:
+    """As ``unpack_json``, without keeping the loop: a text of pictures is read in a thread."""
+    if len(text) <= _AT_ONCE:
+        return unpack_json(text)
+    return await call_in_thread(partial(unpack_json, text), "json", _NICENESS)
+
+
+def _check_cost(text: str) -> None:
+    """Whether a long text is one of pictures.
+
+    Raises:
+        TooLarge: it would take too long to read.
+    """
+    if text.count("\\") > _ESCAPES:
+        raise TooLarge(f"JSON with more than {_ESCAPES} backslashes; send pictures in base64, or msgpack")
+    # Of each string two quotes are left, and it has no more strings than values and names.
+    plain = text.replace("\\\\", "").replace('\\"', "")
+    if plain.count('"') > 4 * _JSON_VALUES + 4 or sum(map(len, plain.split('"')[::2])) > _BARE:
+        raise TooLarge(f"JSON with more than {_BARE} characters beside its strings; send shorter numbers, or msgpack")
 
 
 def pack(message: Mapping[Any, Any]) -> bytes:

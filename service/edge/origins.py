@@ -4,6 +4,7 @@ One rule for the session API, the rooms and their WebSockets, which browsers do 
 """
 
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +12,18 @@ from urllib.parse import urlsplit
 
 from sanic import HTTPResponse, Request
 
+# What a browser sends: scheme://host[:port], nothing in front, behind or between (RFC 6454, 6.2). Of anything else,
+# such as http://evil.example\\@localhost, every reader makes something different.
+_HOST = r"(?P<name>[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::\d{1,5})?"
+_HOST_HEADER = re.compile(_HOST, re.IGNORECASE | re.ASCII)
+_ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://(?P<host>{_HOST})", re.IGNORECASE | re.ASCII)
+
 
 class Origins:
     """A browser says which page a request comes from; without a look at it, any page could move a robot on localhost.
 
-    A request without an Origin header comes from no web page and passes.
+    A request without an Origin header comes from no web page and passes. One that is neither ``null`` nor an origin
+    never does.
 
     Args:
         allowed: further exact origins, or ``*`` for every page.
@@ -29,27 +37,28 @@ class Origins:
 
     def allows(self, origin: str | None, host: str | None) -> bool:
         """Whether a request with these two headers may pass."""
-        if origin is None or "*" in self._allowed or origin in self._allowed:
+        if origin is None:
             return True
-        try:
-            parts = urlsplit(origin)
-            name = parts.hostname or ""
-        except ValueError:
+        found = _ORIGIN.fullmatch(origin)
+        if found is None and origin != "null":
             return False
+        if "*" in self._allowed or origin in self._allowed:
+            return True
+        if found is None:
+            return False
+        name = found["name"].lower().strip("[]")
         if name == "localhost" or _is_loopback(name):
             return True
         # A page of our own. A name that is not ours could be any page's, pointed at this address by its DNS.
-        return parts.netloc == host and (name in self._own_names or _is_address(name))
+        return found["host"] == host and (name in self._own_names or _is_address(name))
 
     def knows_host(self, host: str | None) -> bool:
         """Whether a Host header names this machine or a page that may call. Every other name may be any page's."""
         if host is None or "*" in self._allowed:
             return True
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        return name in self._own_names or name in self._hosts or _is_address(name)
+        found = _HOST_HEADER.fullmatch(host)
+        name = found["name"].lower().strip("[]") if found else None
+        return name is not None and (name in self._own_names or name in self._hosts or _is_address(name))
 
     def refusal(self, request: Request[Any, Any]) -> HTTPResponse | None:
         """403 for a page that may not call, before anything happens on its behalf."""

@@ -35,7 +35,7 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
     except ServiceError:
         await discard(request, 2 * doors.settings.socket.bytes)
         raise
-    message = packing.unpack_json(body) if form == JSON else packing.unpack(body)
+    message = await packing.read_json(body) if form == JSON else packing.unpack(body)
     if not isinstance(message, Mapping):
         raise InvalidRequest("wanted a map with images and state", ("body",))
     told = await acts.act(consultation, message)

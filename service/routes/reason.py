@@ -1,14 +1,14 @@
 """Why somebody asks for an emergency stop; nothing that is wrong with a body may keep robots moving."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import cast
 
 from sanic.exceptions import SanicException
 
-from service.routes.body import LARGEST
+from service.edge.bounded_json import loads
+from service.routes.body import LARGEST, VALUES
 from service.routes.context import Request
 from service.words import printable
 
@@ -35,7 +35,7 @@ async def reason_in(request: Request) -> str:
 def reason_of(body: bytes) -> str:
     """The printable text of ``{"reason": "..."}``, or what stands in for it."""
     try:
-        found = json.loads(body) if 0 < len(body) <= LARGEST else None
+        found = loads(body, VALUES) if 0 < len(body) <= LARGEST else None
     except (ValueError, RecursionError):
         found = None
     reason = found.get("reason") if isinstance(found, dict) else None

@@ -11,6 +11,8 @@ from typing import Any
 # A URDF of a humanoid with all its meshes named is below one megabyte.
 LARGEST = 4 << 20
 _JOINTS = 4096
+# Characters of a line of TOML. Dots in one take the square of their number: 128 KiB of "a.a.a" took 4 s.
+_LINE = 1024
 
 
 class LimitsError(ValueError):
@@ -68,8 +70,11 @@ def read_limits(path: str | Path) -> LimitsFile:
 
 
 def _read_toml(path: Path) -> LimitsFile:
+    text = _text(path)
+    if (longest := max(map(len, text.splitlines()), default=0)) > _LINE:
+        raise LimitsError(f"limits file {path.name!r}: found a line of {longest} characters; wanted at most {_LINE}")
     try:
-        table = tomllib.loads(_text(path))
+        table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise LimitsError(f"limits file {path.name!r}: {error}; wanted a TOML file or a URDF") from None
     wrong = [

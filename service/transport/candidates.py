@@ -1,4 +1,4 @@
-"""Addresses that somebody says he can be reached at: which are tried, and those that come before their offer."""
+"""Descriptions of strangers: how much of one is read, which addresses are tried, and those that come before it."""
 
 import ipaddress
 import logging
@@ -8,6 +8,14 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+# aiortc reads a description on the event loop, 6 us a line and the square of those about sources: 64 KiB of them take
+# 0.15 s, a MiB half a minute. Browsers send 8 KiB in 200 lines for a camera with sound, 15 of them about sources.
+LARGEST = 1 << 15
+LINES = 512
+SOURCES = 64
+SECTIONS = 6  # each has a transport of its own until the answer
+CANDIDATES = 128  # of one peer, in its description and after it
+LONGEST = 512  # characters of a candidate
 LOWEST_PORT = 1024  # no browser and no library takes a lower one; services that could be pestered have them
 
 
@@ -75,17 +83,20 @@ def sorted_out(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
 
     aiortc resolves the ``.local`` ones inside a description before it goes on, a second each, and fails on the whole
     description when the mDNS port cannot be had.
+
+    Raises:
+        ValueError: it is longer than any that a browser sends.
     """
     kept: list[str] = []
     named: list[Mapping[str, Any]] = []
     index = -1
-    for line in sdp.splitlines():
+    for line in _lines(sdp):
         index += line.startswith("m=")
         words = line.split()
         if line.startswith("a=candidate:") and len(words) > 5:
             host, port = words[4], int(words[5]) if words[5].isdecimal() else 0
             if (why := refusal(host, port)) is not None:
-                log.info("candidate %r not used: %s", line, why)
+                log.info("candidate %r not used: %s", line[:LONGEST], why)
             elif host.endswith(".local"):
                 named.append({"candidate": line, "sdpMLineIndex": max(index, 0)})
             else:
@@ -95,3 +106,23 @@ def sorted_out(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
     if named:  # they come after it: who has heard the end listens to no more
         kept = [line for line in kept if line != "a=end-of-candidates"]
     return "\r\n".join(kept) + "\r\n", named
+
+
+def _lines(sdp: str) -> list[str]:
+    """The lines of an SDP that may be read.
+
+    Raises:
+        ValueError: they are too many.
+    """
+    if len(sdp) > LARGEST:
+        raise ValueError(f"{len(sdp)} characters; the limit is {LARGEST}")
+    lines = sdp.splitlines()
+    for what, count, most in (
+        ("lines", len(lines), LINES),
+        ("sections (m=)", sum(line.startswith("m=") for line in lines), SECTIONS),
+        ("sources (a=ssrc)", sum(line.startswith("a=ssrc") for line in lines), SOURCES),
+        ("candidates", sum(line.startswith("a=candidate:") for line in lines), CANDIDATES),
+    ):
+        if count > most:
+            raise ValueError(f"{count} {what}; the limit is {most}")
+    return lines

@@ -3,6 +3,8 @@
 # Profiles whose description has chroma and scaling lists in it.
 _HIGH = {44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244}
 _LONGEST = 32  # zeros before a number; more are no H.264
+# Parts of an access unit, and descriptions among them. Encoders send one; a megabyte of them would take seconds.
+_MOST_UNITS, _MOST = 1024, 16
 UNREADABLE = 1 << 62  # pixels: whoever describes a picture that way is not decoded
 
 
@@ -10,8 +12,10 @@ def h264_pixels(data: bytes) -> int:
     """The largest picture that the sequence parameter sets of an access unit declare, 0 when it has none."""
     if not data.startswith((b"\0\0\0\1", b"\0\0\1")):
         return 0
-    units = data.split(b"\0\0\1")[1:]
-    return max((_pixels(unit) for unit in units if unit and unit[0] & 0x1F == 7), default=0)
+    if data.count(b"\0\0\1") > _MOST_UNITS:
+        return UNREADABLE
+    units = [unit for unit in data.split(b"\0\0\1")[1:] if unit and unit[0] & 0x1F == 7]
+    return UNREADABLE if len(units) > _MOST else max(map(_pixels, units), default=0)
 
 
 def _pixels(unit: bytes) -> int:

@@ -16,7 +16,7 @@ from aiortc import (
 from aiortc.sdp import candidate_from_sdp
 
 from service.transport.camera import CameraTrack, fit_encoder, vp8
-from service.transport.candidates import refusal, sorted_out
+from service.transport.candidates import CANDIDATES, LONGEST, refusal, sorted_out
 from service.transport.video import Screen
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Peer:
         servers = [RTCIceServer(urls=url) for url in ice_servers]
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=servers))
         self._adding: set[asyncio.Task[None]] = set()
+        self._candidates = 0
         self._gathering: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self.made_at = time.monotonic()
@@ -75,8 +76,7 @@ class Peer:
                     transceiver.direction = "inactive"
 
         self._pc.on("track", receive)
-        plain, named = sorted_out(offer)
-        await self._take(RTCSessionDescription(plain, "offer"))
+        named = await self._take("offer", offer)
         _fit_gathering(self._pc)
         await self._gather()
         self.add_all(named)
@@ -104,13 +104,15 @@ class Peer:
         """
         if self._pc.signalingState != "have-local-offer":
             raise BadSignal(f"an answer came while the connection was {self._pc.signalingState}")
-        plain, named = sorted_out(answer)
-        await self._take(RTCSessionDescription(plain, "answer"))
+        named = await self._take("answer", answer)
         self.add_all(named)
 
     def add_all(self, candidates: Iterable[Mapping[str, Any]]) -> None:
         """Add trickled candidates, each in its own time: an mDNS name takes up to a second to resolve."""
         for candidate in candidates:
+            if self._candidates >= CANDIDATES:
+                return  # each is checked against each address of ours, many times
+            self._candidates += 1
             task = asyncio.ensure_future(self._add(candidate))
             self._adding.add(task)
             task.add_done_callback(self._adding.discard)
@@ -153,17 +155,23 @@ class Peer:
             raise BadSignal("no UDP port could be opened on any address of this machine; check its network")
         return sdp
 
-    async def _take(self, description: RTCSessionDescription) -> None:
+    async def _take(self, kind: str, sdp: str) -> Iterable[Mapping[str, Any]]:
+        """Use a description; the candidates of it that are still to be added."""
         try:
-            await self._pc.setRemoteDescription(description)
+            plain, named = sorted_out(sdp)
+            await self._pc.setRemoteDescription(RTCSessionDescription(plain, kind))
         except Exception as error:
             # aiortc parses SDP with asserts, indexing and int(): a stranger's text can raise nearly anything.
-            raise BadSignal(f"unusable {description.type} ({type(error).__name__}: {error})") from error
+            raise BadSignal(f"unusable {kind} ({type(error).__name__}: {str(error)[:LONGEST]})") from error
+        return named
 
     async def _add(self, candidate: Mapping[str, Any]) -> None:
         text = candidate.get("candidate")
         if not isinstance(text, str) or not text.strip():
             return  # the browser's end of candidates
+        if len(text) > LONGEST:
+            log.info("a candidate of %d characters is not used", len(text))
+            return
         try:
             parsed = candidate_from_sdp(text.removeprefix("a=").removeprefix("candidate:"))
             if (why := refusal(parsed.ip, parsed.port)) is not None:

@@ -1,7 +1,6 @@
 """The REST half of the wire, as a client: rooms made, looked at and removed, and signals posted."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,9 +8,12 @@ from typing import Any
 
 import aiohttp
 
+from service.edge.bounded_json import loads
 from service.errors import TransportError
 from service.transport.address import Address, Kind
-from service.transport.wire import MAX_FRAME_BYTES, is_finite
+from service.transport.wire import MAX_VALUES, is_finite
+
+MAX_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,9 @@ class RoomsApi:
                 text = bytearray()
                 async for piece in response.content.iter_chunked(1 << 16):
                     text += piece
-                    if len(text) > MAX_FRAME_BYTES:
+                    if len(text) > MAX_ANSWER_BYTES:
                         raise TransportError(
-                            f"{what}: the answer is over {MAX_FRAME_BYTES} bytes; is this a RobotHub server?"
+                            f"{what}: the answer is over {MAX_ANSWER_BYTES} bytes; is this a RobotHub server?"
                         )
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise explain(error, what, self.address.base) from error
@@ -161,7 +163,7 @@ class RoomsApi:
             )
             raise TransportError(f"{what}: answered {response.status}; {hint}")
         try:
-            answer = json.loads(text)
+            answer = loads(bytes(text), MAX_VALUES)
         except (ValueError, RecursionError) as error:
             raise TransportError(
                 f"{what}: answered {response.content_type} where JSON was wanted; "
