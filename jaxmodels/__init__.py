@@ -9,6 +9,7 @@ from jaxmodels.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.caches import cache_folder, user_cache
+    from jaxmodels.checkpoints.folder import PolicyFolder
     from jaxmodels.description import read_requirements
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.finding import POLICY_FILES, find_policy
@@ -24,6 +25,7 @@ __all__ = [
     "POLICY_FILES",
     "LoadedModel",
     "Policy",
+    "PolicyFolder",
     "Requirements",
     "TemporalEnsembler",
     "Transformer2DConfig",
@@ -43,6 +45,7 @@ _HOMES = {
     "LoadedModel": "jaxmodels.loaded_model",
     "POLICY_FILES": "jaxmodels.finding",
     "Policy": "jaxmodels.policy",
+    "PolicyFolder": "jaxmodels.checkpoints.folder",
     "Requirements": "jaxmodels.types",
     "TemporalEnsembler": "jaxmodels.ensembling",
     "Transformer2DConfig": "jaxmodels.transformer2d",

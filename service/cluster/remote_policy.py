@@ -8,6 +8,7 @@ import numpy as np
 from jaxmodels import Requirements, find_policy
 from service.cluster.messages import Sizes
 from service.cluster.shipment import Copy, Engines, Shipment, answered
+from service.engine.loading import begin_building
 
 
 class RemotePolicy:
@@ -109,6 +110,7 @@ class RemoteLoader:
         tell = on_progress or (lambda stage: None)
         folder, commit = find_policy(path, revision, on_progress=tell, largest=self._largest)
         tell("reading")
+        begin_building()
         shipment = Shipment(self._engines, folder, is_update=like is not None)
         engine, idle = self._engines.pick()
         shipment.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)

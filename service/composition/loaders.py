@@ -1,7 +1,8 @@
 """How policies and models come into memory: from folders and the Hub with JAX, as the settings say."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jaxmodels
@@ -12,6 +13,9 @@ from service.engine.worker import call_in_thread
 from service.models.served_model import LoadModel, Model
 from service.routes.context import App
 from service.settings import Settings
+
+# Seconds that reading the small files of a policy may take.
+CHECK_PATIENCE = 15.0
 
 
 def policy_loader(settings: Settings, first_device: Callable[[], str | None]) -> LoadPolicy:
@@ -28,19 +32,29 @@ def policy_loader(settings: Settings, first_device: Callable[[], str | None]) ->
             on_progress=on_progress,
             inspect=Inspection(settings.load_memory),
             largest=settings.policy_bytes,
+            # An update comes from the server's own copies of what was checked.
+            roots=_roots(settings) if like is None else (Path(path).expanduser(),),
         )
 
     return load
 
 
 def requirements_reader(settings: Settings) -> ReadRequirements:
-    """Finds out what a policy needs before it is loaded."""
+    """Finds out what a policy needs before it is loaded; a process of its own reads the files."""
+    inspection = Inspection(settings.load_memory, patience=CHECK_PATIENCE)
 
     def read(path: str, revision: str | None) -> jaxmodels.Requirements:
         name_caches(settings)
-        return jaxmodels.read_requirements(path, revision)
+        return jaxmodels.read_requirements(path, revision, read=inspection.describe, roots=_roots(settings))
 
     return read
+
+
+def _roots(settings: Settings) -> Sequence[Path] | None:
+    """Where a folder's files have to be when they are opened; None where every folder may be used."""
+    if not (settings.policy_roots or settings.policy_owners):
+        return None
+    return tuple(Path(os.path.expanduser(root)) for root in settings.policy_roots)
 
 
 def model_loader(settings: Settings) -> LoadModel:

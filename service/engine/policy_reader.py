@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
+from service.engine.loading import Load
 from service.engine.worker import call_in_thread
 from service.errors import PolicyError, ServiceError
 
@@ -31,8 +32,12 @@ class PolicyReader:
             PolicyError: it cannot be read.
         """
         async with self._places:
+            load = Load()
             try:
-                return await call_in_thread(lambda: self._read(path, revision), "policy-reader", 5)
+                return await call_in_thread(lambda: load.run(lambda: self._read(path, revision)), "policy-reader", 5)
+            except asyncio.CancelledError:
+                load.end("nobody waits for it any more")
+                raise
             except JaxModelsError as error:
                 raise PolicyError(f"policy {path!r} cannot be used: {error}") from error
             except ServiceError:

@@ -62,7 +62,7 @@ class Front:
         told: called once, in some thread, with why nothing can be computed any more.
     """
 
-    def __init__(self, options: HostOptions, inspect: Callable[[Path], None]):
+    def __init__(self, options: HostOptions, inspect: Callable[[jaxmodels.PolicyFolder], None]):
         self.told: Callable[[str], None] = lambda why: None
         self._options = options
         self._inspect = inspect
@@ -107,8 +107,9 @@ class Front:
         crew, number = self._crew, next(self._numbers)
         loading = _Loading()
 
-        def share(folder: Path) -> None:
-            self._inspect(folder)
+        def share(opened: jaxmodels.PolicyFolder) -> None:
+            self._inspect(opened)
+            folder = opened.path
             listing = listing_of(folder)
             self._folders[listing.sha] = folder
             loading.asked = crew.ask(
