@@ -6,14 +6,14 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from hooks.deployment.source import SHA
 from hooks.errors import SourceError
 from hooks.limits import begin
-from hooks.policy_files import check_complete, content_sha, is_policy_file
+from hooks.policy_files import check_complete, content_sha, is_policy_file, open_regular
 
 Result = TypeVar("Result")
 
@@ -25,16 +25,28 @@ CHUNK = 1 << 20
 class FolderSource:
     """Folders; ``repo`` is the path of one. What is fetched is a copy: the folder may be written to at any time."""
 
-    def __init__(self, cache: Path, *, kept: int = 4, seconds: float = 600.0):
+    def __init__(
+        self,
+        cache: Path,
+        *,
+        kept: int = 4,
+        seconds: float = 600.0,
+        largest: int = 1 << 40,
+        roots: Sequence[Path] | None = None,
+    ):
         """Nothing is read yet.
 
         Args:
             cache: where copies are kept, the newest so many of each folder.
             seconds: for reading or copying a folder.
+            largest: bytes that a file may have.
+            roots: folders that files have to be in, wherever links lead to; anywhere when None.
         """
         self.kept = kept
         self._cache = Path(cache)
         self._seconds = seconds
+        self._largest = largest
+        self._roots = roots
         self._hashes: dict[Path, tuple[tuple[int, ...], str]] = {}
 
     async def head(self, repo: str, ref: str | None) -> str:
@@ -63,7 +75,7 @@ class FolderSource:
     def _copy(self, folder: Path, sha: str) -> Path:
         kept = self._copies(folder) / sha
         if kept.is_dir():
-            if _hash_of(_files(kept), _content_hash) == sha:
+            if _hash_of(_files(kept), self._content_hash) == sha:
                 os.utime(kept)
                 return kept
             shutil.rmtree(kept)
@@ -73,8 +85,9 @@ class FolderSource:
             files = _files(folder)
             check_complete(str(folder), {path.name for path in folder.iterdir()})
             for path in files:
-                shutil.copyfile(path, part / path.name)
-            if _hash_of(_files(part), _content_hash) != sha:
+                with self._open(path) as source, (part / path.name).open("wb") as target:
+                    shutil.copyfileobj(source, target, CHUNK)
+            if _hash_of(_files(part), self._content_hash) != sha:
                 raise SourceError("changed_meanwhile", f"{folder}: was written to while it was copied")
             part.rename(kept)
         finally:
@@ -99,10 +112,21 @@ class FolderSource:
         held = self._hashes.get(path)
         if held is not None and held[0] == mark:
             return held[1]
-        content = _content_hash(path)
+        content = self._content_hash(path)
         if time.time() - max(status.st_mtime, status.st_ctime) > FRESH:
             self._hashes[path] = (mark, content)
         return content
+
+    def _content_hash(self, path: Path) -> str:
+        read = hashlib.sha256()
+        with self._open(path) as file:
+            while chunk := file.read(CHUNK):
+                read.update(chunk)
+        return read.hexdigest()
+
+    def _open(self, path: Path) -> BinaryIO:
+        # Its own copies are in no root.
+        return open_regular(path, self._largest, None if self._cache in path.parents else self._roots)
 
     async def _work(self, repo: str, call: Callable[[], Result]) -> Result:
         try:
@@ -127,11 +151,3 @@ def _files(folder: Path) -> list[Path]:
 
 def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
     return content_sha(((path.name, path) for path in files), content)
-
-
-def _content_hash(path: Path) -> str:
-    read = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            read.update(chunk)
-    return read.hexdigest()

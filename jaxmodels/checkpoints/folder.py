@@ -219,7 +219,6 @@ class PolicyFolder:
         self.names: tuple[str, ...] = ()
         self.files: dict[str, OpenFile | MissingFile] = {}
         self._roots = None if roots is None else tuple(root.resolve() for root in roots)
-        self._tree: Mapping[str, tuple[int, ...]] | None = None
         self._largest = largest
         self._descriptor: int | None = None
         try:
@@ -241,7 +240,7 @@ class PolicyFolder:
         """The folder as another process opened it, which gave this one its descriptors and what it would not open."""
         folder = cls.__new__(cls)
         folder.path, folder.name, folder._descriptor = path, path.name, None
-        folder._roots, folder._tree, folder._largest = None, None, None
+        folder._roots = folder._largest = None
         folder.files = {name: OpenFile(descriptor, name) for name, descriptor in descriptors.items()}
         folder.files |= {name: MissingFile(name, CheckpointError(why)) for name, why in refused.items()}
         folder.names = tuple(sorted(folder.files))
@@ -296,8 +295,6 @@ class PolicyFolder:
         for file in self.files.values():
             if isinstance(file, OpenFile):
                 file.check_unchanged()
-        if self._tree is not None and self._look_at_tree() != self._tree:
-            raise CheckpointError(f"{ORBAX}: was changed while it was read; load it once more")
 
     def has_tree(self) -> bool:
         """Whether it has Orbax's folder of arrays."""
@@ -308,20 +305,21 @@ class PolicyFolder:
         return False
 
     def tree(self) -> Path:
-        """Where Orbax's arrays are: regular files and folders without a link, which `check_unchanged` compares, too.
-
-        Orbax opens them by their names, so that they are looked at before and after.
+        """Where Orbax's arrays are; `look_at_tree` says whether they can be read there.
 
         Raises:
-            CheckpointError: there is something else among them, or they are not where they may be.
+            CheckpointError: they are not where they may be.
         """
-        self._tree = self._look_at_tree()
         assert self._descriptor is not None
-        tree = os.open(ORBAX, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
         try:
-            return place_of(tree)
-        finally:
-            os.close(tree)
+            tree = os.open(ORBAX, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
+            try:
+                self._check_place(tree, ORBAX)
+                return place_of(tree)
+            finally:
+                os.close(tree)
+        except OSError as error:
+            raise CheckpointError(f"{ORBAX}: cannot be read ({error.strerror})") from error
 
     def _open_all(self, descriptor: int) -> None:
         names: list[str] = []
@@ -368,20 +366,6 @@ class PolicyFolder:
         if not any(place == root or root in place.parents for root in self._roots):
             raise CheckpointError(f"{name}: a link leads out of the folders that policies may be in (policy_roots)")
 
-    def _look_at_tree(self) -> Mapping[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        assert self._descriptor is not None
-        try:
-            top = os.open(ORBAX, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
-            try:
-                self._check_place(top, ORBAX)
-                _look_into(top, ORBAX, found)
-            finally:
-                os.close(top)
-        except OSError as error:
-            raise CheckpointError(f"{ORBAX}: cannot be read ({error.strerror})") from error
-        return found
-
 
 Folder: TypeAlias = Path | PolicyFolder
 
@@ -391,14 +375,34 @@ def names_in(folder: Folder) -> Sequence[str]:
     return folder.names if isinstance(folder, PolicyFolder) else sorted(os.listdir(folder))
 
 
+def look_at_tree(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """What an Orbax checkpoint consists of: regular files and folders, without a link, and what identifies each.
+
+    Orbax opens them by their names: whoever has it read them looks before and after, and nothing may have changed.
+
+    Raises:
+        CheckpointError: there is something else among them, or more than a checkpoint has.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        top = os.open(folder, _FLAGS | os.O_DIRECTORY)
+        try:
+            _look_into(top, folder.name, found)
+        finally:
+            os.close(top)
+    except OSError as error:
+        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({error.strerror})") from error
+    return found
+
+
 def _look_into(descriptor: int, where: str, found: dict[str, tuple[int, ...]]) -> None:
     if where.count("/") > TREE_DEPTH:
-        raise CheckpointError(f"{ORBAX}: folders more than {TREE_DEPTH} deep; wanted an Orbax checkpoint")
+        raise CheckpointError(f"{where[:80]}: folders more than {TREE_DEPTH} deep; wanted an Orbax checkpoint")
     with os.scandir(descriptor) as entries:
         names = [entry.name for entry, _ in zip(entries, range(TREE_ENTRIES + 1), strict=False)]
     for name in names:
         if len(found) >= TREE_ENTRIES:
-            raise CheckpointError(f"{ORBAX}: more than {TREE_ENTRIES} entries; wanted an Orbax checkpoint")
+            raise CheckpointError(f"{where[:80]}: more than {TREE_ENTRIES} entries; wanted an Orbax checkpoint")
         state = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
         inside = f"{where}/{name}"
         if stat.S_ISDIR(state.st_mode):

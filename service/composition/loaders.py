@@ -1,11 +1,12 @@
 """How policies and models come into memory: from folders and the Hub with JAX, as the settings say."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jaxmodels
+from service.edge.policy_places import opened_in
 from service.engine.engine import LoadPolicy, Policy
 from service.engine.loading import Inspection
 from service.engine.policy_reader import ReadRequirements
@@ -33,7 +34,7 @@ def policy_loader(settings: Settings, first_device: Callable[[], str | None]) ->
             inspect=Inspection(settings.load_memory),
             largest=settings.policy_bytes,
             # An update comes from the server's own copies of what was checked.
-            roots=_roots(settings) if like is None else (Path(path).expanduser(),),
+            roots=opened_in(settings) if like is None else (Path(path).expanduser(),),
         )
 
     return load
@@ -45,16 +46,9 @@ def requirements_reader(settings: Settings) -> ReadRequirements:
 
     def read(path: str, revision: str | None) -> jaxmodels.Requirements:
         name_caches(settings)
-        return jaxmodels.read_requirements(path, revision, read=inspection.describe, roots=_roots(settings))
+        return jaxmodels.read_requirements(path, revision, read=inspection.describe, roots=opened_in(settings))
 
     return read
-
-
-def _roots(settings: Settings) -> Sequence[Path] | None:
-    """Where a folder's files have to be when they are opened; None where every folder may be used."""
-    if not (settings.policy_roots or settings.policy_owners):
-        return None
-    return tuple(Path(os.path.expanduser(root)) for root in settings.policy_roots)
 
 
 def model_loader(settings: Settings) -> LoadModel:

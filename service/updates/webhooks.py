@@ -30,6 +30,7 @@ from hooks.serving.visitor import is_here
 from jaxmodels.errors import HubError
 from service.auth.caller import caller_of
 from service.edge.origins import Origins
+from service.edge.policy_places import opened_in
 from service.engine.engine import LoadPolicy, Policy
 from service.routes.answers import answer
 from service.routes.context import Request
@@ -86,7 +87,11 @@ class Webhooks:
             cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
             limits=HubLimits(largest=settings.update_cache_bytes),
         )
-        self._folders = FolderSource(self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies")
+        self._folders = FolderSource(
+            self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
+            largest=settings.policy_bytes,
+            roots=opened_in(settings),
+        )
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
         self._came_from_folder: dict[str, bool] = {}
@@ -215,10 +220,12 @@ class Webhooks:
                 if revision is not None and is_pattern(revision):
                     revision = self._newest(path, revision)
                 return load(path, revision, **more)
-            before = self._content(path)
+            before = _look_at(path)
             policy = load(path, revision, **more)
-            # Written to meanwhile: nobody knows what was read, and the next look brings what is there then.
-            policy.commit = before if before == self._content(path) else None
+            # Only now that its files are proved: a hash takes as long as they are. Written to meanwhile: nobody knows
+            # what was read, and the next look brings what is there then.
+            content = self._content(path)
+            policy.commit = content if before == _look_at(path) else None
             return policy
 
         return load_and_name
@@ -307,7 +314,7 @@ def _look_at(folder: str) -> object:
         for entry in os.scandir(os.path.expanduser(folder)):
             with suppress(OSError):  # gone since
                 status = entry.stat()
-                found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino))
+                found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return sorted(found)
 
 
