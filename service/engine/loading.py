@@ -208,11 +208,10 @@ def begin_building() -> None:
 class Building:
     """Who builds and compiles: one at a time, but for those that take long."""
 
-    def __init__(self, alone: float = ALONE, beside: int = BESIDE):
+    def __init__(self) -> None:
         # Two loads at once would take both cores of a small machine away from the control loops.
         self.place = asyncio.Semaphore(1)
-        self._alone = alone
-        self._most = beside
+        self._alone, self._most = ALONE, BESIDE
         self._holder: Load | None = None
         self._beside: set[Load] = set()
 

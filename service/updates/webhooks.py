@@ -220,12 +220,12 @@ class Webhooks:
                 if revision is not None and is_pattern(revision):
                     revision = self._newest(path, revision)
                 return load(path, revision, **more)
-            before = _look_at(path)
+            before = _states_in(path)
             policy = load(path, revision, **more)
             # Only now that its files are proved: a hash takes as long as they are. Written to meanwhile: nobody knows
             # what was read, and the next look brings what is there then.
             content = self._content(path)
-            policy.commit = content if before == _look_at(path) else None
+            policy.commit = content if before == _states_in(path) else None
             return policy
 
         return load_and_name
@@ -308,7 +308,11 @@ def _expanded(path: str) -> str:
 
 
 def _look_at(folder: str) -> object:
-    """What changes whenever a file of a folder does."""
+    """What changes whenever a file of a followed folder does."""
+    return _states_in(folder)
+
+
+def _states_in(folder: str) -> object:
     found = []
     with suppress(OSError):
         for entry in os.scandir(os.path.expanduser(folder)):
