@@ -24,6 +24,10 @@ JSON_BYTES = 1 << 20  # LeRobot's own files have a few thousand, an index of 170
 TOKENIZER_BYTES = 32 << 20  # CLIP's has two million
 STATE_BYTES = 16 << 20  # statistics of features: a few thousand
 WEIGHT_BYTES = 1 << 40
+# A larger file has a place on the disk for more than a sixteenth of its bytes. One with holes costs nobody anything to
+# make, and whoever reads it as much as a whole one.
+SPARSE_BYTES = 64 << 20
+SPARSE_PART = 16
 ENTRIES = 10_000  # names in a folder; a policy's has ten
 STATE_FILES = 64
 TREE_ENTRIES = 100_000  # of an Orbax checkpoint
@@ -354,6 +358,10 @@ class PolicyFolder:
             self._check_place(file.descriptor, name)
             if file.size > limit:
                 raise CheckpointError(f"{name}: {file.size} bytes, longer than {limit} bytes, the most such a file has")
+            # Some file systems do not say: zero.
+            there = os.fstat(file.descriptor).st_blocks * 512
+            if file.size > SPARSE_BYTES and 0 < there < file.size // SPARSE_PART:
+                raise CheckpointError(f"{name}: {file.size} bytes, of which only {there} were ever written")
             return file
         except BaseException:
             file.close()

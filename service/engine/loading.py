@@ -248,7 +248,7 @@ class Places:
         slow: seconds.
     """
 
-    def __init__(self, quick: int = 2, all_of_them: int = 8, slow: float = 2.0):
+    def __init__(self, quick: int = 2, all_of_them: int = 8, slow: float = 1.0):
         self._quick, self._all, self._slow = quick, all_of_them, slow
         self._began: list[float] = []
         self._queue: deque[object] = deque()

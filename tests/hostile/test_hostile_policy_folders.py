@@ -22,7 +22,7 @@ import pytest
 import jaxmodels
 from service.app import create_app
 from service.composition.loaders import requirements_reader
-from service.engine.loading import Inspection
+from service.engine.loading import Inspection, Places
 from service.engine.scripted_policy import ScriptedPolicy
 from service.serving import listen, serving
 from service.settings import Settings
@@ -181,6 +181,10 @@ SPOILS = {
     "statistics of 6 GB": (at(STATE, partial(sparse, size=6 << 30)), "longer than 16777216"),
     "odd statistics of 6 GB": (rename_and(partial(sparse, size=6 << 30)), "longer than 16777216"),
     "config of 6 GB": (at("config.json", lambda path: os.truncate(path, 6 << 30)), "longer than 1048576"),
+    "weights of 6 GB that were never written": (
+        at("model.safetensors", lambda path: sparse(path, 6 << 30)),
+        "were ever written",
+    ),
     "odd statistics are no such file": (rename_and(lambda path: path.write_bytes(b"x" * 64)), "header claims"),
     "odd statistics lead out": (rename_and(lead_out), "policy_roots"),
     "statistics lead out": (at(STATE, lead_out), "policy_roots"),
@@ -257,7 +261,8 @@ async def test_nobody_is_told_of_a_load_whose_client_left_and_whose_session_was_
         assert call.complaints == []
 
 
-async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path, good):
+async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path, good, monkeypatch):
+    monkeypatch.setattr("service.engine.loading._LOADS", Places(slow=0.2))
     folders = [Path(shutil.copytree(DEMO, tmp_path / f"stuck{number}")) for number in range(5)]
     async with server(Loader()) as call:
         stuck = [asyncio.create_task(call("POST", "/sessions", **body(one, one.name))) for one in folders]
@@ -272,7 +277,7 @@ async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path
 async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded_beside_it(tmp_path, good, monkeypatch):
     monkeypatch.setattr("service.engine.loading.ALONE", 0.2)
     slow = Path(shutil.copytree(DEMO, tmp_path / "slow"))
-    async with server(load := Loader(), load_timeout=3.0) as call:
+    async with server(load := Loader(), load_timeout=2.0) as call:
         creating = asyncio.create_task(call("POST", "/sessions", **body(slow)))
         facts = call.app.ctx.sessions.engine.facts
         await until(lambda: call.app.ctx.sessions.engine.building.locked())
