@@ -9,7 +9,7 @@ from jaxmodels.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.caches import cache_folder, user_cache
-    from jaxmodels.checkpoints.folder import PolicyFolder
+    from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.description import read_requirements
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.finding import POLICY_FILES, find_policy
@@ -37,6 +37,7 @@ __all__ = [
     "load_model",
     "load_policy",
     "name_devices",
+    "open_file",
     "read_requirements",
     "user_cache",
 ]
@@ -57,6 +58,7 @@ _HOMES = {
     "load_model": "jaxmodels.loaded_model",
     "load_policy": "jaxmodels.loading",
     "name_devices": "jaxmodels.placement",
+    "open_file": "jaxmodels.checkpoints.folder",
     "read_requirements": "jaxmodels.description",
     "user_cache": "jaxmodels.caches",
 }

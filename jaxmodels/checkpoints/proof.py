@@ -22,6 +22,9 @@ from jaxmodels.errors import CheckpointError, JaxModelsError
 NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
 PIECE = 16 << 20  # bytes that are in memory at a time
 WEIGHTS = "model.safetensors"
+# Of what is told, and of an error that lists the names of a stranger: characters.
+ANSWER = 100_000
+ERROR = 10_000
 CONFIG = "config.json"
 SIDECAR = "robojax.json"
 PROCESSORS = (f"{PRE}.json", f"{POST}.json")
@@ -124,4 +127,8 @@ def main(request: str) -> None:
         found = {"error": f"its files cannot be read ({error.strerror})"}
     except MemoryError:
         found = {"out_of_memory": True}
-    sys.stdout.write(json.dumps(found))
+    text = json.dumps(found)
+    if len(text) > ANSWER:
+        error = str(found.get("error", f"what it says of itself has {len(text)} bytes; wanted at most {ANSWER}"))
+        text = json.dumps({"error": error if len(error) <= ERROR else f"{error[:ERROR]} ..."})
+    sys.stdout.write(text)

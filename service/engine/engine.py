@@ -276,6 +276,7 @@ class Engine:
             "policies_loaded": len(loaded),
             "policies_loading": self._store.loading,
             "loads_left_behind": self._store.left_behind,
+            "loads_refused": self._store.refusal(),
             "inferences_waiting": self._devices.waiting,
             "threads_replaced": self._devices.abandoned,
             "batch_sizes_to_compile": self._growth.left,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.engine.loading import Load
+from service.engine.store import cut
 from service.engine.worker import call_in_thread
 from service.errors import PolicyError, ServiceError
 
@@ -39,7 +40,7 @@ class PolicyReader:
                 load.end("nobody waits for it any more")
                 raise
             except JaxModelsError as error:
-                raise PolicyError(f"policy {path!r} cannot be used: {error}") from error
+                raise PolicyError(f"policy {path!r} cannot be used: {cut(error)}") from error
             except ServiceError:
                 raise  # a place that is not allowed
             except Exception as error:

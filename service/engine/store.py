@@ -27,6 +27,8 @@ Result = TypeVar("Result")
 # Threads of ended loads that still compile, or still fetch and read: with so many of them nothing new is begun.
 LEFT_BUILDING = 4
 LEFT_READING = 32
+# Characters of an error; one that lists 200 tensors has as many.
+TEXT = 20_000
 # Path, revision, and the folder in which they are.
 _Key = tuple[str, str | None, str | None]
 
@@ -89,6 +91,13 @@ class Store:
     def loading(self) -> int:
         """How many are not yet."""
         return sum(not _is_loaded(entry) for entry in self._entries.values())
+
+    def refusal(self) -> str | None:
+        """Why nothing more is loaded at the moment; None when it is."""
+        left = [load.is_building for load in self._running if load.is_ended]
+        if sum(left) < LEFT_BUILDING and len(left) < LEFT_READING:
+            return None
+        return f"{len(left)} loads that were ended still run; nothing is loaded until one of them is over"
 
     @asynccontextmanager
     async def policy(
@@ -177,7 +186,7 @@ class Store:
         except (PolicyFailed, LoadsStuck):
             raise  # it is not the policy: what it was to run on is gone
         except (JaxModelsError, LoadEnded) as error:
-            raise PolicyError(f"policy {path!r} cannot be loaded: {error}") from error
+            raise PolicyError(f"policy {path!r} cannot be loaded: {cut(error)}") from error
         except Exception as error:
             # Its text may hold anything, so only its kind goes to the client.
             logger.exception("loading policy %r failed", path)
@@ -199,11 +208,8 @@ class Store:
             LoadsStuck: too many others were.
             Exception: what the call raises.
         """
-        left = [load.is_building for load in self._running if load.is_ended]
-        if sum(left) >= LEFT_BUILDING or len(left) >= LEFT_READING:
-            raise LoadsStuck(
-                f"{len(left)} loads that were ended still run; nothing is loaded until one of them is over"
-            )
+        if (why := self.refusal()) is not None:
+            raise LoadsStuck(why)
         thread = call_in_thread(partial(this.run, call), name, self._niceness)
         self._running.add(this)
         try:
@@ -316,6 +322,12 @@ def in_short(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return "(out of memory); fewer or smaller policies fit"
     return f"({type(error).__name__}); the server's log says more"
+
+
+def cut(error: BaseException) -> str:
+    """Its text, which may list whatever a stranger's files hold."""
+    text = str(error)
+    return text if len(text) <= TEXT else f"{text[:TEXT]} ... ({len(text)} characters)"
 
 
 def let_go(error: BaseException) -> None:

@@ -150,6 +150,16 @@ def rename_and(spoil):
     return lambda folder: spoil(rename_state(folder, "numbers.safetensors"))
 
 
+def write_renames(path: Path, count: int) -> None:
+    said = json.loads(path.read_text())
+    said["steps"][0]["config"]["rename_map"] = {f"observation.from{n}": f"observation.to{n}" for n in range(count)}
+    path.write_text(json.dumps(said))
+
+
+def write_statistics(path: Path) -> None:
+    path.write_bytes((DEMO / STATE).read_bytes())
+
+
 def lead_out(path: Path) -> None:
     outside = path.parents[2] / f"outside of {path.parent.name}"
     outside.mkdir()
@@ -187,6 +197,10 @@ SPOILS = {
     ),
     "odd statistics are no such file": (rename_and(lambda path: path.write_bytes(b"x" * 64)), "header claims"),
     "odd statistics lead out": (rename_and(lead_out), "policy_roots"),
+    "an error of a million letters": (
+        at("policy_preprocessor.json", lambda path: path.write_text(json.dumps({"steps": [{"class": "x" * 10**6}]}))),
+        " ...",
+    ),
     "statistics lead out": (at(STATE, lead_out), "policy_roots"),
 }
 
@@ -219,8 +233,12 @@ async def test_a_check_of_what_is_refused_takes_no_memory_of_the_server(folder):
     before = _peak()
     async with server(Loader()) as call:
         answers = [await call("POST", "/policies/check", policy_path=str(folder)) for _ in range(3)]
-    assert {status for status, _ in answers} == {422}
-    assert _peak() - before < 8 << 20  # three times fifteen millions, had they been read here
+        assert {status for status, _ in answers} == {422}
+        assert _peak() - before < 8 << 20  # three times fifteen millions, had they been read here
+        write_renames(folder / "policy_preprocessor.json", 20_000)
+        write_statistics(folder / "numbers.safetensors")
+        status, text = await call("POST", "/policies/check", policy_path=str(folder))
+        assert (status, "bytes; wanted at most" in text) == (422, True), text
 
 
 def _peak() -> int:
@@ -277,18 +295,22 @@ async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path
 async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded_beside_it(tmp_path, good, monkeypatch):
     monkeypatch.setattr("service.engine.loading.ALONE", 0.2)
     slow = Path(shutil.copytree(DEMO, tmp_path / "slow"))
-    async with server(load := Loader(), load_timeout=2.0) as call:
+    async with server(load := Loader()) as call:
         creating = asyncio.create_task(call("POST", "/sessions", **body(slow)))
-        facts = call.app.ctx.sessions.engine.facts
-        await until(lambda: call.app.ctx.sessions.engine.building.locked())
+        await until(lambda: load.waiting)
         assert (await call("POST", "/sessions", **body(good, "good")))[0] == 200
         assert not creating.done()
-        status, text = await creating
+        load.gate.set()
+        assert (await creating)[0] == 200
+    async with server(load := Loader(), load_timeout=0.5) as call:
+        facts = call.app.ctx.sessions.engine.facts
+        status, text = await call("POST", "/sessions", **body(slow))
         assert (status, "load_timeout" in text) == (422, True)
         assert facts()["loads_left_behind"] == 1
         load.gate.set()
         await until(lambda: facts()["loads_left_behind"] == 0)
-        assert facts()["policies_loaded"] == 1
+        assert facts()["policies_loaded"] == 0
+        assert call.complaints == []
 
 
 async def test_after_too_many_that_are_left_behind_loads_are_refused_and_not_queued(tmp_path, good, monkeypatch):
@@ -305,6 +327,11 @@ async def test_after_too_many_that_are_left_behind_loads_are_refused_and_not_que
         assert facts()["loads_left_behind"] == 4
         status, text = await call("POST", "/sessions", **body(good))
         assert (status, "loads_stuck" in text) == (503, True)
+        assert [(await call("GET", "/ready"))[0], "loads that were ended" in (await call("GET", "/ready"))[1]] == [
+            503,
+            True,
+        ]
+        assert "robojax_loads_left_behind 4.0" in (await call("GET", "/metrics"))[1]
         load.gate.set()
         await until(lambda: facts()["loads_left_behind"] == 0)
         assert (await call("POST", "/sessions", **body(good)))[0] == 200
