@@ -89,7 +89,7 @@ class OpenFile:
             CheckpointError: it has not so many, or no longer.
         """
         raw = np.empty(max(count, 0), np.uint8)
-        view, done = memoryview(raw), 0
+        view, done = raw.data, 0
         while done < count:
             got = os.preadv(self.descriptor, [view[done : done + (1 << 30)]], start + done)
             if not got:

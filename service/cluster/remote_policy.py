@@ -9,6 +9,7 @@ import numpy as np
 from jaxmodels import PolicyFolder, Requirements, find_policy
 from service.cluster.messages import Sizes
 from service.cluster.shipment import Copy, Engines, Shipment, answered
+from service.edge.policy_places import copies_in
 from service.engine.loading import begin_building
 
 
@@ -121,8 +122,7 @@ class RemoteLoader:
         tell = on_progress or (lambda stage: None)
         folder, commit = find_policy(path, revision, on_progress=tell, largest=self._largest)
         tell("reading")
-        # A snapshot of the Hub's cache links to files beside it; an update comes from the server's own copies.
-        roots = folder.parents[1:2] if commit else self._roots if like is None else (folder,)
+        roots = self._roots if commit is None and like is None else copies_in(folder)
         with PolicyFolder(folder, roots=roots, largest=self._largest) as opened:
             self._inspect(opened)
         begin_building()

@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jaxmodels
-from service.edge.policy_places import opened_in
+from service.edge.policy_places import copies_in, opened_in
 from service.engine.engine import LoadPolicy, Policy
 from service.engine.loading import Inspection
 from service.engine.policy_reader import ReadRequirements
@@ -33,8 +32,7 @@ def policy_loader(settings: Settings, first_device: Callable[[], str | None]) ->
             on_progress=on_progress,
             inspect=Inspection(settings.load_memory),
             largest=settings.policy_bytes,
-            # An update comes from the server's own copies of what was checked.
-            roots=opened_in(settings) if like is None else (Path(path).expanduser(),),
+            roots=opened_in(settings) if like is None else copies_in(path),
         )
 
     return load

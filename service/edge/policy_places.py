@@ -124,5 +124,12 @@ def opened_in(settings: Settings) -> tuple[Path, ...] | None:
     return tuple(Path(os.path.expanduser(root)) for root in settings.policy_roots)
 
 
+def copies_in(folder: str | Path) -> tuple[Path, ...]:
+    """The same for an update, which comes from the server's own copies: in the folder itself, or beside it, where a
+    snapshot of the Hub's cache links to."""
+    place = Path(os.path.expanduser(folder))
+    return place.parents[1:2] if place.parent.name == "snapshots" else (place,)
+
+
 def _is_in(path: Path, roots: Iterable[Path]) -> bool:
     return any(path == root or root in path.parents for root in roots)
