@@ -1,10 +1,13 @@
 """Which files of a policy are taken, and what their content is called: never one that runs code when it is loaded."""
 
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterable
+import stat
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import BinaryIO
 
 from hooks.errors import SourceError
 
@@ -50,6 +53,31 @@ def check_complete(repo: str, names: set[str]) -> None:
         )
     if missing:
         raise SourceError("incomplete", f"{repo}: {' and '.join(missing)} missing; push all files of the policy")
+
+
+def open_regular(path: Path, largest: int, roots: Sequence[Path] | None = None) -> BinaryIO:
+    """A regular file to read; a pipe or a device is not waited for, and no link leads out of the roots.
+
+    Raises:
+        SourceError: ``denied_file`` when it is something else or elsewhere, ``too_large``.
+        OSError: it cannot be opened.
+    """
+    if stat.S_ISREG(path.stat().st_mode):  # before: to open a device may be to start it
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        try:
+            status = os.fstat(file.fileno())
+            if status.st_size > largest:
+                raise SourceError("too_large", f"{path.name}: {status.st_size} bytes, allowed are {largest}")
+            place = Path(os.path.realpath(path))
+            is_inside = roots is None or any(root.resolve() in place.parents for root in roots)
+            # The place is of the name, and what is open may be another file by now.
+            if stat.S_ISREG(status.st_mode) and is_inside and os.path.samestat(status, place.stat()):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    raise SourceError("denied_file", f"{path.name}: no regular file, or a link out of the folders of policies")
 
 
 def content_sha(files: Iterable[tuple[str, Path]], content: Callable[[Path], str]) -> str:

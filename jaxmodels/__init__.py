@@ -9,6 +9,7 @@ from jaxmodels.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.caches import cache_folder, user_cache
+    from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.description import read_requirements
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.finding import POLICY_FILES, find_policy
@@ -24,6 +25,7 @@ __all__ = [
     "POLICY_FILES",
     "LoadedModel",
     "Policy",
+    "PolicyFolder",
     "Requirements",
     "TemporalEnsembler",
     "Transformer2DConfig",
@@ -35,6 +37,7 @@ __all__ = [
     "load_model",
     "load_policy",
     "name_devices",
+    "open_file",
     "read_requirements",
     "user_cache",
 ]
@@ -43,6 +46,7 @@ _HOMES = {
     "LoadedModel": "jaxmodels.loaded_model",
     "POLICY_FILES": "jaxmodels.finding",
     "Policy": "jaxmodels.policy",
+    "PolicyFolder": "jaxmodels.checkpoints.folder",
     "Requirements": "jaxmodels.types",
     "TemporalEnsembler": "jaxmodels.ensembling",
     "Transformer2DConfig": "jaxmodels.transformer2d",
@@ -54,6 +58,7 @@ _HOMES = {
     "load_model": "jaxmodels.loaded_model",
     "load_policy": "jaxmodels.loading",
     "name_devices": "jaxmodels.placement",
+    "open_file": "jaxmodels.checkpoints.folder",
     "read_requirements": "jaxmodels.description",
     "user_cache": "jaxmodels.caches",
 }

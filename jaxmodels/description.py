@@ -2,9 +2,13 @@
 
 import os
 import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxmodels.checkpoints import lerobot
+from jaxmodels.checkpoints.folder import PolicyFolder
+from jaxmodels.checkpoints.proof import check_weights, read_small
 from jaxmodels.errors import ConfigError, HubError
 from jaxmodels.features import camera_name
 from jaxmodels.hub import POLICY_FILES, fetch
@@ -15,12 +19,20 @@ from jaxmodels.types import Requirements
 DESCRIBING = tuple(name for name in POLICY_FILES if name != lerobot.WEIGHTS)
 
 
-def read_requirements(path_or_repo: str | Path, revision: str | None = None) -> Requirements:
+def read_requirements(
+    path_or_repo: str | Path,
+    revision: str | None = None,
+    *,
+    read: Callable[[PolicyFolder], Mapping[str, Any]] = read_small,
+    roots: Iterable[Path] | None = None,
+) -> Requirements:
     """What a policy in a folder or on the Hub needs, from its small files alone.
 
     Args:
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
+        read: reads these files, e.g. in another process.
+        roots: as of `jaxmodels.load_policy`.
 
     Raises:
         HubError: the repo cannot be fetched.
@@ -31,15 +43,17 @@ def read_requirements(path_or_repo: str | Path, revision: str | None = None) -> 
     if str(path_or_repo) and folder.is_dir():
         if revision is not None:
             raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
-        lerobot.check_weights(folder)
-        return _of(lerobot.describe(folder))
+        with PolicyFolder(folder, roots=roots) as opened:
+            check_weights(opened, has_orbax=opened.has_tree())
+            return _of(lerobot.described(read(opened)))
     # A cache of its own: half a policy in the usual one would pass for a whole policy when the Hub cannot be reached.
     with tempfile.TemporaryDirectory(prefix="robojax-description-") as cache:
         try:
             found = fetch(str(path_or_repo), revision, files=DESCRIBING, cache=Path(cache))
         except HubError:
             found = fetch(str(path_or_repo), revision, files=DESCRIBING)
-        return _of(lerobot.describe(found))
+        with PolicyFolder(found, roots=found.parents[1:2]) as opened:
+            return _of(lerobot.described(read(opened)))
 
 
 def _of(description: lerobot.Description) -> Requirements:

@@ -14,6 +14,7 @@ ServiceError                  500 internal
 ├── PolicyError               422 policy           the policy cannot be loaded or does not fit the request
 ├── PolicyFailed              500 policy_failed    a loaded policy raised, or gave something that is not a chunk
 │   └── DeviceAway            503 device_away      what it runs on is away; of several hosts: hosts_lost, host_silent
+├── LoadsStuck                503 loads_stuck      loads that were ended still run: nothing is loaded until one is over
 ├── UnknownDeployment         404 unknown_deployment
 ├── UpdateFailed              409 update_failed    another policy cannot be brought to a session now
 ├── SourceFailed              502 source           where policies come from refused, vanished or gave something broken
@@ -151,6 +152,14 @@ class DeviceAway(PolicyFailed):
 
     status = 503
     code = "device_away"
+
+
+class LoadsStuck(ServiceError):
+    """Too many loads that were ended still run in this process: nothing more is loaded until one of them is over."""
+
+    status = 503
+    code = "loads_stuck"
+    headers = MappingProxyType({"retry-after": "30"})
 
 
 class UnknownDeployment(ServiceError):

@@ -6,14 +6,14 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from hooks.deployment.source import SHA
 from hooks.errors import SourceError
 from hooks.limits import begin
-from hooks.policy_files import check_complete, content_sha, is_policy_file
+from hooks.policy_files import check_complete, content_sha, is_policy_file, open_regular
 
 Result = TypeVar("Result")
 
@@ -25,17 +25,28 @@ CHUNK = 1 << 20
 class FolderSource:
     """Folders; ``repo`` is the path of one. What is fetched is a copy: the folder may be written to at any time."""
 
-    def __init__(self, cache: Path, *, kept: int = 4, seconds: float = 600.0, largest: int = 20 << 30):
+    def __init__(
+        self,
+        cache: Path,
+        *,
+        kept: int = 4,
+        seconds: float = 600.0,
+        largest: int = 20 << 30,
+        roots: Sequence[Path] | None = None,
+    ):
         """Nothing is read yet.
 
         Args:
             cache: where copies are kept, the newest so many of each folder.
             seconds: for reading or copying a folder.
             largest: bytes of all files of a policy; twice as many have to be free on the cache's disk.
+            roots: folders that files have to be in, wherever links lead to; anywhere when None.
         """
-        self.kept, self.largest = kept, largest
+        self.kept = kept
         self._cache = Path(cache)
         self._seconds = seconds
+        self._largest = largest
+        self._roots = roots
         self._hashes: dict[Path, tuple[tuple[int, ...], str]] = {}
 
     async def head(self, repo: str, ref: str | None) -> str:
@@ -64,7 +75,7 @@ class FolderSource:
     def _copy(self, folder: Path, sha: str) -> Path:
         kept = self._copies(folder) / sha
         if kept.is_dir():
-            if _hash_of(_files(kept), _content_hash) == sha:
+            if _hash_of(_files(kept), self._content_hash) == sha:
                 os.utime(kept)
                 return kept
             shutil.rmtree(kept)
@@ -75,8 +86,9 @@ class FolderSource:
             check_complete(str(folder), {path.name for path in folder.iterdir()})
             self._check_room(folder, files)
             for path in files:
-                shutil.copyfile(path, part / path.name)
-            if _hash_of(_files(part), _content_hash) != sha:
+                with self._open(path) as source, (part / path.name).open("wb") as target:
+                    shutil.copyfileobj(source, target, CHUNK)
+            if _hash_of(_files(part), self._content_hash) != sha:
                 raise SourceError("changed_meanwhile", f"{folder}: was written to while it was copied")
             part.rename(kept)
         finally:
@@ -86,8 +98,8 @@ class FolderSource:
 
     def _check_room(self, folder: Path, files: list[Path]) -> None:
         size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(self._cache).free
-        if size > self.largest:
-            raise SourceError("too_large", f"{folder}: {size} bytes, allowed are {self.largest}; raise the limit")
+        if size > self._largest:
+            raise SourceError("too_large", f"{folder}: {size} bytes, allowed are {self._largest}; raise the limit")
         if 2 * size > free:
             raise SourceError("disk", f"{folder}: has {size} bytes, and only {free} are free for a copy; make room")
 
@@ -108,11 +120,22 @@ class FolderSource:
         held = self._hashes.get(path)
         if held is not None and held[0] == mark:
             return held[1]
-        content = _content_hash(path)
+        content = self._content_hash(path)
         # A clock that was set back makes it a file of the time to come; read anew at each look, it would load the disk.
         if abs(time.time() - max(status.st_mtime, status.st_ctime)) > FRESH:
             self._hashes[path] = (mark, content)
         return content
+
+    def _content_hash(self, path: Path) -> str:
+        read = hashlib.sha256()
+        with self._open(path) as file:
+            while chunk := file.read(CHUNK):
+                read.update(chunk)
+        return read.hexdigest()
+
+    def _open(self, path: Path) -> BinaryIO:
+        # Its own copies are in no root.
+        return open_regular(path, self._largest, None if self._cache in path.parents else self._roots)
 
     async def _work(self, repo: str, call: Callable[[], Result]) -> Result:
         try:
@@ -137,11 +160,3 @@ def _files(folder: Path) -> list[Path]:
 
 def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
     return content_sha(((path.name, path) for path in files), content)
-
-
-def _content_hash(path: Path) -> str:
-    read = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            read.update(chunk)
-    return read.hexdigest()

@@ -169,7 +169,7 @@ def _read_arrays(
         name: _aligned(whole, _common(dtypes[name]) if dtype is None else dtype) for name, whole in wholes.items()
     }
     broken: list[str] = []
-    for place in sorted(table, key=lambda place: (stored[place.theirs].path, stored[place.theirs].start)):
+    for place in sorted(table, key=lambda place: (stored[place.theirs].path.name, stored[place.theirs].start)):
         with np.errstate(over="ignore"):  # what is too large for a narrower dtype becomes an infinity, and is named
             tensor = stored[place.theirs].read().astype(arrays[place.ours].dtype, copy=False)
         if not np.isfinite(tensor).all():

@@ -4,21 +4,21 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxmodels.checkpoints.folder import JSON_BYTES as LIMIT
+from jaxmodels.checkpoints.folder import Source, opened
 from jaxmodels.errors import CheckpointError
 
-LIMIT = 1 << 20  # bytes; LeRobot's own files have a few thousand, an index of 1700 tensors 200,000
 
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads an object.
+def read_json(path: Source) -> dict[str, Any]:
+    """Reads an object; of a pipe or a device, nothing.
 
     Raises:
         CheckpointError: the file is missing, too long, or no JSON object of finite numbers and unique names.
     """
     name = path.name
     try:
-        with path.open("rb") as file:
-            raw = file.read(LIMIT + 1)
+        with opened(path) as file:
+            raw = file.read(0, LIMIT + 1)
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted it in the folder") from error
     if len(raw) > LIMIT:

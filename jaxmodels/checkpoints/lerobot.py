@@ -20,11 +20,12 @@ import numpy as np
 
 from jaxmodels.checkpoints import legacy, orbax
 from jaxmodels.checkpoints.contents import Checkpoint, PolicyConfig, Sidecar
+from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, PolicyFolder, Source
 from jaxmodels.checkpoints.json_file import read_json, write_json
 from jaxmodels.checkpoints.layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.checkpoints.processors import POST, PRE, read_processors, write_processors
-from jaxmodels.checkpoints.proof import NEVER_USED
-from jaxmodels.checkpoints.safetensors_file import find_floats, read_floats, write_safetensors
+from jaxmodels.checkpoints.proof import NEVER_USED, no_weights, read_small
+from jaxmodels.checkpoints.safetensors_file import find_floats, write_safetensors
 from jaxmodels.checkpoints.tokenizer_file import TOKENIZER, read_tokenizer
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import Feature
@@ -36,7 +37,6 @@ from jaxmodels.weights import Blueprint, blueprint, check_fit, not_finite
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 SIDECAR = "robojax.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 logger = logging.getLogger(__name__)
 
@@ -58,41 +58,51 @@ class Description:
         return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
 
 
-def describe(folder: Path) -> Description:
+def describe(folder: Folder) -> Description:
     """Everything in a policy's folder but the weights, and statistics that older policies keep among them.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
         CheckpointError: a file is missing or malformed.
     """
-    values = legacy.modern_config(read_json(folder / CONFIG))
-    config: Any = policy_type(values.get("type")).config(values)
-    is_modern = any((folder / f"{name}.json").exists() for name in (PRE, POST))
-    return Description(config, _read_sidecar(folder, config), read_processors(folder).renames if is_modern else {})
+    return described(read_small(folder))
 
 
-def check_weights(folder: Path) -> None:
-    """Whether there is a file that weights could be read from.
+def described(small: Mapping[str, Any]) -> Description:
+    """The same of what `read_small` read, in this process or in another one.
 
     Raises:
-        CheckpointError: there is none.
+        ConfigError: the config has unknown fields or values that make no sense.
+        CheckpointError: so has the sidecar.
     """
-    if not (folder / WEIGHTS).exists() and not (folder / orbax.FOLDER).is_dir():
-        raise CheckpointError(_no_weights(folder))
+    values = small["config"]
+    config: Any = policy_type(values.get("type")).config(values)
+    return Description(config, _sidecar(small["sidecar"], config), small["renames"])
 
 
-def read(folder: Path, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
+def read(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
     """Everything in a policy's folder.
 
     Args:
+        folder: a path, or a folder whose files are open: then no file is opened again, and one that was changed since
+            is refused.
         admit: asked with what follows from the config, before anything is built or weights are read.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
         CheckpointError: a file is missing, malformed, or does not fit the config (`WeightsMismatch`).
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder.name}: no such folder; wanted one with {CONFIG} and {WEIGHTS}")
+    if isinstance(folder, Path):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder.name}: no such folder; wanted one with {CONFIG} and {WEIGHTS}")
+        with PolicyFolder(folder) as opened:
+            return read(opened, admit=admit)
+    checkpoint = _read(folder, admit)
+    folder.check_unchanged()
+    return checkpoint
+
+
+def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
     values = legacy.modern_config(read_json(folder / CONFIG))
     kind = policy_type(values.get("type"))
     config = kind.config(values)
@@ -139,7 +149,7 @@ def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
     return blueprint(lambda rngs: kind.model(config, rngs=rngs))
 
 
-def _check_sizes(folder: Path, sizes: Sizes, admit: Callable[[Sizes], None]) -> None:
+def _check_sizes(folder: PolicyFolder, sizes: Sizes, admit: Callable[[Sizes], None]) -> None:
     """Compares what follows from the config with the header of the weights, and asks whether there is room."""
     sizes.check()
     if (folder / WEIGHTS).exists():
@@ -149,16 +159,16 @@ def _check_sizes(folder: Path, sizes: Sizes, admit: Callable[[Sizes], None]) -> 
 
 
 def _read_weights(
-    folder: Path, kind: PolicyType, config: PolicyConfig
+    folder: PolicyFolder, kind: PolicyType, config: PolicyConfig
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Our weights, and the statistics that older policies keep among theirs."""
     plan = model_blueprint(config)
     if not (folder / WEIGHTS).exists():
-        if (folder / orbax.FOLDER).is_dir():
-            restored = orbax.restore(folder / orbax.FOLDER, dict(plan.shapes))
+        if folder.has_tree():
+            restored = orbax.restore(folder.tree(), dict(plan.shapes))
             weights, buffers = {name: np.asarray(array) for name, array in restored.items()}, {}
         else:
-            raise CheckpointError(_no_weights(folder))
+            raise CheckpointError(no_weights(folder))
     else:
         weights, buffers = _read_tensors(folder / WEIGHTS, kind, plan.shapes)
     if wrong := not_finite(weights):
@@ -167,30 +177,26 @@ def _read_weights(
 
 
 def _read_tensors(
-    path: Path, kind: PolicyType, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    path: Source, kind: PolicyType, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    tensors = read_floats(path, but=NEVER_USED)
+    tensors = find_floats(path, lambda name: not name.endswith(NEVER_USED))
     buffers = {name: tensors.pop(name) for name in list(tensors) if legacy.is_buffer(name)}
     table = kind.tensors(shapes)
     check_fit(
-        {name: array.shape for name, array in tensors.items()},
+        {name: tensor.shape for name, tensor in tensors.items()},
         their_shapes(table, {name: shape.shape for name, shape in shapes.items()}),
         where=path.name,
     )
-    return read_tensors(table, tensors), buffers
+    if (size := sum(tensor.bytes for tensor in buffers.values())) > STATE_BYTES:
+        raise CheckpointError(f"{path.name}: {size} bytes of statistics; wanted at most {STATE_BYTES}")
+    # Only now that they are known to be of the config's size: what is read is in memory.
+    return (
+        read_tensors(table, {name: tensor.read() for name, tensor in tensors.items()}),
+        {name: tensor.read() for name, tensor in buffers.items()},
+    )
 
 
-def _no_weights(folder: Path) -> str:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-    if pickles:
-        return (
-            f"{folder.name}: only {', '.join(pickles)} and no {WEIGHTS}; pickle files can run code and are never "
-            "opened. Load the policy where you trust it and save it as safetensors (LeRobot's save_pretrained does)"
-        )
-    return f"{folder.name}: no {WEIGHTS}; wanted a folder as LeRobot's save_pretrained writes it"
-
-
-def _read_normalization(folder: Path, config: Any, buffers: Mapping[str, np.ndarray]) -> Normalization:
+def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.ndarray]) -> Normalization:
     inputs: tuple[Feature, ...] = config.input_features
     outputs: tuple[Feature, ...] = config.output_features
     if (folder / f"{PRE}.json").exists() or (folder / f"{POST}.json").exists():
@@ -210,9 +216,12 @@ def _read_normalization(folder: Path, config: Any, buffers: Mapping[str, np.ndar
     return legacy.buffered_normalization(inputs, outputs, modes, buffers)
 
 
-def _read_sidecar(folder: Path, config: PolicyConfig) -> Sidecar:
-    joints = config.action.shape[0]
-    sidecar = Sidecar.from_json(read_json(folder / SIDECAR), joints) if (folder / SIDECAR).exists() else Sidecar()
+def _read_sidecar(folder: Folder, config: PolicyConfig) -> Sidecar:
+    return _sidecar(read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None, config)
+
+
+def _sidecar(values: Mapping[str, Any] | None, config: PolicyConfig) -> Sidecar:
+    sidecar = Sidecar() if values is None else Sidecar.from_json(values, config.action.shape[0])
     if sidecar.joint_names is None and config.action.names is not None:
         return Sidecar(sidecar.rate, config.action.names, sidecar.other)
     return sidecar

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxmodels.checkpoints.folder import look_at_tree
 from jaxmodels.errors import CheckpointError
 from jaxmodels.weights import check_fit
 
@@ -96,10 +97,13 @@ def restore(folder: Path, wanted: Tree) -> Tree:
     target = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_stated_sharding(x) or device) for name, x in flat.items()
     }
+    before = look_at_tree(folder)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             _check(folder, checkpointer, target)
             restored = checkpointer.restore(folder.resolve(), target)
+        if look_at_tree(folder) != before:
+            raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
     except CheckpointError:
         raise
     except UNREADABLE as error:
@@ -115,6 +119,7 @@ def float_dtypes(folder: Path) -> dict[str, np.dtype[Any]]:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
+    look_at_tree(folder)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             found = {name: np.dtype(entry.dtype) for name, entry in _metadata(folder, checkpointer).items()}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, opened
 from jaxmodels.checkpoints.json_file import read_json, write_json
 from jaxmodels.checkpoints.safetensors_file import read_floats, write_safetensors
 from jaxmodels.errors import CheckpointError, ConfigError
@@ -26,7 +27,7 @@ EPSILONS = Range(0, 1, above=True, below=True)
 MOVING = ("to_batch_processor", "device_processor")
 
 
-def read_processors(folder: Path) -> Normalization:
+def read_processors(folder: Folder) -> Normalization:
     """Both files of a policy.
 
     Raises:
@@ -56,7 +57,7 @@ def write_processors(folder: Path, normalization: Normalization, device: str | N
     write_json(folder / f"{POST}.json", {"name": POST, "steps": after}, indent=2)
 
 
-def _read(folder: Path, name: str, kind: str) -> tuple[Normalizer, dict[str, str]]:
+def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, str]]:
     where = f"{name}.json"
     steps = read_json(folder / where).get("steps")
     if not isinstance(steps, list):
@@ -91,7 +92,7 @@ def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, st
     return dict(renames)
 
 
-def _read_step(folder: Path, where: str, step: Mapping[str, Any], config: Mapping[str, Any]) -> Normalizer:
+def _read_step(folder: Folder, where: str, step: Mapping[str, Any], config: Mapping[str, Any]) -> Normalizer:
     modes = config.get("norm_map", {})
     epsilon = config.get("eps", EPSILON)
     only = config.get("normalize_observation_keys")
@@ -112,13 +113,19 @@ def _read_step(folder: Path, where: str, step: Mapping[str, Any], config: Mappin
     return Normalizer(features, tuple(modes.items()), stats, float(epsilon), None if only is None else tuple(only))
 
 
-def _read_state(folder: Path, where: str, name: Any) -> dict[str, np.ndarray]:
+def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
     if name is None:
         return {}
     # The name comes from a file of a stranger: it must not lead out of the folder.
     if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
         raise CheckpointError(f"{where}: state_file is {shown(name)}; wanted the plain name of a .safetensors file")
-    return {key: array.astype(np.float32) for key, array in read_floats(folder / name).items()}
+    try:
+        with opened(folder / name) as file:
+            if file.size > STATE_BYTES:
+                raise CheckpointError(f"{name}: {file.size} bytes; statistics of features have at most {STATE_BYTES}")
+            return {key: array.astype(np.float32) for key, array in read_floats(file).items()}
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted a safetensors file") from error
 
 
 def _write_step(folder: Path, name: str, place: int, kind: str, normalizer: Normalizer) -> dict[str, Any]:

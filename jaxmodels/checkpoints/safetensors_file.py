@@ -6,6 +6,7 @@ Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +16,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from jaxmodels.checkpoints.folder import Source, opened
 from jaxmodels.checkpoints.layouts import Shape
 from jaxmodels.errors import CheckpointError
 
 HEADER_LIMIT = 8 << 20  # bytes
 TENSOR_LIMIT = 10_000
+DIMENSIONS = 64  # of a tensor; NumPy has no more
 METADATA = "__metadata__"
 # NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.
 FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
@@ -33,6 +35,12 @@ FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "BF16": np.dtype(ml_dtypes.bfloat16),
     }
 )
+# Of every dtype of the format, read here or not.
+BITS: Mapping[str, int] = MappingProxyType(
+    {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32}
+    | dict.fromkeys(("F16", "BF16", "I16", "U16"), 16)
+    | dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"), 8)
+)
 CODES = {dtype: code for code, dtype in FLOATS.items()}
 
 
@@ -40,59 +48,61 @@ CODES = {dtype: code for code, dtype in FLOATS.items()}
 class Stored:
     """A tensor where it lies in a file."""
 
-    path: Path
+    path: Source
     dtype: np.dtype[Any]
     shape: Shape
     start: int
+
+    @property
+    def bytes(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> np.ndarray:
         """
         Raises:
             CheckpointError: the file can no longer be read, or is shorter than it was.
         """
-        count = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
         try:
-            raw = np.fromfile(self.path, np.uint8, count, offset=self.start)
+            with opened(self.path) as file:
+                raw = file.array(self.start, self.bytes)
             return raw.view(self.dtype).reshape(self.shape)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path.name}: cannot be read to its end ({error})") from error
 
 
-def find_floats(path: Path, is_wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
+def find_floats(path: Source, is_wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
     """Where each tensor of a file lies that is wanted; none is read.
 
     Raises:
         CheckpointError: no such file, a header beyond the limits, not a safetensors file, or wanted tensors that are
             not floating-point (all listed).
     """
-    header, start = _read_header(path)
+    header, start, end = _read_header(path)
     header.pop(METADATA, None)
+    if wrong := _misplaced(header, end - start):
+        raise CheckpointError(f"{path.name}: not a readable safetensors file ({wrong})")
     wanted = {name: entry for name, entry in header.items() if is_wanted(name)}
     others = [f"{name} ({entry.get('dtype')})" for name, entry in wanted.items() if entry.get("dtype") not in FLOATS]
     if others:
         raise CheckpointError(f"{path.name}: tensors of other dtypes than {', '.join(FLOATS)}: {', '.join(others)}")
-    try:
-        with safe_open(path, framework="np"):  # checks shapes, offsets, lengths and overlaps
-            pass
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name}: not a readable safetensors file ({error})") from error
     return {
         name: Stored(path, FLOATS[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
         for name, entry in wanted.items()
     }
 
 
-def read_metadata(path: Path) -> dict[str, str]:
+def read_metadata(path: Source) -> dict[str, str]:
     """What a file says beside its tensors.
 
     Raises:
         CheckpointError: no such file, or not a safetensors file.
     """
-    header, _ = _read_header(path)
+    header, _, _ = _read_header(path)
     return {name: text for name, text in header.get(METADATA, {}).items() if isinstance(text, str)}
 
 
-def read_floats(path: Path, *, but: str | None = None) -> dict[str, np.ndarray]:
+def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray]:
     """Every tensor of a file, in its own dtype (bfloat16 as ml_dtypes' type).
 
     Args:
@@ -132,10 +142,44 @@ def write_floats(path: Path, wanted: Mapping[str, tuple[np.dtype[Any], Shape]], 
             file.write(np.ascontiguousarray(tensor(name), dtype=dtype).reshape(-1).view(np.uint8).data)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+def _misplaced(header: Mapping[str, Any], size: int) -> str | None:
+    """What is wrong with where tensors lie: they have to fill the file, one after the other.
+
+    Not the library's own check, which maps the file into memory: one that is cut off meanwhile would end this process.
+    """
+    places: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        shape, offsets, bits = entry.get("shape"), entry.get("data_offsets"), BITS.get(str(entry.get("dtype")))
+        if bits is None:
+            return f"{name[:80]}: no known dtype"
+        if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+            return f"{name[:80]}: shape or data_offsets are no lists of counts"
+        begin, end = offsets
+        if (end - begin) * 8 != math.prod(shape) * bits:
+            return f"{name[:80]}: {end - begin} bytes do not hold {entry['dtype']} of this shape"
+        places.append((begin, end, name))
+    at = 0
+    for begin, end, name in sorted(places):
+        if begin != at:
+            return f"{name[:80]}: begins at {begin} and not at {at}, where the tensor before it ends"
+        at = end
+    return None if at == size else f"tensors have {at} bytes, the file {size}"
+
+
+def _are_counts(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= DIMENSIONS
+        and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    )
+
+
+def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
+    """What is there, where the tensors begin, and where the file ends."""
     try:
-        with path.open("rb") as file:
-            prefix = file.read(8)
+        with opened(path) as file:
+            size = file.size
+            prefix = file.read(0, 8)
             if len(prefix) < 8:
                 raise CheckpointError(f"{path.name}: {len(prefix)} bytes long; wanted a safetensors file")
             (length,) = struct.unpack("<Q", prefix)
@@ -143,7 +187,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
                 raise CheckpointError(
                     f"{path.name}: its header claims {length} bytes; a safetensors header has at most {HEADER_LIMIT}"
                 )
-            raw = file.read(length)
+            raw = file.read(8, length)
     except OSError as error:
         raise CheckpointError(f"{path.name}: cannot be read ({error.strerror}); wanted a safetensors file") from error
     try:
@@ -155,4 +199,4 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     count = len(header) - (METADATA in header)
     if count > TENSOR_LIMIT:
         raise CheckpointError(f"{path.name}: {count} tensors; wanted at most {TENSOR_LIMIT}")
-    return header, 8 + length
+    return header, 8 + length, size

@@ -1,14 +1,13 @@
 """The file ``tokenizer.json`` beside a model's weights, as bytes: who reads a text with it, reads the file."""
 
-from pathlib import Path
-
+from jaxmodels.checkpoints.folder import TOKENIZER_BYTES as LIMIT
+from jaxmodels.checkpoints.folder import Folder, opened
 from jaxmodels.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
-LIMIT = 32 << 20  # bytes; CLIP's has two million
 
 
-def read_tokenizer(folder: Path) -> bytes | None:
+def read_tokenizer(folder: Folder) -> bytes | None:
     """The file's content; None when there is none.
 
     Raises:
@@ -18,8 +17,8 @@ def read_tokenizer(folder: Path) -> bytes | None:
     if not path.exists():
         return None
     try:
-        with path.open("rb") as file:
-            raw = file.read(LIMIT + 1)
+        with opened(path) as file:
+            raw = file.read(0, LIMIT + 1)
     except OSError as error:
         raise CheckpointError(f"{TOKENIZER}: cannot be read ({error.strerror})") from error
     if len(raw) > LIMIT:

@@ -13,7 +13,9 @@ from service.cluster.messages import EngineOptions
 from service.cluster.remote_policy import RemoteLoader
 from service.cluster.scaling import Bounds
 from service.edge.origins import Origins
+from service.edge.policy_places import opened_in
 from service.engine.engine import Engine
+from service.engine.loading import Inspection
 from service.engine.progress import Durations
 from service.errors import FrontNameTaken, NoEngine
 from service.sessions.request import NewSession
@@ -55,7 +57,12 @@ class Joining:
             bounds,
             stuck_after=settings.stuck_after,
         )
-        self.load = RemoteLoader(self.cluster, settings.policy_bytes)
+        self.load = RemoteLoader(
+            self.cluster,
+            settings.policy_bytes,
+            roots=opened_in(settings),
+            inspect=Inspection(settings.load_memory),
+        )
         self.forwarding = Forwarding(Origins(settings.origins))
         self._own: tuple[str, int] = ("127.0.0.1", settings.port)
         self._front: FrontOfCluster | None = None

@@ -1,13 +1,16 @@
 """A policy in an engine of the cluster, as the front that asks it sees it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxmodels import Requirements, find_policy
+from jaxmodels import PolicyFolder, Requirements, find_policy
 from service.cluster.messages import Sizes
 from service.cluster.shipment import Copy, Engines, Shipment, answered
+from service.edge.policy_places import copies_in
+from service.engine.loading import begin_building
 
 
 class RemotePolicy:
@@ -85,12 +88,22 @@ class RemoteLoader:
     """Loads policies into engines: a `LoadPolicy`.
 
     Args:
-        largest: bytes that a repo's files may have.
+        largest, roots: as of `jaxmodels.load_policy`.
+        inspect: given the folder before anything of it is sent; raises CheckpointError when it should not be.
     """
 
-    def __init__(self, engines: Engines, largest: int | None = None):
+    def __init__(
+        self,
+        engines: Engines,
+        largest: int | None = None,
+        *,
+        roots: Sequence[Path] | None = None,
+        inspect: Callable[[PolicyFolder], None] = lambda folder: None,
+    ):
         self._engines = engines
         self._largest = largest
+        self._roots = roots
+        self._inspect = inspect
 
     def __call__(
         self,
@@ -109,6 +122,10 @@ class RemoteLoader:
         tell = on_progress or (lambda stage: None)
         folder, commit = find_policy(path, revision, on_progress=tell, largest=self._largest)
         tell("reading")
+        roots = self._roots if commit is None and like is None else copies_in(folder)
+        with PolicyFolder(folder, roots=roots, largest=self._largest) as opened:
+            self._inspect(opened)
+        begin_building()
         shipment = Shipment(self._engines, folder, is_update=like is not None)
         engine, idle = self._engines.pick()
         shipment.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)

@@ -7,6 +7,7 @@ from typing import Protocol
 from service.composition.cluster_engine import ClusterEngine
 from service.composition.own_engine import OwnEngine
 from service.edge.allowance import Admit
+from service.edge.policy_places import opened_in
 from service.engine.engine import Engine, LoadPolicy
 from service.engine.loading import Inspection
 from service.engine.progress import Durations
@@ -50,5 +51,5 @@ def engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSou
     options = host_options(settings)
     if settings.engine != "here":
         return ClusterEngine(app)
-    hosts = None if options is None else Front(options, Inspection(settings.load_memory))
+    hosts = None if options is None else Front(options, Inspection(settings.load_memory), opened_in(settings))
     return OwnEngine(settings, hosts, first_device)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxmodels
+from service.edge.policy_places import copies_in, opened_in
 from service.engine.engine import LoadPolicy, Policy
 from service.engine.loading import Inspection
 from service.engine.policy_reader import ReadRequirements
@@ -12,6 +13,9 @@ from service.engine.worker import call_in_thread
 from service.models.served_model import LoadModel, Model
 from service.routes.context import App
 from service.settings import Settings
+
+# Seconds that reading the small files of a policy may take.
+CHECK_PATIENCE = 15.0
 
 
 def policy_loader(settings: Settings, first_device: Callable[[], str | None]) -> LoadPolicy:
@@ -28,17 +32,19 @@ def policy_loader(settings: Settings, first_device: Callable[[], str | None]) ->
             on_progress=on_progress,
             inspect=Inspection(settings.load_memory),
             largest=settings.policy_bytes,
+            roots=opened_in(settings) if like is None else copies_in(path),
         )
 
     return load
 
 
 def requirements_reader(settings: Settings) -> ReadRequirements:
-    """Finds out what a policy needs before it is loaded."""
+    """Finds out what a policy needs before it is loaded; a process of its own reads the files."""
+    inspection = Inspection(settings.load_memory, patience=CHECK_PATIENCE)
 
     def read(path: str, revision: str | None) -> jaxmodels.Requirements:
         name_caches(settings)
-        return jaxmodels.read_requirements(path, revision)
+        return jaxmodels.read_requirements(path, revision, read=inspection.describe, roots=opened_in(settings))
 
     return read
 

@@ -45,6 +45,7 @@ class OwnEngine:
             batch_sizes=settings.engine_batch_sizes,
             devices=await _devices(settings) if self._hosts is None else await _join(self._hosts, settings),
             load=settings.engine_load,
+            load_timeout=settings.load_timeout,
         )
         if self._hosts is None:
             yield engine

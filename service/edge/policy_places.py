@@ -15,6 +15,7 @@ from jaxmodels import Requirements
 from service.engine.engine import LoadPolicy, Policy
 from service.engine.policy_reader import ReadRequirements
 from service.errors import InvalidRequest, PolicyError
+from service.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +26,8 @@ HINT = (
 )
 # Whoever has an account can open one in the repo of an allowed owner, with a policy of theirs.
 _PULL_REQUEST = re.compile(r"(refs/)?pr/.*|refs/convert/.*", re.IGNORECASE | re.DOTALL)
-# What may be read of a folder; everything else in it stays closed.
-_KNOWN = re.compile(
-    r"config\.json|robojax\.json|model\.safetensors|policy_(pre|post)processor(_step_[\w.-]+)?\.(json|safetensors)|orbax"
-)
+# What could be opened of a folder, which is asked again of every file when it is opened (`jaxmodels.PolicyFolder`).
+_OPENED = re.compile(r".+\.(json|safetensors)|orbax", re.DOTALL)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 
 
@@ -102,7 +101,7 @@ class PolicyPlaces:
             if not folder.is_dir() or not _is_in(folder, roots):
                 return False
             names = sorted(os.listdir(folder))
-            known = [(folder / name).resolve(strict=True) for name in names if _KNOWN.fullmatch(name)]
+            known = [(folder / name).resolve(strict=True) for name in names if _OPENED.fullmatch(name)]
         except (OSError, RuntimeError, ValueError):  # no such place, a loop of links, no text
             return False
         if ignored := [name for name in names if name.endswith(_PICKLES)]:
@@ -116,6 +115,20 @@ class PolicyPlaces:
             return False
         # What is a folder here would be loaded from here, and it is in none of the roots.
         return not os.path.isdir(path)
+
+
+def opened_in(settings: Settings) -> tuple[Path, ...] | None:
+    """Where a folder's files have to be when they are opened; None where whatever folder was allowed may be used."""
+    if not (settings.policy_roots or settings.policy_owners):
+        return None
+    return tuple(Path(os.path.expanduser(root)) for root in settings.policy_roots)
+
+
+def copies_in(folder: str | Path) -> tuple[Path, ...]:
+    """The same for an update, which comes from the server's own copies: in the folder itself, or beside it, where a
+    snapshot of the Hub's cache links to."""
+    place = Path(os.path.expanduser(folder))
+    return place.parents[1:2] if place.parent.name == "snapshots" else (place,)
 
 
 def _is_in(path: Path, roots: Iterable[Path]) -> bool:

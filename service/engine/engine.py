@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -63,6 +64,7 @@ class Engine:
         load: float | None = None,
         are_elsewhere: bool = False,
         patience: float = 60.0,
+        load_timeout: float = 600.0,
     ):
         """One request at a time unless ``batch_sizes`` names larger ones.
 
@@ -72,6 +74,7 @@ class Engine:
             load: share of the devices' time that may be promised; no end of it when None.
             are_elsewhere: devices are not of this process: there are none until one joins, see ``join``.
             patience: seconds that a request then waits for one to join, where none works.
+            load_timeout: seconds that building and compiling a policy may take; that of others is theirs.
         """
         self.stuck_after = stuck_after
         self.durations = durations or Durations()
@@ -91,7 +94,8 @@ class Engine:
             lanes = [Lane(name, niceness, stuck_after) for name in names]
         self._devices = Devices(lanes, devices, patience if are_elsewhere else 0.0)
         self._growth = Growth(batch_sizes, self._may_grow, niceness)
-        self._store = Store(self._devices.replicas, self._ready, niceness, are_elsewhere=are_elsewhere)
+        limit = math.inf if are_elsewhere else load_timeout
+        self._store = Store(self._devices.replicas, self._ready, niceness, are_elsewhere=are_elsewhere, limit=limit)
         self._turnover = Turnover(self._devices, self._store)
         self._dispatch = Dispatch(self._devices, self._turnover)
 
@@ -271,6 +275,8 @@ class Engine:
             "devices": self._devices.facts(loaded),
             "policies_loaded": len(loaded),
             "policies_loading": self._store.loading,
+            "loads_left_behind": self._store.left_behind,
+            "loads_refused": self._store.refusal(),
             "inferences_waiting": self._devices.waiting,
             "threads_replaced": self._devices.abandoned,
             "batch_sizes_to_compile": self._growth.left,

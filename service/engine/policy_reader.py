@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
+from service.engine.loading import Load
+from service.engine.store import cut
 from service.engine.worker import call_in_thread
 from service.errors import PolicyError, ServiceError
 
@@ -31,10 +33,14 @@ class PolicyReader:
             PolicyError: it cannot be read.
         """
         async with self._places:
+            load = Load()
             try:
-                return await call_in_thread(lambda: self._read(path, revision), "policy-reader", 5)
+                return await call_in_thread(lambda: load.run(lambda: self._read(path, revision)), "policy-reader", 5)
+            except asyncio.CancelledError:
+                load.end("nobody waits for it any more")
+                raise
             except JaxModelsError as error:
-                raise PolicyError(f"policy {path!r} cannot be used: {error}") from error
+                raise PolicyError(f"policy {path!r} cannot be used: {cut(error)}") from error
             except ServiceError:
                 raise  # a place that is not allowed
             except Exception as error:

@@ -1,43 +1,55 @@
-"""Policies in memory: each is loaded and compiled once for all sessions that want it, and dropped after the last."""
+"""Policies in memory: each is loaded and compiled once for all sessions that want it, and dropped after the last.
+
+A load that nobody waits for any more, or that takes too long, is ended (``service.engine.loading``).
+"""
 
 import asyncio
 import gc
 import logging
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from jaxmodels.errors import JaxModelsError
 from service.engine.device_lane import DeviceGone
+from service.engine.loading import Building, Load, LoadEnded
 from service.engine.served import Frames, LoadPolicy, Policy, Replica, Served, Sizes, in_words
 from service.engine.worker import call_in_thread
-from service.errors import PolicyError, PolicyFailed
+from service.errors import LoadsStuck, PolicyError, PolicyFailed
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+# Threads of ended loads that still compile, or still fetch and read: with so many of them nothing new is begun.
+LEFT_BUILDING = 4
+LEFT_READING = 32
+# Characters of an error; one that lists 200 tensors has as many.
+TEXT = 20_000
 # Path, revision, and the folder in which they are.
 _Key = tuple[str, str | None, str | None]
 
 
 @dataclass
 class _Entry:
+    load: Load
     loading: asyncio.Task[Served]
     users: int = 0
     listeners: list[Callable[[str], None]] = field(default_factory=list)
 
 
 class Store:
-    """Loads in threads of their own, one after the other.
+    """Loads in threads of their own; what was proved is built and compiled one after the other.
 
     Args:
         replicate: a loaded policy on each device it is to run on; in a thread.
         loaded: told of every policy that is ready.
         are_elsewhere: devices are not of this process. What comes from there is compiled already, which says nothing
             of whose programs it runs, so nothing that was learnt of another policy is believed of it.
-
-    Attributes:
-        building: held by whatever loads or compiles, so that only one thing at a time does.
+        limit: seconds that building and compiling one may take.
     """
 
     def __init__(
@@ -47,6 +59,7 @@ class Store:
         niceness: int,
         *,
         are_elsewhere: bool = False,
+        limit: float = float("inf"),
     ):
         self._replicate = replicate
         self._loaded = loaded
@@ -55,18 +68,36 @@ class Store:
         self._entries: dict[_Key, _Entry] = {}
         self._compiling: dict[tuple[Served, Frames], asyncio.Task[None]] = {}
         self._is_frozen = False
-        # Two loads at once would take both cores of a small machine away from the control loops.
-        self.building = asyncio.Semaphore(1)
+        self._limit = limit
+        self._building = Building()
+        self._running: set[Load] = set()
+
+    @property
+    def building(self) -> asyncio.Semaphore:
+        """Held by whatever builds or compiles, so that only one thing at a time does."""
+        return self._building.place
 
     @property
     def all(self) -> list[Served]:
-        """What is loaded."""
-        return [entry.loading.result() for entry in self._entries.values() if _is_loaded(entry)]
+        """What is loaded; from any thread."""
+        return [entry.loading.result() for entry in tuple(self._entries.values()) if _is_loaded(entry)]
+
+    @property
+    def left_behind(self) -> int:
+        """Threads that still run though their load was ended."""
+        return sum(load.is_ended for load in self._running)
 
     @property
     def loading(self) -> int:
         """How many are not yet."""
         return sum(not _is_loaded(entry) for entry in self._entries.values())
+
+    def refusal(self) -> str | None:
+        """Why nothing more is loaded at the moment; None when it is."""
+        left = [load.is_building for load in self._running if load.is_ended]
+        if sum(left) < LEFT_BUILDING and len(left) < LEFT_READING:
+            return None
+        return f"{len(left)} loads that were ended still run; nothing is loaded until one of them is over"
 
     @asynccontextmanager
     async def policy(
@@ -85,10 +116,10 @@ class Store:
             # Files that were verified in a folder will do for whoever asks for no folder, but not the other way round.
             key = next((one for one in self._entries if one[:2] == (path, revision)), key)
         entry = self._entries.get(key)
-        # One that nobody waited for any more is about to end.
-        is_ending = entry is not None and not entry.users and not entry.loading.done()
-        if entry is None or is_ending or (entry.loading.done() and entry.loading.exception() is not None):
-            entry = _Entry(asyncio.create_task(self._load(load, key, like), name=f"load {path}"))
+        if entry is None or (entry.loading.done() and entry.loading.exception() is not None):
+            this, listeners = Load(self._building, self._limit), list[Callable[[str], None]]()
+            loading = asyncio.create_task(self._load(load, key, like, this, listeners), name=f"load {path}")
+            entry = _Entry(this, loading, listeners=listeners)
             entry.loading.add_done_callback(lambda task: self._drop_unused(key, task))
             self._entries[key] = entry
         del like  # it may be replaced, and its weights let go, while this context lasts
@@ -104,6 +135,10 @@ class Store:
             entry.listeners.remove(on_progress)
             if entry.loading.done():
                 self._drop_unused(key, entry.loading)
+            elif not entry.users:
+                entry.load.end("nobody waits for it any more")
+                if self._entries.get(key) is entry:
+                    del self._entries[key]
 
     def _drop_unused(self, key: _Key, loading: asyncio.Task[Served]) -> None:
         entry = self._entries.get(key)
@@ -111,21 +146,29 @@ class Store:
         if entry is not None and entry.loading is loading and (failed or not entry.users):
             del self._entries[key]
 
-    async def _load(self, load: LoadPolicy, key: _Key, like: Policy | None) -> Served:
+    async def _load(
+        self,
+        load: LoadPolicy,
+        key: _Key,
+        like: Policy | None,
+        this: Load,
+        listeners: Sequence[Callable[[str], None]],
+    ) -> Served:
         path, revision, folder = key
         place = (path, revision) if folder is None else (folder, None)
 
         def tell(stage: str) -> None:
-            entry = self._entries.get(key)
-            if entry is not None and not entry.users:  # a download, which may take long, would keep all other loads
-                raise PolicyError(f"policy {path!r} is not loaded: nobody waits for it any more")
-            for listener in tuple(entry.listeners) if entry else ():
+            this.check()
+            for listener in tuple(listeners):
                 listener(stage)
 
         def load_and_compile() -> tuple[Replica, ...]:
             policy = load(*place, like=like, on_progress=tell)
+            this.begin_building()
             tell("compiling")
+            before = self._by_lane(like)
             replicas = self._replicate(policy)
+            this.check()
             # All of them first: two on one device share their programs, and what is prepared is compiled for both.
             for replica in replicas:
                 if replica.lane in before:
@@ -133,23 +176,22 @@ class Store:
             for replica in replicas:
                 replica.prepare(1, None)
                 for frames in replica.taken_over:
+                    this.check()
                     if frames != replica.trained:
                         replica.prepare(1, dict(frames))
             return replicas
 
-        async with self.building:
-            before = self._by_lane(like)
-            try:
-                replicas = await call_in_thread(load_and_compile, "policy-loader", self._niceness)
-            except (PolicyError, PolicyFailed):
-                raise  # it is not the policy: what it was to run on is gone
-            except JaxModelsError as error:
-                raise PolicyError(f"policy {path!r} cannot be loaded: {error}") from error
-            except Exception as error:
-                # Its text may hold anything, so only its kind goes to the client.
-                logger.exception("loading policy %r failed", path)
-                let_go(error)
-                raise PolicyError(f"policy {path!r} cannot be loaded {in_short(error)}") from error
+        try:
+            replicas = await self._run(this, load_and_compile, "policy-loader")
+        except (PolicyError, PolicyFailed, LoadsStuck):
+            raise  # it is said already, or it is not the policy: what it was to run on is gone
+        except (JaxModelsError, LoadEnded) as error:
+            raise PolicyError(f"policy {path!r} cannot be loaded: {cut(error)}") from error
+        except Exception as error:
+            # Its text may hold anything, so only its kind goes to the client.
+            logger.exception("loading policy %r failed", path)
+            let_go(error)
+            raise PolicyError(f"policy {path!r} cannot be loaded {in_short(error)}") from error
         if not self._is_frozen:
             # The modules that a first policy brings are for life; the collector need not visit them in every round.
             gc.freeze()
@@ -157,6 +199,38 @@ class Store:
         served = Served(replicas[0].policy, replicas)
         self._loaded(served)
         return served
+
+    async def _run(self, this: Load, call: Callable[[], Result], name: str) -> Result:
+        """Call in a thread that is left behind when the load is ended.
+
+        Raises:
+            LoadEnded: it was.
+            LoadsStuck: too many others were.
+            Exception: what the call raises.
+        """
+        if (why := self.refusal()) is not None:
+            raise LoadsStuck(why)
+        thread = call_in_thread(partial(this.run, call), name, self._niceness)
+        self._running.add(this)
+        try:
+            await asyncio.wait((thread, this.ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if thread.done():
+                self._ran(this, thread)
+            else:
+                this.end("the server ends")
+                thread.add_done_callback(partial(self._ran, this))
+        if not thread.done():
+            if this.is_building:
+                logger.warning("%s: %s; its thread is left behind", name, this.ended.result())
+            raise LoadEnded(this.ended.result())
+        return thread.result()
+
+    def _ran(self, this: Load, thread: asyncio.Future[Result]) -> None:
+        this.over()
+        self._running.discard(this)
+        if not thread.cancelled() and (error := thread.exception()) is not None and this.is_ended:
+            let_go(error)
 
     def _by_lane(self, like: Policy | None) -> dict[int, Replica]:
         """The copies of a policy whose programs one that is loaded may share."""
@@ -178,9 +252,13 @@ class Store:
         await asyncio.shield(task)
 
     async def _compile(self, served: Served, sizes: Sizes) -> None:
+        this = Load(self._building, self._limit)
+
         def compile_all() -> None:
+            this.begin_building()
             gone = []
             for replica in (replicas := served.replicas):
+                this.check()
                 try:
                     replica.prepare(1, sizes)
                 except DeviceGone as error:  # it is asked nothing any more, as soon as that is noticed
@@ -189,11 +267,10 @@ class Store:
                 raise gone[0]
 
         try:
-            async with self.building:
-                await call_in_thread(compile_all, "policy-compiler", self._niceness)
-        except PolicyFailed:
+            await self._run(this, compile_all, "policy-compiler")
+        except (PolicyFailed, LoadsStuck):
             raise  # it is not the policy: what it was to run on is gone
-        except JaxModelsError as error:
+        except (JaxModelsError, LoadEnded) as error:
             raise PolicyFailed(f"policy cannot be compiled for {in_words(sizes)}: {error}") from error
         except Exception as error:
             logger.exception("compiling for %s failed", in_words(sizes))
@@ -209,15 +286,17 @@ class Store:
             Exception: whatever the device raises.
         """
 
+        this = Load(self._building, self._limit)
+
         def copy_and_compile() -> Replica:
+            this.begin_building()
             replica = Replica(served.policy.on(device), lane)
             replica.prepare(1, None)
             for frames in {frames for other in served.replicas for frames in other.prepared}:
                 replica.prepare(1, dict(frames))
             return replica
 
-        async with self.building:
-            return await call_in_thread(copy_and_compile, "policy-loader", self._niceness)
+        return await self._run(this, copy_and_compile, "policy-loader")
 
     def close(self) -> None:
         """Nothing is loaded any more."""
@@ -243,6 +322,12 @@ def in_short(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return "(out of memory); fewer or smaller policies fit"
     return f"({type(error).__name__}); the server's log says more"
+
+
+def cut(error: BaseException) -> str:
+    """Its text, which may list whatever a stranger's files hold."""
+    text = str(error)
+    return text if len(text) <= TEXT else f"{text[:TEXT]} ... ({len(text)} characters)"
 
 
 def let_go(error: BaseException) -> None:

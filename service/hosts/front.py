@@ -4,7 +4,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -13,6 +13,7 @@ from typing import Any
 
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
+from service.edge.policy_places import copies_in
 from service.hosts.channel import BEAT, SILENCE, greet_follower
 from service.hosts.crew import Asked, Crew, Link
 from service.hosts.errors import ChannelClosed, HostsLost
@@ -57,15 +58,22 @@ class Front:
 
     Args:
         inspect: given the folder of a policy before it is read, or sent.
+        roots: as of `jaxmodels.load_policy`.
 
     Attributes:
         told: called once, in some thread, with why nothing can be computed any more.
     """
 
-    def __init__(self, options: HostOptions, inspect: Callable[[Path], None]):
+    def __init__(
+        self,
+        options: HostOptions,
+        inspect: Callable[[jaxmodels.PolicyFolder], None],
+        roots: Sequence[Path] | None = None,
+    ):
         self.told: Callable[[str], None] = lambda why: None
         self._options = options
         self._inspect = inspect
+        self._roots = roots
         self._crew: Crew | None = None
         self._place = ""
         self._numbers = count(1)
@@ -107,8 +115,9 @@ class Front:
         crew, number = self._crew, next(self._numbers)
         loading = _Loading()
 
-        def share(folder: Path) -> None:
-            self._inspect(folder)
+        def share(opened: jaxmodels.PolicyFolder) -> None:
+            self._inspect(opened)
+            folder = opened.path
             listing = listing_of(folder)
             self._folders[listing.sha] = folder
             loading.asked = crew.ask(
@@ -133,6 +142,7 @@ class Front:
                 on_progress=on_progress,
                 inspect=share,
                 largest=self._options.policy_bytes,
+                roots=self._roots if like is None else copies_in(path),
             )
             if loading.asked is not None:
                 loading.asked.wait()

@@ -3,11 +3,12 @@
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from jaxmodels import POLICY_FILES
+from jaxmodels import POLICY_FILES, open_file
 from jaxmodels.errors import CheckpointError
 
 # Bytes that are read at a time where nothing but their hash is wanted.
@@ -90,11 +91,12 @@ def pieces_of(file: Path, size: int = _PIECE) -> Iterator[bytes]:
     """Its content, so many bytes at a time.
 
     Raises:
+        CheckpointError: it is no regular file (any more), or shorter than it was when it was opened.
         OSError: it cannot be read.
     """
-    with file.open("rb") as opened:
-        while piece := opened.read(size):
-            yield piece
+    with closing(open_file(file)) as opened:
+        for start in range(0, opened.size, size):
+            yield opened.read(start, size)
 
 
 def listing_of(folder: Path) -> Listing:

@@ -61,8 +61,10 @@ async def readiness(request: Request) -> HTTPResponse:
         waiting_for.append("JAX cannot be imported; the server's log says more")
     if context.sessions.is_closing:
         waiting_for.append("the server is shutting down")
-    devices: Any = context.sessions.engine.facts()["devices"]
-    failed = [device["failed"] for device in devices]
+    facts: Any = context.sessions.engine.facts()
+    if facts["loads_refused"] is not None:
+        waiting_for.append(facts["loads_refused"])
+    failed = [device["failed"] for device in facts["devices"]]
     if failed and all(failed):
         waiting_for.append(f"no device works: {failed[0]}")
     loading = [

@@ -357,6 +357,8 @@ class Sessions:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Looked at here: whoever asked for it may be gone, and what became of it says the session.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(task)
 
     async def _end(self, session: Listed, orphan: Orphan | None = None) -> None:

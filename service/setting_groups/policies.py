@@ -40,6 +40,11 @@ class PolicySettings(Group):
         ge=1 << 27,
         description="Bytes of memory for the process that reads a policy's files before this one does.",
     )
+    load_timeout: Seconds = Field(
+        default=600.0,
+        description="Seconds that building and compiling a policy may take, after its files were read; then it is "
+        "given up.",
+    )
     stuck_after: Seconds = Field(default=5.0, description="Seconds after which a running inference is given up.")
     engine_batch_sizes: Counts = Field(
         default=(1, 2, 4, 8, 16),

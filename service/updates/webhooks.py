@@ -31,6 +31,7 @@ from jaxmodels.errors import HubError
 from jaxmodels.hub import limited, limits_of
 from service.auth.caller import caller_of
 from service.edge.origins import Origins
+from service.edge.policy_places import opened_in
 from service.engine.engine import LoadPolicy, Policy
 from service.routes.answers import answer
 from service.routes.context import Request
@@ -90,7 +91,8 @@ class Webhooks:
         )
         self._folders = FolderSource(
             self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
-            largest=settings.update_cache_bytes,
+            largest=min(settings.policy_bytes, settings.update_cache_bytes),
+            roots=opened_in(settings),
         )
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
@@ -220,10 +222,12 @@ class Webhooks:
                 if revision is not None and is_pattern(revision):
                     revision = self._newest(path, revision)
                 return load(path, revision, **more)
-            before = self._content(path)
+            before = _states_in(path)
             policy = load(path, revision, **more)
-            # Written to meanwhile: nobody knows what was read, and the next look brings what is there then.
-            policy.commit = before if before == self._content(path) else None
+            # Only now that its files are proved: a hash takes as long as they are. Written to meanwhile: nobody knows
+            # what was read, and the next look brings what is there then.
+            content = self._content(path)
+            policy.commit = content if before == _states_in(path) else None
             return policy
 
         return load_and_name
@@ -306,13 +310,17 @@ def _expanded(path: str) -> str:
 
 
 def _look_at(folder: str) -> object:
-    """What changes whenever a file of a folder does."""
+    """What changes whenever a file of a followed folder does."""
+    return _states_in(folder)
+
+
+def _states_in(folder: str) -> object:
     found = []
     with suppress(OSError):
         for entry in os.scandir(os.path.expanduser(folder)):
             with suppress(OSError):  # gone since
                 status = entry.stat()
-                found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino))
+                found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return sorted(found)
 
 

@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import os
 import shutil
 import struct
+import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -14,11 +17,22 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot, orbax
-from jaxmodels.checkpoints.safetensors_file import HEADER_LIMIT, TENSOR_LIMIT, read_floats, write_safetensors
+from jaxmodels.checkpoints.folder import PolicyFolder
+from jaxmodels.checkpoints.json_file import read_json
+from jaxmodels.checkpoints.safetensors_file import (
+    HEADER_LIMIT,
+    TENSOR_LIMIT,
+    find_floats,
+    read_floats,
+    write_safetensors,
+)
 from jaxmodels.errors import CheckpointError, WeightsMismatch
+from jaxmodels.policies import policy_type
 
 # Of two arrays that cannot be read, the second is told to Orbax's event loop, which the first has closed; Python
 # reports that on stderr whenever it comes, perhaps in the test after.
@@ -190,3 +204,181 @@ def test_a_policy_folder_may_hold_orbax_weights(small, checkpoint_of, observatio
 def test_no_orbax_checkpoint_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no Orbax checkpoint there"):
         orbax.restore(tmp_path / "nothing", SHAPES)
+
+
+# Folders that are opened by descriptor.
+
+
+@pytest.fixture
+def policy(golden_folder, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(golden_folder("act_state_only"), tmp_path / "root" / "policy"))
+
+
+def test_a_file_that_is_exchanged_after_it_was_opened_is_not_read(policy: Path) -> None:
+    other = Path(shutil.copytree(policy, policy.with_name("other")))
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(values | {"n_heads": 10**9}))
+    with PolicyFolder(policy) as opened:
+        os.replace(other / "config.json", policy / "config.json")
+        assert read_json(opened / "config.json") == values
+        with pytest.raises(CheckpointError, match=r"config\.json: was changed while it was read"):
+            lerobot.read(opened)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_is_written_to_while_a_policy_is_read_is_refused(policy: Path, name: str) -> None:
+    with PolicyFolder(policy) as opened:
+        time.sleep(0.02)  # longer than a tick of the file system's clock
+        with (policy / name).open("r+b") as file:
+            first = file.read(1)
+            file.seek(0)
+            file.write(first)
+        with pytest.raises(CheckpointError, match=f"{name}: was changed"):
+            lerobot.read(opened)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_ends_no_process(policy: Path) -> None:
+    weights = policy / "model.safetensors"
+    with PolicyFolder(policy) as opened:
+        found = find_floats(opened / "model.safetensors")
+        os.truncate(weights, 4096)
+        last = max(found.values(), key=lambda tensor: tensor.start)
+        with pytest.raises(CheckpointError, match="cannot be read to its end"):
+            last.read()
+    with pytest.raises(CheckpointError, match="wanted a safetensors file"):
+        lerobot.read(policy)
+
+
+def test_a_file_that_grows_while_it_is_read_gives_no_more_than_it_had(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"type": "act"}')
+    with PolicyFolder(tmp_path) as opened:
+        with (tmp_path / "config.json").open("ab") as file:
+            file.write(b" " * 10_000_000)
+        assert read_json(opened / "config.json") == {"type": "act"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "policy_preprocessor.json"])
+@pytest.mark.parametrize("target", ["", "/dev/zero", "/proc/self/environ", "/proc/self/mem", "elsewhere", "itself"])
+def test_no_name_leads_to_anything_but_a_regular_file_of_the_root(policy: Path, name: str, target: str) -> None:
+    file = policy / name
+    file.unlink(missing_ok=True)
+    (policy.parent.parent / "elsewhere").write_text("{}")
+    if target:
+        file.symlink_to({"elsewhere": policy.parent.parent / "elsewhere", "itself": file}.get(target, target))
+    else:
+        os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=name):
+        PolicyFolder(policy, roots=[policy.parent])
+
+
+def test_what_the_kernel_writes_on_demand_has_no_bytes_to_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/proc/self/environ")
+    with PolicyFolder(tmp_path) as opened, pytest.raises(CheckpointError, match="malformed JSON"):
+        read_json(opened / "config.json")
+
+
+def test_links_of_the_hubs_cache_are_followed_inside_of_their_repo(policy: Path, tmp_path: Path) -> None:
+    repo = tmp_path / "models--lab--act"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots" / "abc").mkdir(parents=True)
+    for number, path in enumerate(policy.iterdir()):
+        path.rename(repo / "blobs" / str(number))
+        (repo / "snapshots" / "abc" / path.name).symlink_to(f"../../blobs/{number}")
+    with PolicyFolder(repo / "snapshots" / "abc", roots=[repo]) as opened:
+        assert lerobot.read(opened).weights
+
+
+def test_a_folder_of_any_number_of_files_is_opened_up_to_a_number(policy: Path) -> None:
+    for number in range(80):
+        write_safetensors(policy / f"other{number}.safetensors", {"a": np.zeros(1, np.float32)})
+    before = len(os.listdir("/proc/self/fd"))
+    with PolicyFolder(policy) as opened:
+        assert len(opened.descriptors) < 80
+        assert lerobot.read(opened).weights
+        with pytest.raises(CheckpointError, match=r"one of over 64 \.safetensors files"):
+            read_floats(opened / "other79.safetensors")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_weights_that_do_not_fit_the_config_are_refused_before_any_is_in_memory(policy: Path) -> None:
+    count = 1 << 40  # 4 TB, had they been read
+    header = json.dumps({"huge": entry([count], 0, 4 * count)}).encode()
+    with_header(policy / "model.safetensors", header)
+    os.truncate(policy / "model.safetensors", 8 + len(header) + 4 * count)
+    with pytest.raises(CheckpointError, match="longer than"):
+        PolicyFolder(policy)
+    kind = policy_type("act")
+    shapes = lerobot.model_blueprint(lerobot.describe(policy).config).shapes
+    with pytest.raises(WeightsMismatch, match="unused: huge"):
+        lerobot._read_tensors(policy / "model.safetensors", kind, shapes)
+
+
+def test_older_statistics_among_the_weights_have_a_size(policy: Path) -> None:
+    tensors = dict(load_file(policy / "model.safetensors"))
+    tensors["normalize_inputs.buffer_observation_state.mean"] = np.zeros(5 << 20, np.float32)
+    write_safetensors(policy / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match="bytes of statistics; wanted at most"):
+        lerobot.read(policy)
+
+
+@given(st.data())
+def test_a_header_is_judged_as_the_library_judges_it(data: st.DataObject) -> None:
+    """Which maps the file into memory, and is not asked therefore."""
+    number = st.integers(0, 12)
+    tensor = st.builds(
+        lambda dtype, shape, begin, length: {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [begin, begin + length],
+        },
+        st.sampled_from(["F32", "F16", "BOOL", "F8_E4M3", "I64", "F4", "X9"]),
+        st.lists(number, max_size=2),
+        number,
+        number,
+    )
+    good = data.draw(st.lists(st.sampled_from([("F32", [1]), ("F16", [2]), ("F32", [0]), ("F64", [1])]), max_size=3))
+    header, end = {}, 0
+    for index, (dtype, shape) in enumerate(good):
+        length = shape[0] * {"F64": 8, "F32": 4, "F16": 2}[dtype]
+        header[f"t{index}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + length]}
+        end += length
+    header |= data.draw(st.dictionaries(st.sampled_from(["t0", "u"]), tensor, max_size=1))
+    end += data.draw(st.sampled_from([0, 0, 0, 1, 4]))
+    raw = json.dumps(header).encode() + b" " * data.draw(st.integers(0, 3))
+    with tempfile.TemporaryDirectory() as folder:
+        path = with_header(Path(folder) / "x.safetensors", raw, bytes(end))
+        try:
+            with safe_open(path, framework="np"):
+                theirs = True
+        except SafetensorError:
+            theirs = False
+        try:
+            find_floats(path, lambda name: False)
+            ours = True
+        except CheckpointError:
+            ours = False
+    assert ours == theirs, header
+
+
+@pytest.mark.parametrize("spoil", ["link", "link to a folder", "pipe", "too deep"])
+def test_an_orbax_checkpoint_is_made_of_regular_files_and_folders(tmp_path: Path, spoil: str) -> None:
+    tree = {"a": jnp.arange(4.0)}
+    orbax.save(tmp_path / "orbax", tree)
+    assert orbax.restore(tmp_path / "orbax", tree)["a"].tolist() == [0, 1, 2, 3]
+    (tmp_path / "outside").mkdir()
+    place = tmp_path / "orbax" / "zz"
+    if spoil == "pipe":
+        os.mkfifo(place)
+    elif spoil == "too deep":
+        place.joinpath(*["d"] * 40).mkdir(parents=True)
+    else:
+        place.symlink_to(tmp_path / "outside" if spoil == "link to a folder" else __file__)
+    with pytest.raises(CheckpointError, match=r"wanted regular files and folders only|more than 32 deep"):
+        orbax.restore(tmp_path / "orbax", tree)
+
+
+def test_the_folder_of_orbaxs_arrays_is_in_the_roots_too(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (policy / "orbax").symlink_to(tmp_path / "outside")
+    with PolicyFolder(policy, roots=[policy.parent]) as opened, pytest.raises(CheckpointError, match="leads out"):
+        opened.tree()

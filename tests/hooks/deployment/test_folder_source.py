@@ -119,8 +119,10 @@ async def test_files_that_did_not_change_are_not_read_again(
     folder: Path, source: FolderSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    content_hash = module._content_hash
-    monkeypatch.setattr(module, "_content_hash", lambda path: read.append(path.name) or content_hash(path))
+    content_hash = FolderSource._content_hash
+    monkeypatch.setattr(
+        FolderSource, "_content_hash", lambda self, path: read.append(path.name) or content_hash(self, path)
+    )
     monkeypatch.setattr(module, "FRESH", -1.0)
     os.utime(folder / "config.json", (1, 1))  # or all of this may come within one tick of the file system
     for _ in range(3):

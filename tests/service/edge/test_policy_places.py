@@ -4,8 +4,10 @@ import os
 import aiohttp
 import pytest
 
+from jaxmodels import PolicyFolder
+from jaxmodels.errors import CheckpointError
 from service.app import create_app
-from service.edge.policy_places import PolicyPlaces
+from service.edge.policy_places import PolicyPlaces, copies_in
 from service.engine.scripted_policy import ScriptedLoader
 from service.errors import InvalidRequest, PolicyError
 from service.serving import listen, serving
@@ -151,6 +153,25 @@ async def test_a_request_is_422_at_the_field_with_no_path_of_the_machine(roots, 
         assert not load.loads
         async with http.post("/sessions", json=body) as answer:
             assert answer.status == 200
+
+
+def test_an_update_is_opened_where_the_hubs_cache_links_to_and_nowhere_else(roots):
+    repo = roots / "models--lab--act"
+    (repo / "snapshots/abc").mkdir(parents=True)
+    (roots / "root/act/config.json").rename(repo / "blob")
+    (repo / "snapshots/abc/config.json").symlink_to("../../blob")
+    with PolicyFolder(repo / "snapshots/abc", roots=copies_in(repo / "snapshots/abc")) as opened:
+        assert set(opened.descriptors) == {"config.json"}
+    with pytest.raises(CheckpointError, match="leads out"):
+        PolicyFolder(roots / "root/sly", roots=copies_in(roots / "root/sly"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "odd name.json", "numbers.safetensors", "orbax"])
+def test_whatever_its_name_no_link_of_a_folder_leads_out(roots, name):
+    link = roots / "root/act" / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(roots / "outside/act/config.json")
+    refused(PolicyPlaces([roots / "root"]), roots / "root/act")
 
 
 async def test_a_server_for_other_machines_loads_nothing_that_was_not_configured(roots):

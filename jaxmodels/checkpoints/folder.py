@@ -1,0 +1,433 @@
+"""The one way to a policy's files: each is opened once, by descriptor, after it was proved to be a regular file.
+
+A folder may be a stranger's, and may change while it is read. So nothing is asked of a name twice: whoever proves a
+file and whoever reads it have the same descriptor, and read as many bytes as it had when it was opened. A pipe or a
+device is never waited for, a link may only lead to where the operator allows it, and no file is mapped into memory,
+where one that is cut off meanwhile ends the process (SIGBUS).
+"""
+
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxmodels.errors import CheckpointError
+
+JSON_BYTES = 1 << 20  # LeRobot's own files have a few thousand, an index of 1700 tensors 200,000
+TOKENIZER_BYTES = 32 << 20  # CLIP's has two million
+STATE_BYTES = 16 << 20  # statistics of features: a few thousand
+WEIGHT_BYTES = 1 << 40
+# A larger file has a place on the disk for more than a sixteenth of its bytes. One with holes costs nobody anything to
+# make, and whoever reads it as much as a whole one.
+SPARSE_BYTES = 64 << 20
+SPARSE_PART = 16
+ENTRIES = 10_000  # names in a folder; a policy's has ten
+STATE_FILES = 64
+TREE_ENTRIES = 100_000  # of an Orbax checkpoint
+TREE_DEPTH = 32
+ORBAX = "orbax"
+# Files that are opened wherever they are, and how long each may be; those of statistics have names of their own.
+KNOWN: Mapping[str, int] = {
+    "config.json": JSON_BYTES,
+    "robojax.json": JSON_BYTES,
+    "policy_preprocessor.json": JSON_BYTES,
+    "policy_postprocessor.json": JSON_BYTES,
+    "tokenizer.json": TOKENIZER_BYTES,
+    "model.safetensors": WEIGHT_BYTES,
+}
+_KINDS = {
+    stat.S_IFIFO: "a pipe (FIFO)",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+class OpenFile:
+    """A regular file that is open for reading.
+
+    Attributes:
+        name: the last part of its path.
+        size: bytes when it was opened; no more are read.
+    """
+
+    def __init__(self, descriptor: int, name: str):
+        """Takes the descriptor, and closes it."""
+        self.name = name
+        self.descriptor = descriptor
+        self._identity = identity(os.fstat(descriptor))
+        self.size = self._identity[2]
+
+    def __repr__(self) -> str:
+        return f"OpenFile({self.name!r}, {self.size} bytes)"
+
+    def exists(self) -> bool:
+        """As of a path."""
+        return True
+
+    def read(self, start: int = 0, count: int | None = None) -> bytes:
+        """Bytes of it; fewer where it ends.
+
+        Raises:
+            CheckpointError: it is shorter than it was when it was opened.
+        """
+        return self.array(start, self.size - start if count is None else min(count, self.size - start)).tobytes()
+
+    def array(self, start: int, count: int) -> np.ndarray:
+        """Just so many bytes of it, as an array.
+
+        Raises:
+            CheckpointError: it has not so many, or no longer.
+        """
+        raw = np.empty(max(count, 0), np.uint8)
+        view, done = raw.data, 0
+        while done < count:
+            got = os.preadv(self.descriptor, [view[done : done + (1 << 30)]], start + done)
+            if not got:
+                raise CheckpointError(f"{self.name}: cannot be read to its end; it is shorter than it was, or said")
+            done += got
+        return raw
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            CheckpointError: it was written to, renamed or removed since it was opened.
+        """
+        if identity(os.fstat(self.descriptor)) != self._identity:
+            raise CheckpointError(f"{self.name}: was changed while it was read; load it once more")
+
+    def close(self) -> None:
+        """Its descriptor is another's from now on."""
+        os.close(self.descriptor)
+
+
+Source: TypeAlias = "Path | OpenFile | MissingFile"
+
+
+@dataclass(frozen=True)
+class MissingFile:
+    """A name that a folder does not have, or that may not be read; why says ``error``."""
+
+    name: str
+    error: CheckpointError | None = None
+
+    def exists(self) -> bool:
+        """A pipe exists, and cannot be read."""
+        return self.error is not None
+
+    def refusal(self) -> Exception:
+        """What opening it raises."""
+        return self.error or FileNotFoundError(2, os.strerror(2))
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[OpenFile]:
+    """A file to read: one that is open already, or one at a path.
+
+    Raises:
+        OSError: it cannot be opened.
+        CheckpointError: it is no regular file.
+    """
+    if isinstance(source, MissingFile):
+        raise source.refusal()
+    if isinstance(source, OpenFile):
+        yield source
+        return
+    file = open_file(source)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def open_file(path: str | Path, within: int | None = None) -> OpenFile:
+    """Opens a regular file, and waits for nothing else; the caller closes it.
+
+    Args:
+        within: descriptor of the folder that ``path`` is a name in.
+
+    Raises:
+        OSError: it cannot be opened.
+        CheckpointError: it is no regular file.
+    """
+    name = Path(path).name
+    # Looked at before: to open a device may be to start it. And after: what the name means may change.
+    _check_regular(os.stat(path, dir_fd=within), name)
+    descriptor = os.open(path, _FLAGS, dir_fd=within)
+    try:
+        _check_regular(os.fstat(descriptor), name)
+        return OpenFile(descriptor, name)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def place_of(descriptor: int) -> Path:
+    """Where the file or folder is that is open, whatever links led to it.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    if sys.platform == "darwin":
+        import fcntl
+
+        return Path(os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, b"\0" * 1024).split(b"\0", 1)[0]))
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+
+def identity(found: os.stat_result) -> tuple[int, int, int, int, int]:
+    """Device, inode, size, and when content and inode were changed; nobody can set the last one back."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def is_state_file(name: str) -> bool:
+    """Whether a file of statistics may have this name: a plain one, which leads nowhere else."""
+    return (
+        name.endswith(".safetensors")
+        and not name.startswith((".", "-"))
+        and all(one.isascii() and (one.isalnum() or one in "_.-") for one in name)
+    )
+
+
+class PolicyFolder:
+    """A folder whose files are open, as many as a policy can have; used like its path: ``folder / "config.json"``.
+
+    Attributes:
+        path: where it was found; for messages, and for what cannot be read by descriptor.
+        name: the last part of the path.
+        names: of everything in it.
+        files: what was opened, or why not, by name.
+    """
+
+    def __init__(self, path: Path, *, roots: Iterable[Path] | None = None, largest: int | None = None):
+        """Opens its files, and reads none.
+
+        Args:
+            roots: folders that its files have to be in, wherever links lead to; anywhere when None.
+            largest: bytes that its weights may have.
+
+        Raises:
+            CheckpointError: it is no folder, is not in the roots, or has more entries than a policy.
+        """
+        self.path = path
+        self.name = path.name
+        self.names: tuple[str, ...] = ()
+        self.files: dict[str, OpenFile | MissingFile] = {}
+        self._roots = None if roots is None else tuple(root.resolve() for root in roots)
+        self._largest = largest
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(path, _FLAGS | os.O_DIRECTORY)
+            self._check_place(self._descriptor, self.name)
+            self._open_all(self._descriptor)
+        except OSError as error:
+            self.close()
+            raise CheckpointError(
+                f"{self.name}: cannot be opened ({error.strerror}); wanted a folder with config.json and "
+                "model.safetensors"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def of_descriptors(cls, path: Path, descriptors: Mapping[str, int], refused: Mapping[str, str]) -> "PolicyFolder":
+        """The folder as another process opened it, which gave this one its descriptors and what it would not open."""
+        folder = cls.__new__(cls)
+        folder.path, folder.name, folder._descriptor = path, path.name, None
+        folder._roots = folder._largest = None
+        folder.files = {name: OpenFile(descriptor, name) for name, descriptor in descriptors.items()}
+        folder.files |= {name: MissingFile(name, CheckpointError(why)) for name, why in refused.items()}
+        folder.names = tuple(sorted(folder.files))
+        return folder
+
+    def __enter__(self) -> "PolicyFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __truediv__(self, name: str) -> OpenFile | MissingFile:
+        return self.files.get(name) or MissingFile(name)
+
+    def is_dir(self) -> bool:
+        """As of a path."""
+        return True
+
+    def close(self) -> None:
+        """All of its descriptors."""
+        for file in self.files.values():
+            if isinstance(file, OpenFile):
+                file.close()
+        self.files = {}
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def descriptors(self) -> Mapping[str, int]:
+        """Of its files, by name."""
+        return {name: file.descriptor for name, file in self.files.items() if isinstance(file, OpenFile)}
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Files that nobody may read, and why."""
+        files = self.files.values()
+        return {file.name: str(file.error) for file in files if isinstance(file, MissingFile)}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of its files."""
+        return sum(file.size for file in self.files.values() if isinstance(file, OpenFile))
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            CheckpointError: a file was written to, renamed or removed since it was opened.
+        """
+        for file in self.files.values():
+            if isinstance(file, OpenFile):
+                file.check_unchanged()
+
+    def has_tree(self) -> bool:
+        """Whether it has Orbax's folder of arrays."""
+        if self._descriptor is None:
+            return False
+        with suppress(OSError):
+            return stat.S_ISDIR(os.stat(ORBAX, dir_fd=self._descriptor).st_mode)
+        return False
+
+    def tree(self) -> Path:
+        """Where Orbax's arrays are; `look_at_tree` says whether they can be read there.
+
+        Raises:
+            CheckpointError: they are not where they may be.
+        """
+        assert self._descriptor is not None
+        try:
+            tree = os.open(ORBAX, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
+            try:
+                self._check_place(tree, ORBAX)
+                return place_of(tree)
+            finally:
+                os.close(tree)
+        except OSError as error:
+            raise CheckpointError(f"{ORBAX}: cannot be read ({error.strerror})") from error
+
+    def _open_all(self, descriptor: int) -> None:
+        names: list[str] = []
+        with os.scandir(descriptor) as entries:
+            for entry in entries:
+                names.append(entry.name)
+                if len(names) > ENTRIES:
+                    raise CheckpointError(f"{self.name}: more than {ENTRIES} entries; wanted a policy's folder")
+        self.names = tuple(sorted(names))
+        states = [name for name in names if name not in KNOWN and is_state_file(name)]
+        states.sort(key=lambda name: (not name.startswith("policy_"), name))
+        for name in [*(name for name in KNOWN if name in names), *states[:STATE_FILES]]:
+            try:
+                self.files[name] = self._open(name, descriptor)
+            except CheckpointError as error:
+                if name in KNOWN or name.startswith("policy_"):
+                    raise
+                self.files[name] = MissingFile(name, error)  # nobody need ask for it
+        for name in states[STATE_FILES:]:
+            error = CheckpointError(f"{name}: one of over {STATE_FILES} .safetensors files; wanted a policy's folder")
+            self.files[name] = MissingFile(name, error)
+
+    def _open(self, name: str, within: int) -> OpenFile:
+        limit = KNOWN.get(name, STATE_BYTES)
+        if name == "model.safetensors" and self._largest is not None:
+            limit = self._largest
+        try:
+            file = open_file(name, within)
+        except OSError as error:
+            raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted a regular file") from error
+        try:
+            self._check_place(file.descriptor, name)
+            if file.size > limit:
+                raise CheckpointError(f"{name}: {file.size} bytes, longer than {limit} bytes, the most such a file has")
+            # Some file systems do not say: zero.
+            there = os.fstat(file.descriptor).st_blocks * 512
+            if file.size > SPARSE_BYTES and 0 < there < file.size // SPARSE_PART:
+                raise CheckpointError(f"{name}: {file.size} bytes, of which only {there} were ever written")
+            return file
+        except BaseException:
+            file.close()
+            raise
+
+    def _check_place(self, descriptor: int, name: str) -> None:
+        if self._roots is None:
+            return
+        place = place_of(descriptor)
+        if not any(place == root or root in place.parents for root in self._roots):
+            raise CheckpointError(f"{name}: a link leads out of the folders that policies may be in (policy_roots)")
+
+
+Folder: TypeAlias = Path | PolicyFolder
+
+
+def names_in(folder: Folder) -> Sequence[str]:
+    """What is in it, sorted."""
+    return folder.names if isinstance(folder, PolicyFolder) else sorted(os.listdir(folder))
+
+
+def look_at_tree(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """What an Orbax checkpoint consists of: regular files and folders, without a link, and what identifies each.
+
+    Orbax opens them by their names: whoever has it read them looks before and after, and nothing may have changed.
+
+    Raises:
+        CheckpointError: there is something else among them, or more than a checkpoint has.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        top = os.open(folder, _FLAGS | os.O_DIRECTORY)
+        try:
+            _look_into(top, folder.name, found)
+        finally:
+            os.close(top)
+    except OSError as error:
+        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({error.strerror})") from error
+    return found
+
+
+def _look_into(descriptor: int, where: str, found: dict[str, tuple[int, ...]]) -> None:
+    if where.count("/") > TREE_DEPTH:
+        raise CheckpointError(f"{where[:80]}: folders more than {TREE_DEPTH} deep; wanted an Orbax checkpoint")
+    with os.scandir(descriptor) as entries:
+        names = [entry.name for entry, _ in zip(entries, range(TREE_ENTRIES + 1), strict=False)]
+    for name in names:
+        if len(found) >= TREE_ENTRIES:
+            raise CheckpointError(f"{where[:80]}: more than {TREE_ENTRIES} entries; wanted an Orbax checkpoint")
+        state = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+        inside = f"{where}/{name}"
+        if stat.S_ISDIR(state.st_mode):
+            found[inside] = (state.st_dev, state.st_ino)
+            deeper = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            try:
+                _look_into(deeper, inside, found)
+            finally:
+                os.close(deeper)
+        elif stat.S_ISREG(state.st_mode):
+            found[inside] = identity(state)
+        else:
+            kind = _KINDS.get(stat.S_IFMT(state.st_mode), "a link")
+            raise CheckpointError(f"{inside}: is {kind}; wanted regular files and folders only")
+
+
+def _check_regular(found: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise CheckpointError(f"{name}: cannot be read (it is {kind}); wanted a regular file")

@@ -1,0 +1,365 @@
+"""Folders of policies that a stranger may write to: whatever is in one, it is refused, and nobody else waits for it."""
+
+import asyncio
+import gc
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+import jaxmodels
+from service.app import create_app
+from service.composition.loaders import requirements_reader
+from service.engine.loading import Inspection, Places
+from service.engine.scripted_policy import ScriptedPolicy
+from service.serving import listen, serving
+from service.settings import Settings
+from service.transport.memory import MemoryTransport
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "service" / "demo" / "policy"
+STATE = "policy_preprocessor_step_3_normalizer_processor.safetensors"
+# What a child does that never comes to an end, in the folder of this name.
+STUCK = "import time; time.sleep(600)"
+
+
+def children() -> set[int]:
+    """Processes of this one that live."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            found |= set(map(int, (task / "children").read_text().split()))
+    return {pid for pid in found if _is_alive(pid)}
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(OSError):
+        return (Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) not in "ZX"
+    return False
+
+
+class Loader:
+    """Files are opened and proved as by a server; what they would make is a script, so that no program is compiled.
+
+    Attributes:
+        gate: a folder called ``slow`` is built for as long as it is not set.
+        waiting: how many were.
+    """
+
+    def __init__(self, roots: list[Path] | None = None):
+        self.roots = roots
+        self.gate = threading.Event()
+        self.waiting = 0
+        self.loads: list[str] = []
+
+    def __call__(self, path, revision=None, /, *, like=None, on_progress=None):
+        folder = Path(path)
+        inspect = Inspection(program=STUCK) if folder.name.startswith("stuck") else Inspection()
+        with jaxmodels.PolicyFolder(folder, roots=self.roots) as opened:
+            inspect(opened)
+        if folder.name.startswith("slow"):
+            self.waiting += 1
+            assert self.gate.wait(60)
+        self.loads.append(folder.name)
+        return ScriptedPolicy()
+
+
+@asynccontextmanager
+async def server(load: Loader, **settings):
+    """A server on loopback, what its event loop complains of, and a way to ask it."""
+    made = Settings(load_memory=1 << 28, creates_per_minute=10_000, **settings)
+    app = create_app(made, transport=MemoryTransport(), load=load, read_requirements=requirements_reader(made))
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, about: complaints.append(about))
+    async with (
+        serving(app, listen("127.0.0.1", 0)) as url,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=30)) as http,
+    ):
+
+        async def call(method: str, path: str, **body):
+            async with http.request(method, path, json=body or None) as answer:
+                return answer.status, await answer.text()
+
+        call.app = app
+        call.complaints = complaints
+        yield call
+    load.gate.set()
+
+
+def body(folder: Path, session_id: str = "arm") -> dict:
+    return {"session_id": session_id, "policy_path": str(folder), "transport_server_url": f"http://rooms/{session_id}"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The policy of the demo, in a root."""
+    return Path(shutil.copytree(DEMO, tmp_path / "root" / "policy"))
+
+
+@pytest.fixture
+def good(tmp_path):
+    return Path(shutil.copytree(DEMO, tmp_path / "root" / "good"))
+
+
+def replace(path: Path, make) -> None:
+    path.unlink()
+    make(path)
+
+
+def make_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's name is short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def sparse(path: Path, size: int) -> None:
+    """A file of statistics that is valid and has so many bytes, of which the disk keeps none."""
+    count = size // 4
+    entry = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}
+    header = json.dumps({"observation.state.mean": entry}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + 4 * count)
+
+
+def rename_state(folder: Path, name: str) -> Path:
+    """The statistics have another name than LeRobot gives them."""
+    (folder / STATE).rename(folder / name)
+    said = (folder / "policy_preprocessor.json").read_text()
+    (folder / "policy_preprocessor.json").write_text(said.replace(STATE, name))
+    return folder / name
+
+
+def rename_and(spoil):
+    return lambda folder: spoil(rename_state(folder, "numbers.safetensors"))
+
+
+def write_renames(path: Path, count: int) -> None:
+    said = json.loads(path.read_text())
+    said["steps"][0]["config"]["rename_map"] = {f"observation.from{n}": f"observation.to{n}" for n in range(count)}
+    path.write_text(json.dumps(said))
+
+
+def write_statistics(path: Path) -> None:
+    path.write_bytes((DEMO / STATE).read_bytes())
+
+
+def lead_out(path: Path) -> None:
+    outside = path.parents[2] / f"outside of {path.parent.name}"
+    outside.mkdir()
+    path.rename(outside / path.name)
+    path.symlink_to(outside / path.name)
+
+
+def at(name: str, spoil):
+    return lambda folder: spoil(folder / name)
+
+
+NOT_REGULAR = "wanted a regular file"
+SPOILS = {
+    "config is a pipe": (at("config.json", partial(replace, make=os.mkfifo)), NOT_REGULAR),
+    "config is a socket": (at("config.json", partial(replace, make=make_socket)), NOT_REGULAR),
+    "config is a folder": (at("config.json", partial(replace, make=os.mkdir)), NOT_REGULAR),
+    "config is a device": (at("config.json", partial(replace, make=lambda path: path.symlink_to("/dev/zero"))), "root"),
+    "config is a loop": (at("config.json", partial(replace, make=lambda path: path.symlink_to(path))), "root"),
+    "config leads nowhere": (at("config.json", partial(replace, make=lambda path: path.symlink_to("no"))), "root"),
+    "config is of the kernel": (
+        at("config.json", partial(replace, make=lambda path: path.symlink_to("/proc/self/environ"))),
+        "root",
+    ),
+    "weights are a pipe": (at("model.safetensors", partial(replace, make=os.mkfifo)), NOT_REGULAR),
+    "tokenizer is a pipe": (at("tokenizer.json", os.mkfifo), NOT_REGULAR),
+    "sidecar is a pipe": (at("robojax.json", partial(replace, make=os.mkfifo)), NOT_REGULAR),
+    "statistics are a pipe": (at(STATE, partial(replace, make=os.mkfifo)), NOT_REGULAR),
+    "odd statistics are a pipe": (rename_and(partial(replace, make=os.mkfifo)), NOT_REGULAR),
+    "statistics of 6 GB": (at(STATE, partial(sparse, size=6 << 30)), "longer than 16777216"),
+    "odd statistics of 6 GB": (rename_and(partial(sparse, size=6 << 30)), "longer than 16777216"),
+    "config of 6 GB": (at("config.json", lambda path: os.truncate(path, 6 << 30)), "longer than 1048576"),
+    "weights of 6 GB that were never written": (
+        at("model.safetensors", lambda path: sparse(path, 6 << 30)),
+        "were ever written",
+    ),
+    "odd statistics are no such file": (rename_and(lambda path: path.write_bytes(b"x" * 64)), "header claims"),
+    "odd statistics lead out": (rename_and(lead_out), "policy_roots"),
+    "an error of a million letters": (
+        at("policy_preprocessor.json", lambda path: path.write_text(json.dumps({"steps": [{"class": "x" * 10**6}]}))),
+        " ...",
+    ),
+    "statistics lead out": (at(STATE, lead_out), "policy_roots"),
+}
+
+
+async def test_a_spoiled_folder_is_refused_by_a_check_and_by_a_session_and_nobody_waits(tmp_path, good):
+    root = good.parent
+    spoiled = {}
+    for number, (name, (spoil, words)) in enumerate(SPOILS.items()):
+        spoil(folder := Path(shutil.copytree(DEMO, root / f"policy{number}")))
+        spoiled[name] = (folder, words)
+    wrong = {}
+    async with server(load := Loader([root]), policy_roots=(str(root),)) as call:
+        for name, (folder, words) in spoiled.items():
+            answers = await asyncio.gather(
+                call("POST", "/policies/check", policy_path=str(folder)), call("POST", "/sessions", **body(folder))
+            )
+            text = "".join(text for _, text in answers)
+            if [status for status, _ in answers] != [422, 422] or words not in text or str(root) in text:
+                wrong[name] = answers
+        assert wrong == {}
+        assert load.loads == []
+        assert (await call("POST", "/policies/check", policy_path=str(good)))[0] == 200
+        assert (await call("POST", "/sessions", **body(good, "other")))[0] == 200
+        assert call.complaints == []
+
+
+async def test_a_check_of_what_is_refused_takes_no_memory_of_the_server(folder):
+    sparse(rename_state(folder, "numbers.safetensors"), 16 << 20)
+    os.truncate(folder / "numbers.safetensors", 15 << 20)
+    before = _peak()
+    async with server(Loader()) as call:
+        answers = [await call("POST", "/policies/check", policy_path=str(folder)) for _ in range(3)]
+        assert {status for status, _ in answers} == {422}
+        assert _peak() - before < 8 << 20  # three times fifteen millions, had they been read here
+        write_renames(folder / "policy_preprocessor.json", 20_000)
+        write_statistics(folder / "numbers.safetensors")
+        status, text = await call("POST", "/policies/check", policy_path=str(folder))
+        assert (status, "bytes; wanted at most" in text) == (422, True), text
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
+
+
+async def test_a_session_that_is_deleted_while_its_files_are_read_ends_the_child_and_its_id_is_free(tmp_path, good):
+    stuck = Path(shutil.copytree(DEMO, tmp_path / "stuck"))
+    before = children()
+    async with server(Loader()) as call:
+        for _ in range(3):
+            creating = asyncio.create_task(call("POST", "/sessions", **body(stuck)))
+            await until(lambda: children() - before)
+            assert (await call("DELETE", "/sessions/arm"))[0] == 200
+            assert (await creating)[0] == 404
+            await until(lambda: not children() - before)
+            await until(lambda: call.app.ctx.sessions.engine.facts()["loads_left_behind"] == 0)
+        assert (await call("POST", "/sessions", **body(good)))[0] == 200
+        assert call.complaints == []
+        assert call.app.ctx.sessions.engine.facts()["policies_loading"] == 0
+
+
+async def test_nobody_is_told_of_a_load_whose_client_left_and_whose_session_was_deleted(tmp_path):
+    stuck = Path(shutil.copytree(DEMO, tmp_path / "stuck"))
+    before = children()
+    async with server(Loader()) as call:
+        creating = asyncio.create_task(call("POST", "/sessions", **body(stuck)))
+        await until(lambda: children() - before)
+        creating.cancel()
+        with suppress(asyncio.CancelledError):
+            await creating
+        await asyncio.sleep(0.2)  # the server notices that its client is gone
+        assert (await call("DELETE", "/sessions/arm"))[0] == 200
+        await until(lambda: not children() - before)
+        await asyncio.sleep(0.05)
+        gc.collect()
+        assert call.complaints == []
+
+
+async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path, good, monkeypatch):
+    monkeypatch.setattr("service.engine.loading._LOADS", Places(slow=0.2))
+    folders = [Path(shutil.copytree(DEMO, tmp_path / f"stuck{number}")) for number in range(5)]
+    async with server(Loader()) as call:
+        stuck = [asyncio.create_task(call("POST", "/sessions", **body(one, one.name))) for one in folders]
+        await asyncio.sleep(0.1)
+        assert (await call("POST", "/sessions", **body(good)))[0] == 200
+        assert not any(one.done() for one in stuck)
+        for one in folders:
+            await call("DELETE", f"/sessions/{one.name}")
+        assert {status for status, _ in await asyncio.gather(*stuck)} == {404}
+
+
+async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded_beside_it(tmp_path, good, monkeypatch):
+    monkeypatch.setattr("service.engine.loading.ALONE", 0.2)
+    slow = Path(shutil.copytree(DEMO, tmp_path / "slow"))
+    async with server(load := Loader()) as call:
+        creating = asyncio.create_task(call("POST", "/sessions", **body(slow)))
+        await until(lambda: load.waiting)
+        assert (await call("POST", "/sessions", **body(good, "good")))[0] == 200
+        assert not creating.done()
+        load.gate.set()
+        assert (await creating)[0] == 200
+    async with server(load := Loader(), load_timeout=0.5) as call:
+        facts = call.app.ctx.sessions.engine.facts
+        status, text = await call("POST", "/sessions", **body(slow))
+        assert (status, "load_timeout" in text) == (422, True)
+        assert facts()["loads_left_behind"] == 1
+        load.gate.set()
+        await until(lambda: facts()["loads_left_behind"] == 0)
+        assert facts()["policies_loaded"] == 0
+        assert call.complaints == []
+
+
+async def test_after_too_many_that_are_left_behind_loads_are_refused_and_not_queued(tmp_path, good, monkeypatch):
+    monkeypatch.setattr("service.engine.loading.ALONE", 0.1)
+    async with server(load := Loader(), load_timeout=60.0) as call:
+        facts = call.app.ctx.sessions.engine.facts
+        for number in range(4):
+            slow = Path(shutil.copytree(DEMO, tmp_path / f"slow{number}"))
+            creating = asyncio.create_task(call("POST", "/sessions", **body(slow)))
+            await until(lambda: load.waiting > number)  # noqa: B023
+            assert (await call("DELETE", "/sessions/arm"))[0] == 200
+            assert (await creating)[0] == 404
+            await until(lambda: not call.app.ctx.sessions.engine.building.locked())
+        assert facts()["loads_left_behind"] == 4
+        status, text = await call("POST", "/sessions", **body(good))
+        assert (status, "loads_stuck" in text) == (503, True)
+        assert [(await call("GET", "/ready"))[0], "loads that were ended" in (await call("GET", "/ready"))[1]] == [
+            503,
+            True,
+        ]
+        assert "robojax_loads_left_behind 4.0" in (await call("GET", "/metrics"))[1]
+        load.gate.set()
+        await until(lambda: facts()["loads_left_behind"] == 0)
+        assert (await call("POST", "/sessions", **body(good)))[0] == 200
+
+
+def test_a_child_ends_with_its_server_however_that_ends(tmp_path):
+    """Which is killed here, so that it can end nobody."""
+    program = (
+        "import sys; from pathlib import Path; from service.engine.loading import Inspection; "
+        f"Inspection(program='import os; print(os.getpid(), file=sys.stderr); {STUCK}')(Path({str(DEMO)!r}))"
+    )
+    server = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
+    try:
+        end = time.monotonic() + 30
+        while not (found := _children_of(server.pid)):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        time.sleep(0.3)  # it has begun
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        while any(map(_is_alive, found)):
+            assert time.monotonic() < end, "the child lives on"
+            time.sleep(0.01)
+    finally:
+        server.kill()
+
+
+def _children_of(pid: int) -> set[int]:
+    with suppress(OSError):
+        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    return set()
