@@ -3,19 +3,37 @@
 # Profiles whose description has chroma and scaling lists in it.
 _HIGH = {44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244}
 _LONGEST = 32  # zeros before a number; more are no H.264
-# Parts of an access unit, and descriptions among them. Encoders send one; a megabyte of them would take seconds.
-_MOST_UNITS, _MOST = 1024, 16
 UNREADABLE = 1 << 62  # pixels: whoever describes a picture that way is not decoded
 
 
+# Of one picture. A slice for each packet makes 200, and one description is all that anybody sends; each is read in up
+# to 1 ms, on the event loop.
+MAX_UNITS = 1024
+MAX_DESCRIPTIONS = 2
+
+
 def h264_pixels(data: bytes) -> int:
-    """The largest picture that the sequence parameter sets of an access unit declare, 0 when it has none."""
-    if not data.startswith((b"\0\0\0\1", b"\0\0\1")):
-        return 0
-    if data.count(b"\0\0\1") > _MOST_UNITS:
+    """The largest picture that the sequence parameter sets of an access unit declare, 0 when it has none.
+
+    They are found wherever FFmpeg would find them: what comes before the first start code is passed over.
+    """
+    units = _units(data)
+    if units is None:
         return UNREADABLE
-    units = [unit for unit in data.split(b"\0\0\1")[1:] if unit and unit[0] & 0x1F == 7]
-    return UNREADABLE if len(units) > _MOST else max(map(_pixels, units), default=0)
+    found = [unit for unit in units if unit and unit[0] & 0x1F == 7]
+    return UNREADABLE if len(found) > MAX_DESCRIPTIONS else max(map(_pixels, found), default=0)
+
+
+def starts_anew(data: bytes) -> bool:
+    """Whether this is an access unit with an IDR slice: one that a decoder can begin with."""
+    if not data.startswith((b"\0\0\0\1", b"\0\0\1")):
+        return False
+    return any(unit and unit[0] & 0x1F == 5 for unit in _units(data) or ())
+
+
+def _units(data: bytes) -> list[bytes] | None:
+    """What stands between the start codes; None when there are more than any encoder makes."""
+    return None if data.count(b"\0\0\1") > MAX_UNITS else data.split(b"\0\0\1")[1:]
 
 
 def _pixels(unit: bytes) -> int:
@@ -71,24 +89,23 @@ class _Bits:
     """Numbers of a bit string, first bit first."""
 
     def __init__(self, data: bytes):
-        self._value = int.from_bytes(data, "big")
-        self._left = 8 * len(data)
+        self._bits = f"{int.from_bytes(data, 'big'):0{8 * len(data)}b}" if data else ""
+        self._at = 0
 
     def take(self, count: int) -> int:
         """
         Raises:
             ValueError: there are not so many bits left.
         """
-        if count > self._left:
+        self._at += count
+        if self._at > len(self._bits):
             raise ValueError("the description ends")
-        self._left -= count
-        return self._value >> self._left & ((1 << count) - 1)
+        return int(self._bits[self._at - count : self._at], 2)
 
     def number(self) -> int:
         """An unsigned Exp-Golomb number; a signed one has the same length."""
-        zeros = 0
-        while not self.take(1):
-            zeros += 1
-            if zeros > _LONGEST:
-                raise ValueError("no number")
-        return (1 << zeros) - 1 + self.take(zeros)
+        zeros = self._bits.find("1", self._at, self._at + _LONGEST + 1) - self._at
+        if zeros < 0:
+            raise ValueError("no number")
+        self._at += zeros
+        return self.take(zeros + 1) - 1

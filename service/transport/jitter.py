@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from aiortc.jitterbuffer import JitterBuffer, JitterFrame
-from aiortc.rtp import RtpPacket
+from aiortc.rtcrtpreceiver import NackGenerator
+from aiortc.rtp import RTP_HISTORY_SIZE, RtpPacket
 from aiortc.utils import uint16_add
 
-from service.transport.h264 import h264_pixels
+from service.transport.h264 import starts_anew
 
 PATIENCE = 0.2  # seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms
+REPORT_EVERY = 0.005  # seconds between reports of missing packets
 VP8_START = b"\x9d\x01\x2a"  # stands at byte 3 of a keyframe
 ASK_AGAIN = 0.3  # seconds between requests for a keyframe
 
@@ -28,7 +30,7 @@ class PromptBuffer(JitterBuffer):
 
     Args:
         extra: takes every picture but the last when one packet completes several, in order.
-        max_pixels: a keyframe that declares more is not given out, since a decoder would first make room for it
+        max_pixels: a VP8 keyframe that declares more is not given out, since a decoder would first make room for it
             (two 14-bit sides: 400 MB in a packet of twelve bytes).
         clock: monotonic seconds.
 
@@ -48,6 +50,7 @@ class PromptBuffer(JitterBuffer):
         self.lost = 0
         self.skipped = 0
         self.oversize = 0
+        self._seen = 0  # packets from the first that are there, of one picture, and not its end
         self._max_pixels = max_pixels
         self._extra = extra
         self._clock = clock
@@ -78,6 +81,28 @@ class PromptBuffer(JitterBuffer):
             self._asked_at = now
         return asks, frames[-1] if frames else None
 
+    def want_keyframe(self) -> None:
+        """Give nothing out, and ask, until there is one: a picture that was given out is not decoded."""
+        self._wants_keyframe = True
+
+    def remove(self, count: int) -> None:
+        """Forget so many packets, and move on."""
+        assert self._origin is not None
+        self._seen = 0
+        if count < self._capacity:
+            super().remove(count)
+        else:  # what a jump in the numbers asks for: not slot by slot
+            self._packets = [None] * self._capacity
+            self._origin = uint16_add(self._origin, count)
+
+    def smart_remove(self, count: int) -> bool:
+        """Likewise, up to the end of a picture; returns whether nothing is left."""
+        self._seen = 0
+        if count < self._capacity:
+            return super().smart_remove(count)
+        self._packets = [None] * self._capacity
+        return True
+
     def _remove_frame(self, sequence_number: int) -> JitterFrame | None:
         return None  # the base class would give one picture out here; ``add`` gives out all there are
 
@@ -96,9 +121,10 @@ class PromptBuffer(JitterBuffer):
     def _length_of_first(self) -> int | None:
         """Packets in the first picture, when it is complete."""
         first = self._slot(0)
-        for index in range(self._capacity):
+        for index in range(self._seen, self._capacity):
             packet = self._slot(index)
             if packet is None or first is None:
+                self._seen = index  # the next packet need not look at these again: a picture may be 512 packets long
                 return None
             if packet.timestamp != first.timestamp:
                 return index
@@ -111,7 +137,7 @@ class PromptBuffer(JitterBuffer):
         assert self._origin is not None
         assert self._highest is not None
         held = _ahead(self._highest, self._origin) + 1
-        missing = next((index for index in range(max(held, 0)) if self._slot(index) is None), None)
+        missing = next((index for index in range(self._seen, max(held, 0)) if self._slot(index) is None), None)
         if missing is None:
             self._gap_since = None
             return False
@@ -125,7 +151,7 @@ class PromptBuffer(JitterBuffer):
         return True
 
     def _is_decodable(self, frame: JitterFrame) -> bool:
-        if max(vp8_pixels(frame.data), h264_pixels(frame.data)) > self._max_pixels:
+        if vp8_pixels(frame.data) > self._max_pixels:
             self.oversize += 1
             self._wants_keyframe = True  # what follows is built on it
             return False
@@ -133,6 +159,42 @@ class PromptBuffer(JitterBuffer):
             self.skipped += 1
             return False
         self._wants_keyframe = False
+        return True
+
+
+class BoundedNacks(NackGenerator):
+    """What is missing, of the newest packets alone, reported now and then.
+
+    aiortc's counts through the whole gap before it forgets all but the last, 30,000 numbers for one packet or 5 ms of
+    the event loop, looks through all of them for each packet, and sends a report for each gap.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self._clock = clock
+        self._reported_at = float("-inf")
+        self._is_due = False
+        self._count = 0
+
+    def add(self, packet: RtpPacket) -> bool:
+        """Note a packet; returns whether to report what is missing."""
+        number = packet.sequence_number
+        gap = 1 if self.max_seq is None else _ahead(number, self.max_seq)
+        if gap <= 0:
+            self.missing.discard(number)
+        else:
+            if gap > RTP_HISTORY_SIZE:
+                self.missing.clear()
+            self.missing.update((number - back) & 0xFFFF for back in range(1, min(gap, RTP_HISTORY_SIZE + 1)))
+            self._is_due |= gap > 1
+            self.max_seq = number
+        self._count += 1
+        if self._count % 32 == 0 and self.missing:
+            self.truncate()
+        now = self._clock()
+        if not self._is_due or not self.missing or now < self._reported_at + REPORT_EVERY:
+            return False
+        self._is_due, self._reported_at = False, now
         return True
 
 
@@ -148,10 +210,7 @@ def is_keyframe(data: bytes) -> bool:
     """Whether a decoder can start here: a VP8 keyframe (RFC 6386, 9.1) or an H.264 access unit with an IDR slice."""
     if data[3:6] == VP8_START and not data[0] & 1:
         return True
-    if not data.startswith((b"\x00\x00\x00\x01", b"\x00\x00\x01")):
-        return False
-    units = data.split(b"\x00\x00\x01")[1:]
-    return any(unit and unit[0] & 0x1F == 5 for unit in units)
+    return starts_anew(data)
 
 
 def _ahead(sequence_number: int, other: int) -> int:

@@ -1,13 +1,15 @@
 """The producer's side of one camera room: a peer connection for each consumer, offered and offered again."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from service.errors import TransportError
 from service.transport.camera import Camera, CameraTrack
-from service.transport.candidates import EarlyCandidates
+from service.transport.candidates import EarlyCandidates, trimmed
 from service.transport.connection import RoomConnection
+from service.transport.datagrams import Bucket
 from service.transport.messages import (
     EmergencyStop,
     Message,
@@ -19,10 +21,12 @@ from service.transport.messages import (
     WebrtcIce,
 )
 from service.transport.pace import Pace
-from service.transport.peer import BadSignal, Peer
+from service.transport.peer import MAX_SDP, BadSignal, Peer
 from service.transport.rest import Presence, RoomsApi
 
 OFFER_AGAIN = 2.0  # the least seconds between two offers to one consumer that did not lead to a connection
+MAX_PEERS = 8  # that one camera is sent to; each has an encoder of its own, 5 ms a picture of 640x480
+OFFERS = (2.0, 16)  # to all consumers together, a second and at once; those that wait are offered to later
 
 Signal = ParticipantJoined | ParticipantLeft | WebrtcAnswer | WebrtcIce
 
@@ -50,6 +54,7 @@ class CameraSender:
         self._peers: dict[str, tuple[Peer, CameraTrack]] = {}
         self._consumers: set[str] = set()
         self._offered_at: dict[str, float] = {}
+        self._rate = Bucket(*OFFERS)
         self._new_since = self._greet_at = 0.0
         self._is_new = True
         self._offers = self._dropped = 0
@@ -69,10 +74,11 @@ class CameraSender:
         if isinstance(message, EmergencyStop):
             self._stopped(message)
         elif isinstance(message, Signal):
-            if self._signals.full():
+            signal = _of_a_size(message)
+            if signal is None or self._signals.full():
                 self._dropped += 1
             else:
-                self._signals.put_nowait(message)
+                self._signals.put_nowait(signal)
 
     async def present(self, presence: Presence) -> None:
         """Who is in the room, in case an event was missed."""
@@ -120,6 +126,7 @@ class CameraSender:
                 await self._offer(signal.participant_id, connection)
         elif isinstance(signal, ParticipantLeft):
             self._consumers.discard(signal.participant_id)
+            self._offered_at.pop(signal.participant_id, None)
             self._candidates.forget(signal.participant_id)
             await self._close([signal.participant_id])
         elif isinstance(signal, WebrtcAnswer):
@@ -153,21 +160,26 @@ class CameraSender:
             old = [consumer for consumer in self._peers if self._offered_at.get(consumer, 0.0) < self._new_since]
             await self._close(old)
             self._offered_at.clear()
-        useless = [consumer for consumer, (peer, track) in self._peers.items() if self._is_useless(peer, track, now)]
+        useless = [consumer for consumer, (peer, track) in self._peers.items() if self._is_useless(peer, track)]
         await self._close(useless)
         for consumer in self._consumers - self._peers.keys():
             if now >= self._offered_at.get(consumer, float("-inf")) + OFFER_AGAIN:
                 await self._offer(consumer, connection)
 
-    def _is_useless(self, peer: Peer, track: CameraTrack, now: float) -> bool:
-        late = peer.connected_at is None and now > peer.made_at + self._pace.connect
-        return late or peer.state in ("failed", "closed") or track.readyState != "live"
+    def _is_useless(self, peer: Peer, track: CameraTrack) -> bool:
+        return peer.is_useless(self._pace.connect) or track.readyState != "live"
 
     async def _offer(self, consumer: str, connection: RoomConnection) -> None:
         participant_id = connection.participant_id
         if participant_id is None:
             return
         await self._close([consumer])
+        if len(self._peers) >= MAX_PEERS:
+            self._last_error = f"offer to {consumer}: this camera has {MAX_PEERS} viewers, the most that it is sent to"
+            return
+        if not self._rate.take():
+            self._last_error = f"offer to {consumer}: it waits, as viewers come faster than {OFFERS[0]:g} a second"
+            return
         self._offers += 1
         self._offered_at[consumer] = time.monotonic()
         peer, track = Peer(self._ice_servers), CameraTrack(self.camera)
@@ -188,3 +200,11 @@ class CameraSender:
         async with asyncio.TaskGroup() as group:
             for peer, _ in gone:
                 group.create_task(peer.close())
+
+
+def _of_a_size(signal: Signal) -> Signal | None:
+    """A signal without what it need not have; None for one that is larger than any peer's."""
+    if isinstance(signal, WebrtcIce):
+        candidate = trimmed(signal.candidate)
+        return None if candidate is None else dataclasses.replace(signal, candidate=dict(candidate))
+    return None if isinstance(signal, WebrtcAnswer) and len(signal.answer["sdp"]) > MAX_SDP else signal

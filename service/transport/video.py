@@ -14,11 +14,10 @@ from aiortc.rtp import RtpPacket
 from av.video.reformatter import Interpolation
 
 from service.errors import TransportError
-from service.transport.jitter import PromptBuffer
+from service.transport.decoder import MAX_DECLARED, THREAD, Decoder
+from service.transport.jitter import BoundedNacks, PromptBuffer
 
 MAX_PIXELS = 1920 * 1080
-# What a stream may declare: H.264 counts in blocks of 16, of which 1080 lines are 68.
-MAX_DECLARED = 1920 * 1088
 # Pictures that may wait for the decoder. What comes out behind more of them was seen too long ago (8 are
 # 270 ms at 30 fps), and is not delivered as if it were new.
 MAX_BACKLOG = 8
@@ -31,6 +30,8 @@ _BUFFER = "_RTCRtpReceiver__jitter_buffer"
 _DECODER_QUEUE = "_RTCRtpReceiver__decoder_queue"
 _DECODE_ERROR = "_RTCRtpReceiver__decoder_error"
 _CODECS = "_RTCRtpReceiver__codecs"
+_NACKS = "_RTCRtpReceiver__nack_generator"
+_PARTS = (_BUFFER, _DECODER_QUEUE, _DECODE_ERROR, _CODECS, _NACKS, THREAD)
 
 
 class _CountingEvent(threading.Event):
@@ -46,8 +47,8 @@ class _CountingEvent(threading.Event):
 class Screen:
     """Where the pictures of one peer connection arrive.
 
-    It takes the place of the queue between aiortc's decoder thread and the track: ``put`` runs on that thread,
-    so converting costs the event loop nothing, and there is never more than one picture waiting.
+    ``put`` runs on the decoder's thread, so converting costs the event loop nothing, and there is never more than one
+    picture waiting.
 
     Args:
         show: takes (picture, monotonic time it was decoded) on the event loop.
@@ -55,8 +56,9 @@ class Screen:
 
     Attributes:
         frames: pictures given to ``show``.
-        oversize, late, broken, superseded: pictures dropped for their size, behind a backlog, because they
-            could not be converted, and because a newer one came before the loop took them.
+        oversize, late, broken, superseded: pictures dropped for their size, behind a backlog or because there were more
+            than are decoded, because they could not be converted, and because a newer one came before the loop took
+            them.
         size: (height, width) of the last picture.
         shown_at: when the last one was decoded, None before the first.
         is_muted: nothing is delivered any more.
@@ -73,37 +75,47 @@ class Screen:
         self._backlog: Callable[[], int] = lambda: 0
         self._errors = _CountingEvent()
         self._buffer: PromptBuffer | None = None
+        self._decoder: Decoder | None = None
 
     def counts(self) -> dict[str, int]:
         """What happened to the pictures."""
+        buffer, decoder = self._buffer, self._decoder
         return {
             "frames": self.frames,
-            "oversize": self.oversize + (0 if self._buffer is None else self._buffer.oversize),
-            "late": self.late,
+            "oversize": self.oversize + (buffer.oversize if buffer else 0) + (decoder.oversize if decoder else 0),
+            "late": self.late + (decoder.overrun if decoder else 0),
             "superseded": self.superseded,
             "decode_errors": self._errors.count + self.broken,
-            "packets_lost": 0 if self._buffer is None else self._buffer.lost,
+            "packets_lost": 0 if buffer is None else buffer.lost,
         }
 
     def fit(self, receiver: RTCRtpReceiver) -> None:
-        """Put this screen, and a prompt jitter buffer, into a receiver that has not started yet.
+        """Put this screen, our decoder and a prompt jitter buffer into a receiver that has not started yet.
 
         Raises:
             TransportError: this aiortc keeps its parts elsewhere.
         """
-        missing = [name for name in (_BUFFER, _DECODER_QUEUE, _DECODE_ERROR, _CODECS) if not hasattr(receiver, name)]
+        missing = [name for name in _PARTS if not hasattr(receiver, name)]
         if missing or not hasattr(receiver.track, "_queue"):
             raise TransportError(f"this aiortc has no {', '.join(missing) or 'track queue'}; install aiortc 1.16")
-        queue, codecs = getattr(receiver, _DECODER_QUEUE), getattr(receiver, _CODECS)
+        codecs = getattr(receiver, _CODECS)
 
         def extra(packet: RtpPacket, frame: JitterFrame) -> None:
-            queue.put((codecs[packet.payload_type], frame))
+            decoder.put((codecs[packet.payload_type], frame))
 
-        self._buffer = PromptBuffer(extra, MAX_DECLARED)
-        self._backlog = queue.qsize
+        buffer = self._buffer = PromptBuffer(extra, MAX_DECLARED)
+        decoder = self._decoder = Decoder(receiver, self.put, self._errors.set, buffer.want_keyframe)
+        self._backlog = decoder.qsize
         setattr(receiver, _BUFFER, self._buffer)
+        setattr(receiver, _DECODER_QUEUE, decoder)
         setattr(receiver, _DECODE_ERROR, self._errors)
+        setattr(receiver, _NACKS, BoundedNacks())
         setattr(receiver.track, "_queue", self)  # noqa: B010 - the attribute is none of RTCRtpReceiver's declared ones
+
+    async def ended(self) -> None:
+        """Wait for the decoder's thread, which shows nothing afterwards."""
+        if self._decoder is not None:
+            await self._decoder.ended()
 
     def put(self, frame: Any) -> Any:
         """Called on the decoder's thread with a picture, or None at the end; returns what it runs on the loop."""

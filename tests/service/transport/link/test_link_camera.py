@@ -9,7 +9,16 @@ import pytest
 from aiortc.codecs.vpx import vp8_depayload
 from aiortc.mediastreams import MediaStreamError
 
-from service.transport.camera import CLOCK, FRESH, LEAST_BITRATE, MOST_BITRATE, Camera, CameraEncoder, CameraTrack
+from service.transport.camera import (
+    CLOCK,
+    FRESH,
+    KEYFRAME_EVERY,
+    LEAST_BITRATE,
+    MOST_BITRATE,
+    Camera,
+    CameraEncoder,
+    CameraTrack,
+)
 from service.transport.jitter import is_keyframe
 from service.transport.video import EXACT
 
@@ -55,6 +64,10 @@ def test_a_keyframe_is_made_when_asked_and_for_a_new_size_only():
 
     assert [is_key(0), is_key(1), is_key(2)] == [True, False, False]
     assert is_key(3, force=True)
+    # A viewer that asks all the time has one in KEYFRAME_EVERY; a request that comes too soon is kept.
+    assert not any(is_key(number, force=True) for number in range(10, 15))
+    encoder._keyframe_at -= KEYFRAME_EVERY
+    assert [is_key(20), is_key(21)] == [True, False]
     assert [is_key(4), is_key(5, side=96), is_key(6, side=96)] == [False, True, False]
 
 

@@ -1,0 +1,529 @@
+"""A camera that means harm, over real sockets: before the handshake, during it, and with the keys in its hand."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiortc.rtcrtpreceiver
+import aiortc.utils
+import pytest
+from aiortc import RTCConfiguration, RTCPeerConnection
+from aiortc.codecs.vpx import Vp8Encoder
+from aiortc.jitterbuffer import JitterFrame
+from aiortc.rtp import RtcpByePacket, RtcpRtpfbPacket, RtpPacket
+from OpenSSL import SSL
+
+from service.transport import datagrams
+from service.transport import peer as peers
+from service.transport.camera import RESENT, Camera, CameraTrack, limit_requests
+from service.transport.candidates import MAX_CANDIDATES
+from service.transport.datagrams import MAX_SOURCES, MAX_WAITING, PER_TURN, Bucket, Intake
+from service.transport.decoder import MAX_PENDING, PICTURES, Decoder
+from service.transport.jitter import BoundedNacks
+from service.transport.messages import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
+from service.transport.pace import Pace
+from service.transport.peer import MAX_SDP, BadSignal, Peer
+from service.transport.receiver import OFFERS, CameraReceiver
+from service.transport.sender import MAX_PEERS, CameraSender
+from service.transport.video import Screen
+from tests.hostile.video_cases import SSRC, Pair, packets, picture
+
+ROOT = Path(__file__).parents[2]
+CASES = int(os.environ.get("ROBOJAX_TEST_CASES", "300"))  # 5,000 take half a minute
+SEED = int(os.environ.get("ROBOJAX_TEST_SEED", "1"))
+QUICK = Pace(greet=0.05, connect=1.0, answer=5.0)
+
+
+def no_screen() -> Screen:
+    return Screen(lambda image, at: None, lambda error: None)
+
+
+@pytest.fixture
+async def pair():
+    made = await Pair().connect()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def browser():
+    """The offering side, of aiortc alone."""
+    made = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    yield made
+    await made.close()
+
+
+async def offer_of(browser: RTCPeerConnection) -> str:
+    browser.addTransceiver("video", direction="sendonly")
+    await browser.setLocalDescription()
+    return browser.localDescription.sdp
+
+
+async def throw(data: bytes, address: tuple[str, int], count: int = 1) -> None:
+    """Datagrams of somebody who is not the peer."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as stranger:
+        for number in range(count):
+            stranger.sendto(data, address)
+            if number % 20 == 19:
+                await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+
+
+def sockets_of(peer: Peer) -> list[Any]:
+    return [
+        each for transport in datagrams.transports_of(peer._pc) for each in transport.transport._connection._protocols
+    ]
+
+
+async def until(claim, within: float = 20.0) -> None:
+    async with asyncio.timeout(within):
+        while not claim():  # noqa: ASYNC110 - what is waited for says nothing
+            await asyncio.sleep(0.01)
+
+
+async def test_no_case_ends_or_holds_up_the_process_that_decodes():
+    """In a process of its own, so that a crash of a decoder is an exit code. 5,000: ROBOJAX_TEST_CASES=5000."""
+    command = [sys.executable, "-m", "tests.hostile.video_cases", "--cases", str(CASES), "--seed", str(SEED)]
+    child = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    out, _ = await child.communicate()
+    assert child.returncode == 0, f"seed {SEED}: ended with {child.returncode}"
+    found = json.loads(out)
+    assert found["failures"] == [], found
+    assert (found["tasks_left"], found["threads_left"]) == (0, 0), found
+    assert found["is_seen"], found
+    assert found["grown_mb"] < 64, found
+    # CPU time of the loop's thread; a collection of garbage falls into one now and then.
+    assert sum(found["long_turns"].values()) <= 2 + CASES / 200, found
+
+
+# Before anybody has proved who he is.
+
+
+async def test_an_empty_datagram_of_a_stranger_ends_no_connection(pair):
+    await throw(b"", pair.address)
+    assert pair.server.intake.dropped["size"] == 1
+    assert pair.server.state == "connected"
+    assert await pair.is_seen(120)
+
+
+async def test_what_strangers_send_before_the_handshake_is_not_kept(browser):
+    peer = Peer([])
+    await peer.answer(await offer_of(browser), no_screen())
+    protocol = sockets_of(peer)[0]
+    await throw(b"\x80" * 1400, protocol.transport.get_extra_info("sockname")[:2], 300)
+    assert protocol.receiver._queue.qsize() == 0
+    assert peer.intake.dropped["stranger"] > 200
+    await peer.close()
+
+
+async def test_what_calls_itself_stun_is_not_read_for_longer_than_stun_is(pair, monkeypatch):
+    read = []
+    monkeypatch.setattr("aioice.stun.parse_message", lambda data: read.append(data) or 1 / 0)
+    attribute = struct.pack("!HHI", 0x24, 4, 1)
+    for count in (8000, 200):
+        body = attribute * count
+        await throw(struct.pack("!HHI12s", 1, len(body), 0x2112A442, b"x" * 12) + body, pair.address)
+    await throw(struct.pack("!HHI12s", 0x101, 0, 0x2112A442, b"x" * 12), pair.address)  # an answer to nothing
+    await throw(struct.pack("!HHI12s", 1, 0, 0, b"x" * 12), pair.address)
+    assert [len(data) for data in read] == [1620]
+    assert pair.server.intake.dropped == {"size": 1, "stranger": 1, "rate": 0, "sources": 0, "malformed": 2}
+
+
+async def test_stun_that_cannot_be_read_is_no_error_of_the_event_loop(pair):
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    short = struct.pack("!HHI12s", 1, 8, 0x2112A442, b"x" * 12) + struct.pack("!HHI", 0x24, 3, 1)
+    await throw(short, pair.address, 10)
+    assert errors == []
+    assert pair.server.intake.dropped["malformed"] == 10
+
+
+async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pair):
+    head = struct.pack("!HHI12s", 1, 36, 0x2112A442, b"x" * 12)
+    wrong = head + struct.pack("!HH8s", 6, 8, b"abcd:efg") + struct.pack("!HH20s", 8, 20, b"y" * 20)
+    answered = []
+    for protocol in sockets_of(pair.server):
+        protocol.send_stun = lambda message, address: answered.append(message)
+    await throw(wrong, pair.address, 1000)
+    assert len(answered) <= datagrams.STRANGERS[1] + 50
+    assert pair.server.intake.dropped["rate"] > 300
+    assert await pair.is_seen(90)
+
+
+async def test_all_peers_together_hand_on_a_bounded_number_in_a_turn():
+    handed: list[str] = []
+    intakes = [Intake() for _ in range(3)]
+    turn = datagrams._turn_of(asyncio.get_running_loop())
+    await asyncio.sleep(0)
+    for number in range(3 * MAX_WAITING):
+        for name, intake in zip("abc", intakes, strict=True):
+            assert turn.admit(intake, lambda name=name: handed.append(name)) or number >= MAX_WAITING
+    assert len(handed) == PER_TURN
+    for turns in range(2, 12):
+        await asyncio.sleep(0)
+        assert len(handed) == turns * PER_TURN
+    shares = [handed[PER_TURN:].count(name) for name in "abc"]
+    assert max(shares) - min(shares) <= 1, "who sends most is served no more often"
+    while any(intake.waiting for intake in intakes):  # noqa: ASYNC110 - turns of the loop are what it takes
+        await asyncio.sleep(0)
+
+
+async def test_media_that_takes_long_to_read_gives_way_in_each_turn_and_is_then_dropped(pair, monkeypatch):
+    """What aiortc's own task has waiting it reads to the end, without a turn of the loop between."""
+    monkeypatch.setattr(datagrams, "TURN_TIME", 1e-9)
+    turns = 0
+    queue = pair.reader.transport._connection._queue
+    for _ in range(50):
+        queue.put_nowait((b"\x16", 1))
+    while not queue.empty():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 25
+    bucket = Bucket(0.4, 0.4, lambda: 0.0)
+    bucket.owe(5.0)
+    assert not bucket.take(0)
+
+
+# Descriptions and candidates.
+
+
+def with_lines(sdp: str, line: str, count: int) -> str:
+    return sdp + "".join(line.format(number) + "\r\n" for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("a=x:{}", 1000), ("a=rtpmap:{} VP8/90000", 64), ("a=ssrc:{} cname:x", 65), ("a=extmap:{} urn:x", 65),
+        ("a=candidate:{} 1 udp 5 10.0.0.1 5000 typ host", 128), ("m=video 9 UDP/TLS/RTP/SAVPF {}", 4),
+        ("a=x:" + "9" * 2100, 1), ("a=ice-ufrag:" + "a" * 300, 1), ("a=fmtp:97 " + "x" * 1900, 40),
+    ],
+)  # fmt: skip
+async def test_a_description_that_is_too_large_is_refused_before_it_is_parsed(browser, monkeypatch, line, count):
+    offer, peer = with_lines(await offer_of(browser), line, count), Peer([])
+    monkeypatch.setattr("aiortc.sdp.SessionDescription.parse", lambda sdp: pytest.fail("it was parsed"))
+    with pytest.raises(BadSignal, match=r"at most|more than"):
+        await peer.answer(offer, no_screen())
+    await peer.close()
+
+
+async def test_of_the_codecs_offered_only_ours_are_looked_at(browser):
+    offer = await offer_of(browser)
+    others = with_lines("", "a=rtpmap:{0} VP9/90000\r\na=rtcp-fb:{0} nack", 40)
+    thinned = peers.without_other_codecs(offer + others)
+    assert thinned == offer
+    again = with_lines("", "a=rtpmap:97 VP8/90000\r\na=fmtp:97 x\r\na=rtcp-fb:97 nack{}", 40)
+    assert len(peers.without_other_codecs(offer + again).splitlines()) < len(offer.splitlines()) + 10
+
+
+@pytest.mark.parametrize("missing", ["a=sendonly", "a=rtcp-mux", "a=ice-pwd", "a=rtpmap"])
+async def test_an_offer_that_lacks_something_is_refused_and_ends_no_session(receiver, browser, missing):
+    lines = (await offer_of(browser)).splitlines()
+    receiver.received(offer_signal("\r\n".join(line for line in lines if not line.startswith(missing)) + "\r\n"), 0.0)
+    await until(lambda: receiver.health()["refused_offers"] == 1)
+    receiver.received(offer_signal("\r\n".join(lines) + "\r\n"), 0.0)
+    await until(lambda: receiver.signals.sent)
+
+
+async def test_candidates_are_tried_up_to_a_number_by_whichever_way_they_come(browser):
+    plain = "a=candidate:{0} 1 udp 5 10.0.0.{0} 50000 typ host"
+    offer, peer = with_lines(await offer_of(browser), plain, 100).replace("a=end-of-candidates\r\n", ""), Peer([])
+    await peer.answer(offer, no_screen())
+    each = ({"candidate": plain.format(number)[2:], "sdpMLineIndex": 0} for number in range(100, 250))
+    peer.add_all(each)
+    assert len(peer._adding) <= 2 * MAX_CANDIDATES
+    await asyncio.gather(*peer._adding)
+    (transport,) = datagrams.transports_of(peer._pc)
+    assert len(transport.transport._connection._remote_candidates) == MAX_CANDIDATES
+    await peer.close()
+
+
+async def test_a_data_channel_never_opens(browser):
+    opened: list[Any] = []
+    channel = browser.createDataChannel("shell")
+    channel.on("open", lambda: opened.append(channel))
+    browser.addTransceiver("video", direction="sendonly")
+    await browser.setLocalDescription()
+    peer = Peer([])
+    answer = await peer.answer(browser.localDescription.sdp, no_screen())
+    await browser.setRemoteDescription(aiortc.RTCSessionDescription(answer, "answer"))
+    await until(lambda: peer.connected_at and browser.connectionState == "connected")
+    await asyncio.sleep(0.2)
+    assert opened == []
+    assert all(transport._data_receiver is None for transport in datagrams.transports_of(peer._pc))
+    await peer.close()
+
+
+async def test_the_sockets_of_a_data_channel_are_guarded_as_others_are(browser):
+    browser.createDataChannel("shell")
+    await browser.setLocalDescription()
+    peer = Peer([])
+    await peer.answer(browser.localDescription.sdp.replace("a=end-of-candidates\r\n", ""), no_screen())
+    (protocol, *_) = sockets_of(peer)
+    await throw(b"", protocol.transport.get_extra_info("sockname")[:2])
+    assert peer.intake.dropped["size"] == 1
+    before = len(protocol.receiver._remote_candidates)
+    named = SimpleNamespace(host="x.local", port=50_000, component=1, transport="udp", type="host")
+    protocol.receiver._add_remote_candidate(named, "169.254.169.254")  # as somebody resolved its name
+    assert len(protocol.receiver._remote_candidates) == before
+    await peer.close()
+
+
+async def test_a_second_handshake_is_refused(monkeypatch):
+    plain, made = peers.forbid_renegotiation, []
+    # The first peer of the pair, which is the hostile one, keeps the right to ask for it.
+    monkeypatch.setattr(
+        peers, "forbid_renegotiation", lambda each: made.append(each) or (len(made) > 1 and plain(each))
+    )
+    pair, sent = await Pair().connect(), []
+    send = pair.reader.transport._send
+
+    async def note(data: bytes) -> None:
+        sent.append(data[0])
+        await send(data)
+
+    pair.reader.transport._send = note
+    for _ in range(3):
+        with contextlib.suppress(SSL.Error):
+            pair.transport._ssl.renegotiate()
+            pair.transport._ssl.do_handshake()
+        await pair.transport._write_ssl()
+        await asyncio.sleep(0.1)
+    assert 22 not in sent, "a handshake record"
+    assert pair.server.state == "connected"
+    assert await pair.is_seen(70)
+    await pair.close()
+
+
+# With the keys in its hand.
+
+
+async def test_sources_without_end_are_not_remembered(pair):
+    kind = pair.kind("VP8")
+    for number in range(200):
+        (packet,) = packets(kind, [b"\x10abc"], number, number, 10_000 + number)
+        await pair.send(packet)
+        if number % 10 == 9:
+            await asyncio.sleep(0.001)
+    await until(lambda: pair.server.intake.dropped["sources"] > 100)
+    receiver = pair.server._pc.getReceivers()[0]
+    assert len(receiver._RTCRtpReceiver__remote_streams) <= MAX_SOURCES + PER_TURN
+    assert pair.server.state == "connected"
+
+
+async def test_a_report_that_cannot_be_read_ends_no_connection(pair):
+    await pair.send(b"\x8f\xce\x00\x04" + b"\0" * 8 + b"REMB\xff\xff\xff\xff")  # of 255 sources none follows
+    await until(lambda: pair.server.intake.dropped["malformed"] == 1)
+    assert pair.server.state == "connected"
+    assert await pair.is_seen(150)
+
+
+async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
+    """aiortc joins its decoder's thread on the event loop, behind all that waits."""
+    receiver, began, may_go_on = pair.server._pc.getReceivers()[0], threading.Event(), threading.Event()
+    decoder: Decoder = receiver._RTCRtpReceiver__decoder_queue
+
+    def decode(name: str, frame: JitterFrame) -> list[Any]:
+        began.set()
+        may_go_on.wait(30)
+        return []
+
+    decoder._decode = decode  # type: ignore[method-assign]
+    kind = pair.kind("VP8")
+    (key,) = packets(kind, Vp8Encoder().encode(picture(50), True)[0], 1, 1)
+    await pair.send(key)
+    await until(began.is_set)
+    await pair.send(bytes(RtcpByePacket(sources=[SSRC])))
+    await until(lambda: receiver._RTCRtpReceiver__decoder_thread is None)
+    assert decoder._thread is not None
+    assert decoder._thread.is_alive()
+    may_go_on.set()
+
+
+async def test_more_pictures_than_a_decoder_can_take_are_dropped_and_a_keyframe_wanted():
+    receiver = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
+    now, wanted = 0.0, 0
+
+    def want() -> None:
+        nonlocal wanted
+        wanted += 1
+
+    decoder = Decoder(receiver, lambda frame: None, lambda: None, want, clock=lambda: now)  # type: ignore[arg-type]
+    vp8, key = SimpleNamespace(name="VP8"), JitterFrame(b"\x10\x02\x00\x9d\x01\x2a\x80\x07\x38\x04" + b"x" * 100, 0)
+    for _ in range(500):
+        decoder.put((vp8, key))  # type: ignore[arg-type]
+    assert decoder.qsize() <= PICTURES[1]
+    assert decoder.overrun + decoder.qsize() == 500
+    assert wanted > 0
+    for _ in range(300):  # at a rate that is allowed, while the decoder stands still
+        now += 1 / PICTURES[0]
+        decoder.put((vp8, key))  # type: ignore[arg-type]
+        assert decoder.qsize() <= MAX_PENDING
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("VP8", b"\x10\x02\x00\x9d\x01\x2a\xff\x3f\xff\x3f"),
+        ("H264", b"\0\0\1\x67\x42\0\x1f" + b"\0" * 9),
+        ("H264", b"no start code first\0\0\1\x67\x42\0\x1f" + b"\0" * 9),
+        ("H264", b"\0\0\1\x65" * 5000),
+        ("H264", b"\0\0\1\x67\x42\xc0\x1f\xda\x01\x40\x16\xe8" * 3),
+        ("opus", b"abc"),
+    ],
+)
+async def test_what_a_decoder_would_make_room_for_first_is_never_given_to_it(name, data):
+    receiver = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
+    decoder = Decoder(receiver, lambda frame: None, lambda: None, lambda: None)  # type: ignore[arg-type]
+    decoder.put((SimpleNamespace(name=name), JitterFrame(data, 0)))  # type: ignore[arg-type]
+    assert (decoder.oversize, decoder.qsize()) == (1, 0)
+
+
+def test_a_jump_in_the_numbers_is_not_counted_through(monkeypatch):
+    steps = []
+    plain = aiortc.utils.uint16_add
+    monkeypatch.setattr(aiortc.rtcrtpreceiver, "uint16_add", lambda a, b: steps.append(a) or plain(a, b))
+    now = 0.0
+    nacks = BoundedNacks(lambda: now)
+    assert not nacks.add(RtpPacket(sequence_number=65_000))
+    assert nacks.add(RtpPacket(sequence_number=30_000))
+    assert nacks.missing == set(range(29_872, 30_000))
+    assert len(steps) < 200
+    assert not nacks.add(RtpPacket(sequence_number=30_002)), "one report follows another after 5 ms"
+    assert not nacks.add(RtpPacket(sequence_number=29_990))
+    now += 0.01
+    assert nacks.add(RtpPacket(sequence_number=30_003))
+    assert {29_999, 30_001} < nacks.missing
+    assert 29_990 not in nacks.missing
+
+
+async def test_a_viewer_has_packets_sent_again_once_each_and_not_without_end():
+    asked: list[int] = []
+
+    async def retransmit(packet: RtcpRtpfbPacket) -> None:
+        asked.extend(packet.lost)
+
+    sender = SimpleNamespace(_handle_rtcp_packet=retransmit)
+    limit_requests(sender)  # type: ignore[arg-type]
+    await sender._handle_rtcp_packet(RtcpRtpfbPacket(fmt=1, ssrc=1, media_ssrc=2, lost=[7] * 5000 + [8]))
+    assert asked == [7, 8]
+    for _ in range(20):
+        await sender._handle_rtcp_packet(RtcpRtpfbPacket(fmt=1, ssrc=1, media_ssrc=2, lost=list(range(6000))))
+    assert len(asked) <= 2 * RESENT[1]
+
+
+# The rooms' signals.
+
+
+class Signals:
+    """The server's API and connection, of which only signals are seen."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.rejoined: list[str] = []
+        self.participant_id, self.workspace, self.kind = "server", "w", None
+        self.presence = SimpleNamespace(producer="p", consumers=frozenset())
+
+    async def signal(self, workspace: str, room: str, sender: str, message: Any) -> None:
+        self.sent.append(message)
+
+    async def look(self, *arguments: Any) -> Any:
+        return self.presence
+
+    def send(self, message: Any) -> None:
+        """The start of a stream."""
+
+    def rejoin(self, reason: str) -> None:
+        self.rejoined.append(reason)
+
+
+@pytest.fixture
+async def receiver():
+    signals = Signals()
+    inbox = SimpleNamespace(frame=lambda *each: None, joints=lambda *each: None, event=lambda event: None)
+    made = CameraReceiver("front", "room", signals, inbox, QUICK, ())  # type: ignore[arg-type]
+    made.signals = signals  # type: ignore[attr-defined]
+    task = asyncio.create_task(made.run(signals))  # type: ignore[arg-type]
+    yield made
+    assert not task.done(), task
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def offer_signal(sdp: str) -> WebrtcOffer:
+    return WebrtcOffer({"type": "offer", "sdp": sdp}, "p")
+
+
+async def test_of_a_thousand_offers_a_few_are_answered_and_the_newest_is(receiver, browser):
+    offer = await offer_of(browser)
+    for number in range(1000):
+        receiver.received(offer_signal(offer.replace("s=-", f"s={number}")), 0.0)
+        if number % 100 == 99:
+            await asyncio.sleep(0.01)
+    await until(lambda: receiver._waiting is None and receiver._signals.empty())
+    answered = lambda: receiver.health()["offers"] - receiver.health()["refused_offers"]  # noqa: E731
+    await until(lambda: answered() == len(receiver.signals.sent))
+    assert len(receiver.signals.sent) <= OFFERS[1] + 4
+    assert receiver.health()["refused_offers"] + receiver.health()["signals_dropped"] > 990
+    assert "faster than" in receiver.health()["last_error"]
+    receiver.received(offer_signal(offer), 0.0)
+    count = len(receiver.signals.sent)
+    await until(lambda: len(receiver.signals.sent) == count + 1)
+
+
+async def test_a_peer_that_never_completes_is_closed_though_signals_come_all_the_time(receiver, browser):
+    offer = await offer_of(browser)
+    receiver.received(offer_signal(offer), 0.0)
+    await until(lambda: receiver._peer is not None)
+    peer = receiver._peer
+    opened = sockets_of(peer)
+    assert opened
+
+    async def pester() -> None:
+        while True:
+            receiver.received(WebrtcIce({"candidate": "candidate:x"}, from_producer="p"), 0.0)
+            await asyncio.sleep(0.01)
+
+    pestering = asyncio.create_task(pester())
+    await until(lambda: receiver._peer is None, within=QUICK.connect + 10)
+    pestering.cancel()
+    await until(lambda: peer.state == "closed")
+    assert all(protocol.transport.is_closing() for protocol in opened)
+    await until(lambda: any("not connected within" in reason for reason in receiver.signals.rejoined))
+
+
+async def test_signals_that_are_larger_than_any_are_not_queued(receiver):
+    receiver.received(offer_signal("x" * (MAX_SDP + 1)), 0.0)
+    receiver.received(WebrtcIce({"candidate": "x" * 600}, from_producer="p"), 0.0)
+    receiver.received(WebrtcIce({"candidate": "x", "more": ["y" * 10_000]}, from_producer="p"), 0.0)
+    assert receiver._signals.qsize() == 1
+    assert receiver._signals._queue[0].candidate == {"candidate": "x"}
+    health = receiver.health()
+    assert (health["refused_offers"], health["signals_dropped"]) == (1, 1)
+
+
+async def test_a_camera_is_sent_to_a_bounded_number_of_viewers(monkeypatch):
+    async def offer(self: Peer, track: CameraTrack) -> str:
+        return "v=0"
+
+    monkeypatch.setattr(Peer, "offer", offer)
+    signals = Signals()
+    sender = CameraSender(Camera(25), "room", signals, QUICK, (), lambda stop: None)  # type: ignore[arg-type]
+    task = asyncio.create_task(sender.run(signals))  # type: ignore[arg-type]
+    for number in range(50):
+        sender.received(ParticipantJoined("room", f"viewer-{number}", Role.CONSUMER), 0.0)
+    await until(sender._signals.empty)
+    assert len(sender._peers) == MAX_PEERS
+    assert len(signals.sent) == MAX_PEERS
+    assert f"{MAX_PEERS} viewers" in str(sender.health()["last_error"])
+    task.cancel()
+    await asyncio.wait([task])
