@@ -41,7 +41,7 @@ from service.edge.origins import Origins
 from service.motion.joints import Joint, JointTable
 from service.routes import body, reason
 from service.safety import sources
-from service.transport import address, bodies, candidates, h264, wire
+from service.transport import address, bodies, candidates, h264, peer, wire
 from service.ui import message
 
 LIMIT = 0.010  # seconds: half a tick at 50 Hz
@@ -234,18 +234,19 @@ LINES = {
 
 
 def describe(sdp: str) -> object:
-    return SessionDescription.parse(candidates.sorted_out(sdp)[0])
+    peer.check_description(sdp)
+    return SessionDescription.parse(candidates.sorted_out(peer.without_other_codecs(sdp))[0])
 
 
 def video_readers() -> Iterator[Reader]:
     # As much as a frame or a signal may have of it; what is longer than a description is not even split.
     for name, line in LINES.items():
         yield Reader(f"a description of {name}", describe, counted(line, SDP + MEDIA, between=""), wire.MAX_FRAME_BYTES)
-        yield Reader(f"a short one of {name}", describe, counted(line, SDP + MEDIA, between=""), candidates.LARGEST)
+        yield Reader(f"a short one of {name}", describe, counted(line, SDP + MEDIA, between=""), peer.MAX_SDP)
     for name, line in (("a=fmtp:96 ", "a=b;"), ("a=ssrc-group:FID ", "1 "), ("m=video 9 x ", "96 "), ("o=- ", "1 ")):
-        yield Reader(f"a long line {name}", describe, repeated(line, SDP + MEDIA + name), candidates.LARGEST)
+        yield Reader(f"a long line {name}", describe, repeated(line, SDP + MEDIA + name), peer.MAX_SDP)
     for what in ("1 ", "a", "1 1 udp 1 a 1 typ host raddr "):
-        yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), candidates.LONGEST)
+        yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), candidates.MAX_CANDIDATE)
     # An access unit has as many packets as are kept.
     for name, piece in (
         ("empty units", b"\0\0\1"),
