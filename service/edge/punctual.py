@@ -308,8 +308,9 @@ class PunctualProtocol(WebSocketProtocol):
 
     def _answer(self, answers: Sequence[bytes]) -> None:
         """Write what the protocol says: pongs, and the answer to a close, behind which the connection ends."""
-        if answers and self.transport is not None and not self.transport.is_closing():
-            self.transport.write(b"".join(answers))
+        data = b"".join(answers)
+        if data and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(data)
         if b"" not in answers:
             return
         if self._inbox.is_empty:
