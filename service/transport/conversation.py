@@ -100,7 +100,7 @@ def _update_joints(table: RoomTable, seat: Seat, room: Room | None, message: mes
     except WireError:
         return table.reply(seat, _FAILED)
     except CommandRefused as error:
-        return table.reply(seat, messages.CommandRefused(str(error), error.code))
+        return table.reply(seat, messages.VideoError(str(error), error.code))
 
 
 def _change(room: Room, joints: tuple[Json, ...], limit: int) -> tuple[Json, ...]:

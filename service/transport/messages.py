@@ -108,20 +108,10 @@ class JoinRefused:
 
 
 @dataclass(frozen=True)
-class CommandRefused:
-    """How a robotics room that belongs to a session refuses a command, or a producer: an error with a stable code."""
-
-    type: ClassVar[str] = "error"
-    message: str
-    code: str
-    timestamp: str | None = None
-
-
-@dataclass(frozen=True)
 class VideoError:
-    """A refusal by the video service; its ``code`` is always on the wire and so far always null.
+    """A refusal by the video service, whose ``code`` is always on the wire and so far always null.
 
-    What the robotics service refuses with a code (`CommandRefused`) is read back as this too.
+    The robotics service uses this form, with a code, for what the room of a session does not take.
     """
 
     type: ClassVar[str] = "error"
@@ -261,7 +251,6 @@ Message = (
     | EmergencyStop
     | Error
     | JoinRefused
-    | CommandRefused
     | VideoError
     | ParticipantJoined
     | ParticipantLeft

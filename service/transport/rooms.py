@@ -335,7 +335,7 @@ class RoomTable:
             try:
                 self.check_commander(room, claim)
             except CommandRefused as error:
-                refused = messages.CommandRefused(f"Cannot join room: {error}", error.code)
+                refused = messages.VideoError(f"Cannot join room: {error}", error.code)
                 return [Send((connection,), refused), Close((connection,), "join refused")]
         if room is None or not may(room, join.role) or not self._has_space(room, seat):
             return [
