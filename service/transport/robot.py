@@ -118,6 +118,7 @@ class Robot:
         self.commands = self.refused = 0
         self.latch: str | None = None
         self._asked = asked
+        self._leave = pace.leave
         self._latched_at = 0.0
         self._is_known = False  # whether the session's server said of this latch that it is there
         self._is_refusing = False
@@ -294,8 +295,17 @@ class Robot:
                     await self._ask_now.wait()
             self._ask_now.clear()
             if self._output.participant_id is not None:  # without commands nothing has to be decided
-                await self._look()
+                await self._look_to_the_end()
             await asyncio.sleep(ASK_SOON)
+
+    async def _look_to_the_end(self) -> None:
+        """Whoever leaves lets a question that is under way be answered, rather than cut it off."""
+        looking = asyncio.create_task(self._look())
+        try:
+            await asyncio.shield(looking)
+        finally:
+            await asyncio.wait({looking}, timeout=self._leave)
+            looking.cancel()
 
     async def _look(self) -> None:
         """What the server says counts where it says something; else all stays as it is."""
