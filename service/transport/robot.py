@@ -266,6 +266,12 @@ class Robot:
             if not self._is_refusing:
                 self._is_refusing = True
                 log.warning("a command is refused: an emergency stop is latched (%s)", self.latch)
+                if not self._is_known:
+                    log.warning(
+                        "%s has not said so yet; if it is not the server of the session, give connect_robot its URL as "
+                        "sessions, or call unlatch() when the robot is safe",
+                        self._asked.url,
+                    )
             return
         self.commands += 1
         self._on_command(values, seen_at)
@@ -341,19 +347,20 @@ class SessionLatch:
 
     Attributes:
         session_id: None where the rooms are no session's.
+        url: the session's, which is asked.
     """
 
     def __init__(self, api: RoomsApi, address: Address, session_id: str | None):
         self.session_id = session_id
         self._api = api
-        self._url = f"{address.base}/sessions/{session_id}"
+        self.url = f"{address.base}/sessions/{session_id}"
 
     async def look(self) -> Answer | None:
         """What it says; None when it does not answer, or knows no such session (a server of rooms alone)."""
         if self.session_id is None:
             return None
         with contextlib.suppress(TransportError):
-            found = await self._api.ask("GET", self._url)
+            found = await self._api.ask("GET", self.url)
             stats = found.get("stats")
             if isinstance(stats, dict) and "emergency_stop" in stats:
                 reason = stats["emergency_stop"]
@@ -363,7 +370,7 @@ class SessionLatch:
     async def stop(self, reason: str) -> None:
         """Tell it of a stop that it does not know of; what does not reach it is tried again."""
         with contextlib.suppress(TransportError):
-            await self._api.ask("POST", f"{self._url}/emergency_stop", {"reason": reason})
+            await self._api.ask("POST", f"{self.url}/emergency_stop", {"reason": reason})
 
 
 class JointRoom:
