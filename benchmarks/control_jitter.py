@@ -66,6 +66,9 @@ class SocketLink:
         self._writer.write(encode(joints))
         return True
 
+    def latch(self, reason: str | None) -> None:
+        pass
+
     def health(self) -> dict[str, object]:
         return {}
 

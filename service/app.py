@@ -41,6 +41,7 @@ from service.routes import docs
 from service.routes.answers import install_errors
 from service.routes.context import App, Context
 from service.routes.ui import live_blueprint
+from service.safety.authority import Authority
 from service.sessions.records import SCHEMA, SessionRecords
 from service.settings import Settings
 from service.state import alone_in, state_folder
@@ -124,7 +125,8 @@ def create_app(
 
 def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirements) -> Context:
     """What the routes share; its sessions, models, recordings and updates come with the start."""
-    table = rooms.table() if settings.embedded_transport else None
+    authority = Authority(lambda: getattr(context, "sessions", None))
+    table = rooms.table(authority) if settings.embedded_transport else None
     guard = guard_of(settings, APART)
     places = PolicyPlaces(
         settings.policy_roots, settings.policy_owners, is_open=is_loopback(settings.host) and not guard.is_guarded

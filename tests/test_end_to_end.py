@@ -132,7 +132,13 @@ class Rig:
             self.commands.append((seen_at, dict(values)))
 
         async with connect_robot(
-            self.transport_url, rooms, on_command=obey, on_emergency_stop=self.stops.append, rate=RATE, pace=QUICK
+            self.transport_url,
+            rooms,
+            on_command=obey,
+            on_emergency_stop=self.stops.append,
+            rate=RATE,
+            pace=QUICK,
+            sessions=self.url,
         ) as robot:
             living = asyncio.create_task(live(robot))
             try:

@@ -166,6 +166,7 @@ class AsyncSession:
         rooms = (await self.status()).rooms
         theirs = Rooms(rooms.workspace_id, rooms.cameras, rooms.joint_input, rooms.joint_output)
         key = self._client_key() or os.environ.get("ROBOJAX_KEY") or None
+        more = {"sessions": self.client.url} | more
         return connect_robot(transport_server_url, theirs, key=key, **more)
 
     def _client_key(self) -> str | None:

@@ -144,7 +144,7 @@ class RoomsLink:
                 rate=self._rate,
             )
             async with robot as joined:
-                await together(self._send(joined, linked), self._watch())
+                await together(self._send(joined, linked), self._watch(joined))
         except ServiceError as error:
             raise RobotError(f"the rooms cannot be used: {error}", "robojax sessions shows what there is") from error
 
@@ -161,10 +161,13 @@ class RoomsLink:
             due = max(due + 1 / self._rate, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
 
-    async def _watch(self) -> None:
-        """Tell how the session is; rooms do not say."""
-        last = None
+    async def _watch(self, robot: Any) -> None:
+        """Tell how the session is, which rooms do not say; and of commands that came in spite of a latched stop."""
+        last, refused = None, 0
         while True:
+            if robot.refused > refused:
+                refused = robot.refused
+                self._tell(f"{refused} commands refused: an emergency stop is latched ({robot.latch or 'now reset'})")
             try:
                 status = await self._session.status()
                 if (found := described(status)) != last:

@@ -10,7 +10,7 @@ from service.auth.own_key import OwnKey
 from service.auth.watched import FileUnusable, WatchedFile
 from service.errors import InvalidRequest, TransportError
 from service.transport.address import Address
-from service.transport.credentials import headers_of
+from service.transport.credentials import CLAIM, headers_of
 
 FORBIDDEN = 0o027
 
@@ -21,6 +21,7 @@ class RoomKeys:
     Args:
         bound: host and port that this process listens on; None while it does not, or serves no rooms.
         owner_of: whose session this is; None where there are no keys.
+        claim_of: the secret of a session, by which the server of its rooms knows what the session itself sends.
         elsewhere: file with lines of URL and key.
     """
 
@@ -30,10 +31,12 @@ class RoomKeys:
         bound: Callable[[], tuple[str, int] | None],
         owner_of: Callable[[str], str | None],
         elsewhere: Path | None = None,
+        claim_of: Callable[[str], str | None] = lambda session_id: None,
     ):
         self._own = own
         self._bound = bound
         self._owner_of = owner_of
+        self._claim_of = claim_of
         self._elsewhere = None if elsewhere is None else WatchedFile(elsewhere, _parse, FORBIDDEN)
 
     def check(self) -> None:
@@ -51,17 +54,19 @@ class RoomKeys:
         Raises:
             TransportError: the file of keys cannot be used.
         """
+        claim = None if session_id is None else self._claim_of(session_id)
+        claims = {} if claim is None else {CLAIM: claim}
         parts = urlsplit(address.base)
         bound = self._bound()
         number = None if bound is None else _own_number(parts, *bound)
         if number is not None:
             owner = None if session_id is None else self._owner_of(session_id)
-            return Address(f"{number}{parts.path}"), self._own.headers(owner)
+            return Address(f"{number}{parts.path}"), {**self._own.headers(owner), **claims}
         try:
             keys = {} if self._elsewhere is None else self._elsewhere.content() or {}
         except FileUnusable as error:
             raise TransportError("the keys for other transport servers cannot be read; see the server's log") from error
-        return address, headers_of(keys.get(_origin(parts)))
+        return address, {**headers_of(keys.get(_origin(parts))), **claims}
 
 
 def _own_number(parts: SplitResult, host: str, port: int) -> str | None:

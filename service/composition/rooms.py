@@ -41,6 +41,7 @@ def _room_keys(app: App) -> RoomKeys:
         lambda: app.config.get("OWN_ADDRESS") if settings.embedded_transport else None,
         lambda session_id: app.ctx.sessions.get(session_id).new.owner,
         named,
+        lambda session_id: app.ctx.sessions.get(session_id).claim,
     )
     try:
         keys.check()

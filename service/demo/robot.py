@@ -189,7 +189,13 @@ async def run(args: argparse.Namespace) -> int:
             player = Player(body, sessions, instructs=args.instruct)
             rooms = await sessions.rooms()
             async with connect_robot(
-                args.transport, rooms, on_command=player.obey, on_emergency_stop=player.stop, rate=RATE, key=key
+                args.transport,
+                rooms,
+                on_command=player.obey,
+                on_emergency_stop=player.stop,
+                rate=RATE,
+                key=key,
+                sessions=args.server,
             ) as robot:
                 tell("joined")
                 number, score = 0, Score()

@@ -59,6 +59,9 @@ class DirectLink:
         self._refused += not is_taken
         return is_taken
 
+    def latch(self, reason: str | None) -> None:
+        """Nothing to do: whoever is at a door is told of stops as of all that happens to the session."""
+
     def health(self) -> Mapping[str, object]:
         """Plain counters."""
         return {

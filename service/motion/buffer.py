@@ -1,6 +1,7 @@
 """The newest frame of every camera and the last known joints; a snapshot when all are there and fresh."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,10 @@ class Snapshot:
         return features
 
 
+# Seconds for which a pose counts as measured after another one came: a hold is on its way meanwhile.
+JUST_NOW = 1.0
+
+
 @dataclass
 class _Picture:
     image: np.ndarray
@@ -89,6 +94,8 @@ class Buffer:
         self._values = np.zeros(len(joints), np.float32)
         self._is_known = np.zeros(len(joints), bool)
         self._is_current = np.zeros(len(joints), bool)
+        # Poses that were measured lately, with when the next one came.
+        self._past: deque[tuple[float, np.ndarray]] = deque(maxlen=256)
 
     def put_frame(self, camera: str, image: np.ndarray, seen_at: float) -> bool:
         """Take a picture: uint8 (h, w, 3), RGB. Anything else is dropped and counted; whether it was taken."""
@@ -129,6 +136,8 @@ class Buffer:
         if not update.values:
             return update.dropped
         positions = list(update.values)
+        if self._is_known.all():
+            self._past.append((seen_at, self._values.copy()))
         self._values[positions] = list(update.values.values())
         self._is_known[positions] = True
         self._is_current[positions] = True
@@ -152,6 +161,7 @@ class Buffer:
     def forget_joints(self) -> None:
         """What comes next may be another robot, which must not be told where this one was."""
         self._is_current[:] = self._is_known[:] = False
+        self._past.clear()
 
     @property
     def is_felt(self) -> bool:
@@ -162,6 +172,11 @@ class Buffer:
     def pose(self) -> np.ndarray | None:
         """(a,) the last measured pose, or None while a joint was never seen."""
         return self._values.copy() if self._is_known.all() else None
+
+    def poses(self, now: float) -> list[np.ndarray]:
+        """(a,) each: the measured pose, and those that it was within the last second; none while a joint is unknown."""
+        past = [pose for until, pose in self._past if now - until <= JUST_NOW]
+        return [self._values, *past] if self._is_known.all() else past
 
     def measured(self) -> dict[str, float | None]:
         """Wire name to last measured value."""

@@ -35,6 +35,7 @@ class Drive:
         lost: rooms that are down, with the reason.
         broken: fails when the link raises, which ends the session.
         taps: who looks on.
+        is_held: whether a hold reached the link since it was halted.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Drive:
             period=control.period,
         )
         self.is_dry = is_dry
+        self.is_held = False
         self.buffer = buffer
         self.control = control
         self.commands_sent = self.commands_refused = self.commands_withheld = 0
@@ -104,6 +106,7 @@ class Drive:
 
     def halt(self, *, always_hold: bool = False) -> None:
         """Stop the robot: the hold goes out before this returns, its repeats at the next ticks. Never raises."""
+        self.is_held = False
         step = self.control.halt(time.monotonic(), always_hold=always_hold)
         try:
             self._do(step)
@@ -112,6 +115,11 @@ class Drive:
             if not self.broken.done():
                 self.broken.set_exception(error)
         self._loop.wake()
+
+    def announce_latch(self, reason: str | None) -> None:
+        """Tell the robot's room of an emergency stop that is latched now, or that there is none (any more)."""
+        if self._link is not None:
+            self._link.latch(reason)
 
     def detach(self) -> None:
         """Nothing goes out any more; the figures stay."""
@@ -259,5 +267,6 @@ class Drive:
             self.commands_refused += 1
             return False
         self.commands_sent += 1
+        self.is_held = not self.control.is_running
         self.last_command = {command.name: command.value for command in commands}
         return True

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from service.motion.joints import SO100, Joint, JointTable, plain
 from service.safety.sources import LimitsFile, Said
 
 Mode = Literal["clamp", "refuse"]
+_ROUNDING = 1e-6
 
 # Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
 # motion. The demo's policy asks for 0.4 at most (its jaw: 1.8, more than 2.5 at a seam of two chunks); the servos of an
@@ -65,6 +67,12 @@ class MotionLimits:
         ]
         if wrong:
             raise ValueError(f"limits of {'; '.join(wrong)}; wanted low < high and the others above 0")
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Joint to the lowest and highest position that may be commanded, with room for rounding to float32."""
+        ends = zip(self.names, self.low.tolist(), self.high.tolist(), strict=True)
+        return {name: (low - _ROUNDING * abs(low), high + _ROUNDING * abs(high)) for name, low, high in ends}
 
     @property
     def unlimited(self) -> list[str]:

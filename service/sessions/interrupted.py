@@ -38,7 +38,7 @@ class Interrupted(Standing):
         self, record: SessionRecord, engine: Engine, load: LoadPolicy, latch: str | None = None, failure: str = ""
     ):
         """``failure`` says what came of trying to bring it back."""
-        super().__init__(record.new, latch)
+        super().__init__(record.new, latch, record.claim)
         self.record = record
         self.policies = Changeover(record.new, engine, load, self._undriven)
         self.progress = Progress(record.new.policy_path, engine.durations)

@@ -61,6 +61,7 @@ class Session(Standing):
         leases: Leases | None = None,
         made: Made | None = None,
         latch: str | None = None,
+        claim: str | None = None,
     ):
         """It begins at once.
 
@@ -68,8 +69,9 @@ class Session(Standing):
             leases: of all sessions of this process: no other one may command the same robot.
             made: knows which rooms are this server's from before, and is told of those it makes now.
             latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
+            claim: what it says to the server of its rooms; a new one when None.
         """
-        super().__init__(new, latch)
+        super().__init__(new, latch, claim)
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
         self.stops = 0
@@ -189,13 +191,23 @@ class Session(Standing):
         """Stop the robot where it is, until somebody resets."""
         self._life.check(Move.EMERGENCY_STOP)
         self.stops += 1
-        self._halt(always_hold=True)
+        # One that is latched and was told to hold is not told so again: whoever may report a pose and press stop would
+        # move it there.
+        if not (self.is_latched and self.drive is not None and self.drive.is_held):
+            self._halt(always_hold=True)
         self._move(Move.EMERGENCY_STOP, reason)
+        self._announce_latch()
         logger.warning("session %s: emergency stop: %s", self.id, reason)
 
     def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
         self._life.move(Move.RESET)
+        self._announce_latch()
+
+    def _announce_latch(self) -> None:
+        """Whoever is in the room of the commands learns of the latch, and who comes while it lasts."""
+        if self.drive is not None:
+            self.drive.announce_latch(self.latch)
 
     def begin_end(self) -> None:
         """Stop the robot and begin to leave; ``end`` waits for it."""
@@ -350,6 +362,7 @@ class Session(Standing):
         self._active_since = time.monotonic()
         self._life.is_loaded = True
         self._move(Move.LOADED, self._life.reason)
+        self._announce_latch()
         self._settled.set()
         first = [driving, watching, ending, drive.broken]
         try:

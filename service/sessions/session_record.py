@@ -7,6 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from service.sessions.request import NewSession
+from service.sessions.standing import new_claim
 from service.stage import Stage
 from service.transport.base import Rooms
 from service.transport.names import rooms_of
@@ -25,6 +26,7 @@ class SessionRecord:
         is_ready: whether it ever was, so that somebody was told that it is there.
         made: ids of its rooms that this server made, or was about to make.
         is_shut_down: whether its server ended in order after that.
+        claim: by which the server of its rooms knows what the session itself sends, and whose they are.
         more, wishes: what a newer version wrote, of the record and of what was asked for.
     """
 
@@ -37,6 +39,7 @@ class SessionRecord:
     created_at: float = field(default_factory=time.time)
     changed_at: float = field(default_factory=time.time)
     version: int = VERSION
+    claim: str = field(default_factory=new_claim, repr=False)
     more: Mapping[str, Any] = field(default_factory=dict)
     wishes: Mapping[str, Any] = field(default_factory=dict)
 

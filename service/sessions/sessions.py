@@ -108,6 +108,8 @@ class Sessions:
         is_ours = new.workspace_id is None
         # Named here, so that whoever comes after a kill knows where its rooms are.
         record = SessionRecord(replace(new, workspace_id=str(uuid4())) if is_ours else new)
+        if existing is not None:
+            record = replace(record, claim=existing.claim)  # its rooms elsewhere may still know it by that
         of_before = () if before is None else made_before(before.record, record)
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
@@ -143,6 +145,7 @@ class Sessions:
             leases=self._leases,
             made=kept,
             latch=self._ledger.latch_of(record.new),
+            claim=record.claim,
         )
         # Asked now: it may be ready before the task begins.
         await self._see_through(self._settle(session, kept, before, orphan, is_promised=record.is_ready))
@@ -206,6 +209,10 @@ class Sessions:
         if isinstance(session, Interrupted):
             raise session.refusal()
         return session
+
+    def standing(self, session_id: str) -> Listed | None:
+        """The session of this id, also while it is being deleted: its robot is its own until it has let go."""
+        return self._sessions.get(session_id)
 
     @property
     def is_closing(self) -> bool:

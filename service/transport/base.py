@@ -110,6 +110,10 @@ class Link(Protocol):
         """
         ...
 
+    def latch(self, reason: str | None) -> None:
+        """An emergency stop is latched, for this reason: tell the robot's room, and whoever joins it. None: no more."""
+        ...
+
     def health(self) -> Mapping[str, object]:
         """Plain counters per room for the session's stats: connected, reconnects, frames, rtt of the heartbeat."""
         ...

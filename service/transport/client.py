@@ -155,8 +155,14 @@ class RoomsLink:
                 refused=refused,
             )
 
+        self._commands = JointOutput(rooms.joint_output, inbox, lambda message: self._output.send(message))
         self._output = connection(
-            Kind.ROBOTICS, rooms.joint_output, "joint-output", Role.PRODUCER, JointOutput(rooms.joint_output, inbox)
+            Kind.ROBOTICS,
+            rooms.joint_output,
+            "joint-output",
+            Role.PRODUCER,
+            self._commands,
+            self._commands.present,
         )
         self._connections = {
             rooms.joint_output: self._output,
@@ -184,6 +190,10 @@ class RoomsLink:
             for joint in joints
         )
         return self._output.send(JointUpdate(data), COMMAND_LIFE)
+
+    def latch(self, reason: str | None) -> None:
+        """Tell the robot's room of an emergency stop, and whoever joins it while it lasts. None: it was reset."""
+        self._commands.latch(reason)
 
     def health(self) -> Mapping[str, object]:
         """Plain figures by room id: the connection, and for a camera its video."""

@@ -8,7 +8,7 @@ from service.transport import messages
 from service.transport.address import Kind
 from service.transport.bodies import VideoConfig
 from service.transport.messages import Json, Message, Role
-from service.transport.rooms import Connection, Effects, Place, Room, RoomTable, Seat, send
+from service.transport.rooms import CommandRefused, Connection, Effects, Place, Room, RoomTable, Seat, send
 from service.transport.wire import WireError
 
 # Types a robotics room knows and does not act on; any other type that it does not handle gets an error back.
@@ -50,19 +50,44 @@ def refuse(table: RoomTable, connection: Connection, error: WireError) -> Effect
     return [] if error.type in _HEARD | _ACTED else table.reply(seat, _unknown(error.type))
 
 
-def command(table: RoomTable, place: Place, joints: tuple[Json, ...], now: float) -> tuple[int, Effects]:
+def command(
+    table: RoomTable, place: Place, joints: tuple[Json, ...], now: float, claim: str | None = None
+) -> tuple[int, Effects]:
     """Joints set over REST: how many changed, and what follows.
 
     Raises:
         UnknownRoom: there is no such room.
         WireError: the room would hold too many joint names.
+        CommandRefused: the room is a session's.
     """
     room = table.get(place)
     room.touched_at = now
+    return _let_out(table, room, joints, "api", claim)
+
+
+def _let_out(
+    table: RoomTable, room: Room, joints: tuple[Json, ...], source: str, claim: str | None
+) -> tuple[int, Effects]:
+    """The one way on which joints leave a room while it is open: how many changed, and what follows.
+
+    In a room of a session nothing is kept or sent but what the session itself sends, and of that nothing that its
+    latch and its limits forbid, whatever went wrong before.
+
+    Raises:
+        WireError: the room would hold too many joint names.
+        CommandRefused: the room is a session's, and this must not leave.
+    """
+    commander = table.commander(room)
+    if commander is not None:
+        if not commander.is_own(claim):
+            raise commander.stranger()
+        refusal = commander.refusal(joints, room.joints)
+        if refusal is not None:
+            raise refusal
     changed = _change(room, joints, table.limits.joints)
     if not changed:
         return 0, []
-    return len(changed), send(table.consumers(room), messages.JointUpdate(changed, source="api"))
+    return len(changed), send(table.consumers(room), messages.JointUpdate(changed, source=source))
 
 
 def _update_joints(table: RoomTable, seat: Seat, room: Room | None, message: messages.JointUpdate) -> Effects:
@@ -71,10 +96,11 @@ def _update_joints(table: RoomTable, seat: Seat, room: Room | None, message: mes
     if room is None:
         return table.reply(seat, _FAILED)
     try:
-        changed = _change(room, message.data, table.limits.joints)
+        return _let_out(table, room, message.data, seat.id, seat.claim)[1]
     except WireError:
         return table.reply(seat, _FAILED)
-    return send(table.consumers(room), messages.JointUpdate(changed, source=seat.id)) if changed else []
+    except CommandRefused as error:
+        return table.reply(seat, messages.VideoError(str(error), error.code))
 
 
 def _change(room: Room, joints: tuple[Json, ...], limit: int) -> tuple[Json, ...]:

@@ -6,6 +6,10 @@ from typing import Protocol
 from service.errors import InvalidRequest
 from service.transport.address import Address
 
+# What a session sends beside its key, to every transport server: only who sends the same may command its robot. Servers
+# that know nothing of it ignore it.
+CLAIM = "x-robojax-claim"
+
 
 class Credentials(Protocol):
     """Which key goes where."""

@@ -25,8 +25,9 @@ from service.transport.bodies import (
     read_workspace,
 )
 from service.transport.cleanup import Cleanup
+from service.transport.credentials import CLAIM
 from service.transport.outbox import WriteQueue
-from service.transport.rooms import Place, Room, RoomTable, RoomTaken, TooManyRooms, UnknownRoom
+from service.transport.rooms import CommandRefused, Place, Room, RoomTable, RoomTaken, TooManyRooms, UnknownRoom
 from service.transport.sockets import perform, timestamp
 
 Handler = Callable[..., views.Answer]
@@ -60,6 +61,8 @@ def endpoint(handle: Handler, queue: WriteQueue) -> Callable[..., Coroutine[Any,
             return answer(422, {"detail": error.detail})
         except UnknownRoom:
             return answer(404, {"detail": "Room not found"})
+        except CommandRefused as error:
+            return answer(409, {"detail": str(error), "code": error.code})
         except RoomTaken as error:
             return answer(409, {"detail": str(error)})
         except Forbidden as error:
@@ -113,6 +116,7 @@ class RoomEndpoints:
             consumer_limit=new.consumer_limit if new else None,
             # One that is made anew stays whose it was.
             owner=caller.owner if there is None else there.owner,
+            claim=claim_of(request),
         )
         return views.created(place)
 
@@ -124,7 +128,7 @@ class RoomEndpoints:
         """Remove a room."""
         place = Place(self.kind, workspace, room)
         room_of(self.table, request, place)
-        perform(self.table.delete(place))
+        perform(self.table.delete(place, claim_of(request)))
         return views.deleted(place)
 
     def state(self, request: Request, workspace: str, room: str) -> views.Answer:
@@ -166,9 +170,8 @@ class CommandEndpoint:
         place = Place(Kind.ROBOTICS, workspace, room)
         room_of(self.table, request, place)
         try:
-            count, effects = conversation.command(
-                self.table, place, tuple(joint.model_dump() for joint in body.joints), time.monotonic()
-            )
+            joints = tuple(joint.model_dump() for joint in body.joints)
+            count, effects = conversation.command(self.table, place, joints, time.monotonic(), claim_of(request))
         except wire.WireError as error:
             raise Unprocessable([{"type": "too_long", "loc": ["body", "joints"], "msg": str(error)}]) from error
         perform(effects)
@@ -215,6 +218,11 @@ class SignalEndpoint:
     def banner(self, request: Request) -> views.Answer:
         """What there is."""
         return views.BANNER
+
+
+def claim_of(request: Request) -> str | None:
+    """The secret of the session that sends this, if one does."""
+    return request.headers.get(CLAIM)
 
 
 def room_of(table: RoomTable, request: Request, place: Place) -> Room:

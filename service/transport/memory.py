@@ -43,6 +43,7 @@ class MemoryLink:
         refused: how many calls of ``send`` were not taken.
         is_choked: set it to make ``send`` refuse as when the socket's buffer is over its limit.
         is_closed: whether the session has left.
+        latched: the emergency stop that the room was told of last, or None.
     """
 
     def __init__(self, rooms: Rooms, cameras: Sequence[str], inbox: Inbox, clock: Callable[[], float]):
@@ -51,6 +52,7 @@ class MemoryLink:
         self.refused = 0
         self.is_choked = False
         self.is_closed = False
+        self.latched: str | None = None
         self._inbox = inbox
         self._clock = clock
         self._up: dict[str, bool] = dict.fromkeys(
@@ -67,6 +69,10 @@ class MemoryLink:
             return False
         self.sent.append(Sent(tuple(joints), self._clock()))
         return True
+
+    def latch(self, reason: str | None) -> None:
+        """Keep it."""
+        self.latched = reason
 
     def health(self) -> Mapping[str, object]:
         """The same kind of counters as a real link."""

@@ -109,7 +109,10 @@ class JoinRefused:
 
 @dataclass(frozen=True)
 class VideoError:
-    """A refusal by the video service; its ``code`` is always on the wire and so far always null."""
+    """A refusal by the video service, whose ``code`` is always on the wire and so far always null.
+
+    The robotics service uses this form, with a code, for what the room of a session does not take.
+    """
 
     type: ClassVar[str] = "error"
     message: str

@@ -11,6 +11,7 @@ from service.transport.wire import MAX_NAME
 
 # Room ids travel in URL paths, and clients of this wire do not percent-encode them.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+OUTPUT = "-joint-output"
 
 
 def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) -> Rooms:
@@ -30,7 +31,7 @@ def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) 
         workspace_id=workspace,
         cameras={name: f"{session_id}-{name}" for name in cameras},
         joint_input=f"{session_id}-joint-input",
-        joint_output=f"{session_id}-joint-output",
+        joint_output=f"{session_id}{OUTPUT}",
     )
     ids = [*rooms.cameras.values(), rooms.joint_input, rooms.joint_output]
     if len(rooms.cameras) != len(cameras) or len(set(ids)) != len(ids):
@@ -39,6 +40,11 @@ def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) 
             "use each name once, and not 'joint-input' or 'joint-output'"
         )
     return rooms
+
+
+def session_of(output: str) -> str | None:
+    """The session whose output room has this id; None of a room that is no output room of any."""
+    return output.removesuffix(OUTPUT) if output.endswith(OUTPUT) else None
 
 
 def participant(who: str, role: str) -> str:

@@ -140,6 +140,10 @@ class RoomsApi:
         url = f"{self.address.room(Kind.VIDEO, workspace, room)}/webrtc/signal"
         await self._call("POST", url, {"client_id": sender, "message": message})
 
+    async def ask(self, method: str, url: str, body: object = None) -> Mapping[str, Any]:
+        """Any call that answers a JSON object, of this server or of the one that its rooms are for."""
+        return await self._call(method, url, body)
+
     async def _call(self, method: str, url: str, body: object = None, missing_is_none: bool = False) -> Any:
         what = f"{method} {url}"
         try:

@@ -6,16 +6,22 @@ duplicate or a late close evicts whoever holds the id now, making a room again r
 deleting it tells nobody, and ``max_consumers`` is never enforced. Without it each of these is safe.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+import hmac
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from service.transport import messages
 from service.transport.address import Kind
 from service.transport.bodies import VideoConfig
-from service.transport.messages import Join, Message, Role
+from service.transport.messages import Join, Json, Message, Role
+from service.transport.names import session_of
 
 Connection = Hashable
+# Seconds for which a room stays with the session of another server whose producer left it without deleting it.
+CLAIM_KEPT = 60.0
 
 
 class UnknownRoom(LookupError):
@@ -28,6 +34,48 @@ class RoomTaken(Exception):
 
 class TooManyRooms(Exception):
     """The table is full; the message says how full."""
+
+
+class CommandRefused(Exception):
+    """A command, or a producer, that a room does not take, because the room is a session's.
+
+    Attributes:
+        code: stable, as ``docs/safety.md`` lists.
+    """
+
+    def __init__(self, code: str, text: str):
+        super().__init__(text)
+        self.code = code
+
+
+class Commander(Protocol):
+    """The one session that may command the robot of a room."""
+
+    @property
+    def latch(self) -> str | None:
+        """The text of an emergency stop that nobody has reset, or None."""
+        ...
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether commands other than holds may leave now."""
+        ...
+
+    def is_own(self, claim: str | None) -> bool:
+        """Whether the session itself sent this."""
+        ...
+
+    def stranger(self) -> CommandRefused:
+        """What everybody else is told; counted."""
+        ...
+
+    def refusal(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
+        """Why this command of the session itself must not leave, or None; what is refused is counted and logged.
+
+        Args:
+            delivered: joint to what left last.
+        """
+        ...
 
 
 class Place(NamedTuple):
@@ -58,6 +106,7 @@ class Seat:
 
     Attributes:
         by: name of the key that it came with; None where there are no keys.
+        claim: the secret of the session that it came with, or None.
     """
 
     connection: Connection
@@ -65,6 +114,7 @@ class Seat:
     id: str
     role: Role
     by: str | None = None
+    claim: str | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -73,6 +123,9 @@ class Room:
 
     Attributes:
         owner: whose it is; None where there are no keys.
+        claim: secret of the session of another server whose room this is, or None.
+        claimed_until: when that ends; never while its producer is there.
+        is_foreign: whether its producer was there before the session that would own it.
     """
 
     place: Place
@@ -84,6 +137,9 @@ class Room:
     consumers: list[str] = field(default_factory=list)
     joints: dict[str, float] = field(default_factory=dict)
     owner: str | None = None
+    claim: str | None = field(default=None, repr=False)
+    claimed_until: float = math.inf
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,12 +161,44 @@ class Close:
 Effects = list[Send | Close]
 
 
+Authority = Callable[[Place, str | None], Commander | None]
+
+
+class Claimed:
+    """The commander of a room that a session of another server claimed: who it is is known, how it stands is not."""
+
+    latch = None
+    is_moving = True
+
+    def __init__(self, claim: str):
+        self._claim = claim
+
+    def is_own(self, claim: str | None) -> bool:
+        """Whether it is the same secret."""
+        return is_same(claim, self._claim)
+
+    def stranger(self) -> CommandRefused:
+        """Only the session that has it."""
+        return CommandRefused("robot_taken", "only the session that this room belongs to may command its robot")
+
+    def refusal(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
+        """Its own server judges what it sends."""
+        return None
+
+
 class RoomTable:
     """All rooms of one transport server, of both services."""
 
-    def __init__(self, limits: Limits | None = None, is_odd: bool = False):
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        is_odd: bool = False,
+        authority: Authority = lambda place, owner: None,
+    ):
+        """``authority`` knows which session of this server a room belongs to, by its place and its owner."""
         self.limits = limits or Limits()
         self.is_odd = is_odd
+        self._authority = authority
         self.rooms: dict[Place, Room] = {}
         self._seats: dict[Connection, Seat] = {}
         self._book: dict[Hashable, Seat] = {}  # who answers to a participant id
@@ -134,14 +222,18 @@ class RoomTable:
         config: VideoConfig | None = None,
         consumer_limit: int | None = None,
         owner: str | None = None,
+        claim: str | None = None,
     ) -> Room:
         """Make a room. One that exists is made anew when it is empty and left as it is when somebody is in it,
         so that two clients which both make sure of their room cannot throw each other out.
 
         Raises:
             TooManyRooms: the limit is reached.
+            CommandRefused: it is a session's, and this is not the session.
         """
         known = self.rooms.get(place)
+        if known is not None and (self.is_odd or not self.is_occupied(place)):
+            self.check_commander(known, claim)
         if known is None and len(self.rooms) >= self.limits.rooms:
             raise TooManyRooms(f"{len(self.rooms)} rooms exist, the limit; delete some or wait for idle ones to go")
         if known is not None and not self.is_odd and self.is_occupied(place):
@@ -152,16 +244,20 @@ class RoomTable:
             if own >= self.limits.of_one:
                 raise TooManyRooms(f"{own} rooms are of this owner, the limit; delete some or wait for idle ones to go")
         room = Room(place, now, now, config or VideoConfig(), consumer_limit, owner=owner)
+        if is_claimable(place) and self._authority(place, owner) is None:
+            room.claim = claim
+            room.claimed_until = time.monotonic() + CLAIM_KEPT
         self.rooms[place] = room
         return room
 
-    def delete(self, place: Place) -> Effects:
+    def delete(self, place: Place, claim: str | None = None) -> Effects:
         """Remove a room; everybody in it is shown out.
 
         Raises:
             UnknownRoom: there is none there.
+            CommandRefused: it is a session's, and this is not the session.
         """
-        self.get(place)
+        self.check_commander(self.get(place), claim)
         del self.rooms[place]
         if self.is_odd:
             return []
@@ -191,6 +287,30 @@ class RoomTable:
         """How many participants one service has."""
         return sum(seat.place.kind is kind for seat in self._book.values())
 
+    # Who commands.
+
+    def commander(self, room: Room) -> Commander | None:
+        """The session that this room's robot takes its commands from; None of a room without one.
+
+        A producer that was there before the session came keeps the room: the session is refused, as the robot is taken.
+        """
+        if room.place.kind is not Kind.ROBOTICS:
+            return None
+        found = None if room.is_foreign else self._authority(room.place, room.owner)
+        if found is None and room.claim is not None and time.monotonic() < room.claimed_until:
+            return Claimed(room.claim)
+        return found
+
+    def check_commander(self, room: Room, claim: str | None) -> None:
+        """Refuse whoever is not the session of this room.
+
+        Raises:
+            CommandRefused: it is another one.
+        """
+        commander = self.commander(room)
+        if commander is not None and not commander.is_own(claim):
+            raise commander.stranger()
+
     # Participants.
 
     def join(
@@ -201,15 +321,23 @@ class RoomTable:
         now: float,
         by: str | None = None,
         may: Callable[[Room, Role], bool] = lambda room, role: True,
+        claim: str | None = None,
     ) -> Effects:
         """Answer the first frame of a connection: in, or refused and closed.
 
         Args:
             by: name of the key that it came with.
             may: whether it may have this role in this room.
+            claim: the secret of the session that it came with.
         """
-        seat = Seat(connection, place, join.participant_id, join.role, by)
+        seat = Seat(connection, place, join.participant_id, join.role, by, claim)
         room = self.rooms.get(place)
+        if room is not None and seat.role is Role.PRODUCER and room.producer is None and may(room, join.role):
+            try:
+                self.check_commander(room, claim)
+            except CommandRefused as error:
+                refused = messages.VideoError(f"Cannot join room: {error}", error.code)
+                return [Send((connection,), refused), Close((connection,), "join refused")]
         if room is None or not may(room, join.role) or not self._has_space(room, seat):
             return [
                 Send((connection,), _refusal(place.kind)),
@@ -218,6 +346,7 @@ class RoomTable:
             ]
         if seat.role is Role.PRODUCER:
             room.producer = seat.id
+            self._begin_commanding(room, claim)
         else:
             room.consumers.append(seat.id)
         room.touched_at = now
@@ -229,14 +358,38 @@ class RoomTable:
                 *send(self.others(room, seat), came),
             ]
         joined = Send((connection,), messages.Joined(place.room, seat.role, place.workspace))
-        if seat.role is Role.CONSUMER:
-            return [Send((connection,), messages.StateSync(dict(room.joints))), joined]
-        return [joined]
+        if seat.role is Role.PRODUCER:
+            return [joined]
+        commander = self.commander(room)
+        # What was commanded before is no command for now: a client may move its robot by a state_sync too.
+        known = dict(room.joints) if commander is None or commander.is_moving else {}
+        return [Send((connection,), messages.StateSync(known)), joined, *_latched(connection, room, commander)]
 
-    def leave(self, connection: Connection) -> Effects:
-        """The connection is gone, for whatever reason; of one that never joined nothing follows."""
+    def _begin_commanding(self, room: Room, claim: str | None) -> None:
+        if not is_claimable(room.place):
+            return
+        is_session = self._authority(room.place, room.owner) is not None
+        if is_session or claim is not None:
+            # Nothing of whoever commanded before the session is left for whoever joins.
+            room.joints.clear()
+        room.claim = None if is_session else claim
+        room.is_foreign = not is_session
+        room.claimed_until = math.inf
+
+    def leave(self, connection: Connection, is_orderly: bool = False) -> Effects:
+        """The connection is gone, for whatever reason; of one that never joined nothing follows.
+
+        Args:
+            is_orderly: whether it took its leave: a session that did gives its room back.
+        """
         seat = self._seats.pop(connection, None)
-        return [] if seat is None else self._vacate(seat)
+        if seat is None:
+            return []
+        effects = self._vacate(seat)
+        room = self.rooms.get(seat.place)
+        if is_orderly and room is not None and seat.role is Role.PRODUCER and room.producer is None:
+            room.claim = None
+        return effects
 
     def seat(self, connection: Connection) -> Seat | None:
         """Where this connection sits; None before its join and after it was shown out."""
@@ -283,6 +436,8 @@ class RoomTable:
             return []
         if holder.role is Role.PRODUCER and room.producer == holder.id:
             room.producer = None
+            room.is_foreign = False
+            room.claimed_until = time.monotonic() + CLAIM_KEPT
         elif holder.role is Role.CONSUMER and holder.id in room.consumers:
             room.consumers.remove(holder.id)
         else:
@@ -318,6 +473,24 @@ def send(seats: Iterable[Seat], message: Message) -> Effects:
     """One message to these participants; nothing when there are none."""
     to = _connections(seats)
     return [Send(to, message)] if to else []
+
+
+def is_same(given: str | None, secret: str) -> bool:
+    """Whether a secret was given, told in the same time however much of it is right."""
+    return given is not None and hmac.compare_digest(given.encode(errors="replace"), secret.encode())
+
+
+def is_claimable(place: Place) -> bool:
+    """Whether sessions command robots in such a room: an output room of some session."""
+    return place.kind is Kind.ROBOTICS and session_of(place.room) is not None
+
+
+def _latched(connection: Connection, room: Room, commander: Commander | None) -> Effects:
+    """What whoever joins during an emergency stop is told, as it was not there when that came."""
+    if commander is None or commander.latch is None:
+        return []
+    stop = messages.EmergencyStop(commander.latch, room.producer or session_of(room.place.room))
+    return [Send((connection,), stop)]
 
 
 def _connections(seats: Iterable[Seat]) -> tuple[Connection, ...]:

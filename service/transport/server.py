@@ -23,9 +23,9 @@ from service.edge.origins import Origins, harden, preflight
 from service.serving import listen, run, serving
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup
-from service.transport.endpoints import ROOM, CommandEndpoint, RoomEndpoints, SignalEndpoint, answer, endpoint
+from service.transport.endpoints import ROOM, CommandEndpoint, RoomEndpoints, SignalEndpoint, answer, claim_of, endpoint
 from service.transport.outbox import OutboxLimits, WriteQueue
-from service.transport.rooms import Limits, Place, RoomTable
+from service.transport.rooms import Authority, Limits, Place, RoomTable
 from service.transport.sockets import attend
 from service.transport.wire import MAX_FRAME_BYTES
 
@@ -60,9 +60,9 @@ class TransportSettings:
     idle: float = 3600.0
     cleanup_interval: float = 900.0
 
-    def table(self) -> RoomTable:
-        """A new, empty room table of this behaviour."""
-        return RoomTable(self.limits, self.is_odd)
+    def table(self, authority: Authority = lambda place, owner: None) -> RoomTable:
+        """A new, empty room table of this behaviour; ``authority`` as of `RoomTable`."""
+        return RoomTable(self.limits, self.is_odd, authority)
 
 
 def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, prefix: str = "") -> None:
@@ -204,7 +204,17 @@ def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings, que
     async def serve(request: Request, websocket: WebsocketImplProtocol, workspace: str, room: str) -> None:
         place = Place(kind, unquote(workspace), unquote(room))
         caller, is_still_in = caller_of(request), request.ctx.is_still_in
-        await attend(websocket, place, table, settings.outbox, queue, settings.join_timeout, caller, is_still_in)
+        await attend(
+            websocket,
+            place,
+            table,
+            settings.outbox,
+            queue,
+            settings.join_timeout,
+            caller,
+            is_still_in,
+            claim=claim_of(request),
+        )
 
     return serve
 

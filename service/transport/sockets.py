@@ -57,6 +57,7 @@ async def attend(
     caller: Caller,
     is_still_in: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
+    claim: str | None = None,
 ) -> None:
     """Serve one upgraded socket until it ends: the join, then every frame.
 
@@ -67,6 +68,7 @@ async def attend(
         queue: of all sockets of this server.
         caller: who opened it.
         is_still_in: whether its key still counts.
+        claim: the secret of the session that opened it.
     """
     _send_at_once(socket)
     outbox = Outbox(socket, limits, queue)
@@ -82,7 +84,7 @@ async def attend(
             log.info("a socket of %s is closed: %s", place, error)
             return
         by = None if caller.name == ANYBODY.name else caller.name
-        perform(table.join(outbox, place, join, clock(), by, lambda room, role: _may(caller, room, role)))
+        perform(table.join(outbox, place, join, clock(), by, lambda room, role: _may(caller, room, role), claim))
         if table.seat(outbox) is None:
             await writer
             return
@@ -94,7 +96,8 @@ async def attend(
         return
     finally:
         # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
-        perform(table.leave(outbox))
+        is_orderly = socket.ws_proto is not None and socket.ws_proto.close_rcvd is not None
+        perform(table.leave(outbox, is_orderly))
         writer.cancel()
         watching.cancel()
 

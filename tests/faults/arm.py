@@ -105,6 +105,7 @@ class Arm:
                 on_stop=self.stops.append,
                 pose=self.history.pose.at,
                 size=size,
+                sessions=self.server.url,
             )
         )
         return self._robot

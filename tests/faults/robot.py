@@ -102,10 +102,11 @@ async def living_robot(
     on_stop: Callable[[EmergencyStop], None] | None = None,
     pose: Callable[[float], Mapping[str, float]],
     size: tuple[int, int] = (48, 64),
+    sessions: str | None = None,
 ) -> AsyncIterator[tuple[Robot, Life]]:
     """A robot in its rooms, that shows and reports until the context ends."""
     async with connect_robot(
-        url, rooms, on_command=on_command, on_emergency_stop=on_stop, rate=FRAMES, pace=QUICK
+        url, rooms, on_command=on_command, on_emergency_stop=on_stop, rate=FRAMES, pace=QUICK, sessions=sessions
     ) as robot:
         life = Life(robot, pose)
         living = asyncio.create_task(life.run(size))

@@ -340,7 +340,7 @@ async def test_a_command_that_a_pause_overtook_is_not_sent_and_an_emergency_stop
             on_command=lambda values, at: heard.append(values),
             on_emergency_stop=stops.append,
             pace=quick,
-        ),
+        ) as robot,
     ):
         assert link.send([JointValue("Jaw", 1.0)])
         await until(lambda: heard == [{"Jaw": 1.0}])
@@ -348,8 +348,11 @@ async def test_a_command_that_a_pause_overtook_is_not_sent_and_an_emergency_stop
         connection = link._connections["s-joint-output"]
         assert connection.send(StopMessage("test"))
         time.sleep(1.5 * COMMAND_LIFE)  # noqa: ASYNC251 - nothing of this process runs, as when it is suspended
+        await until(lambda: len(stops) == 1)
+        robot.unlatch()
         assert link.send([JointValue("Jaw", 3.0)])
-        await until(lambda: heard[1:] == [{"Jaw": 3.0}] and len(stops) == 1)
+        await until(lambda: heard[1:] == [{"Jaw": 3.0}])
+        assert robot.refused == 0
         assert connection.health()["expired"] == 1
 
 

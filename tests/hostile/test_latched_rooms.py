@@ -1,0 +1,328 @@
+"""Nobody but its session moves a session's robot, and while it is stopped nobody does: strangers in its rooms."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from service.app import create_app
+from service.engine.scripted_policy import ScriptedLoader
+from service.routes.context import App
+from service.serving import listen, serving
+from service.settings import Settings
+from service.transport.base import EmergencyStop, JointValue, Rooms
+from service.transport.pace import Pace
+from service.transport.robot import Robot, connect_robot
+from service.transport.server import serve_transport
+from tests.waiting import until
+
+POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
+EVIL = [{"name": "Rotation", "value": 340.0}]
+NEAR = [{"name": "Rotation", "value": 90.0}]  # in range: only who sends it is wrong
+ROOMS = "/robotics/workspaces/w/rooms"
+OUTPUT, INPUT = f"{ROOMS}/arm-joint-output", f"{ROOMS}/arm-joint-input"
+ROBOT_ROOMS = Rooms("w", {}, "arm-joint-input", "arm-joint-output")
+QUICK = Pace(retry_first=0.02, retry_longest=0.05, heartbeat=0.5, greet=0.05)
+
+
+@dataclass
+class Scene:
+    """A server, a robot in the rooms of its session ``arm``, and a stranger."""
+
+    app: App
+    url: str
+    http: aiohttp.ClientSession
+    got: list[dict[str, float]] = field(default_factory=list)
+    stops: list[EmergencyStop] = field(default_factory=list)
+    robot: Robot | None = None
+    rooms: Rooms = ROBOT_ROOMS
+
+    async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.http.request(method, self.url + path, json=body) as answer:
+            return answer.status, await answer.json()
+
+    async def ask(self, path: str) -> None:
+        status, told = await self.call("POST", path)
+        assert status == 200, told
+
+    @property
+    def stats(self) -> Any:
+        return self.app.ctx.sessions.get("arm").status().stats
+
+    async def create(self) -> None:
+        body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "rate": 50}
+        status, told = await self.call("POST", "/sessions", body | {"transport_server_url": self.url})
+        assert status == 200, told
+
+    @asynccontextmanager
+    async def with_robot(self) -> AsyncIterator[Robot]:
+        async with connect_robot(
+            self.url,
+            self.rooms,
+            on_command=lambda values, at: self.got.append(dict(values)),
+            on_emergency_stop=self.stops.append,
+            pace=QUICK,
+        ) as robot:
+            robot.send_joints(POSE)
+            drive = self.app.ctx.sessions.live("arm").drive
+            await until(lambda: drive.buffer.is_felt)
+            self.robot = robot
+            yield robot
+
+    async def bring(self, stage: str) -> None:
+        if stage == "ready":
+            return
+        await self.ask("/sessions/arm/start")
+        if stage == "stopped":
+            await self.ask("/sessions/arm/stop")
+        if stage in ("latched", "deleted"):
+            await self.ask("/sessions/arm/emergency_stop")
+        if stage == "deleted":
+            await self.call("DELETE", "/sessions/arm")
+
+    async def settle(self) -> None:
+        """What was under way has come: the robot hears its own stop after it."""
+        async with self.http.ws_connect(self.url + OUTPUT + "/ws") as there:
+            await there.send_json({"participant_id": "witness", "role": "consumer"})
+            await there.send_json({"type": "heartbeat"})
+            while (frame := await there.receive(30)).type is aiohttp.WSMsgType.TEXT:
+                if json.loads(frame.data)["type"] == "heartbeat_ack":
+                    break
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port: int = 0) -> AsyncIterator[Scene]:
+    state = "off" if tmp_path is None else str(tmp_path)
+    app = create_app(Settings(state=state), load=ScriptedLoader())
+    async with (
+        serving(app, listen("127.0.0.1", port)) as url,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
+    ):
+        made = Scene(app, url, http)
+        if keeps_rooms:  # they were there before the session, and stay when it goes
+            for room in ("arm-joint-output", "arm-joint-input"):
+                await made.call("POST", ROOMS, {"room_id": room})
+        yield made
+
+
+async def over_rest(scene: Scene, prefix: str, joints: list[dict[str, Any]]) -> None:
+    status, told = await scene.call("POST", f"{prefix}{OUTPUT}/command", {"joints": joints})
+    assert (status, told["code"]) == (409, "robot_taken") or told["code"] == "latched", told
+
+
+async def over_a_socket(scene: Scene, prefix: str, joints: list[dict[str, Any]], role: str, kind: str) -> None:
+    async with scene.http.ws_connect(scene.url + prefix + OUTPUT + "/ws") as there:
+        await there.send_json({"participant_id": "stranger", "role": role})
+        first = await there.receive_json(timeout=30)
+        if role == "producer":
+            assert first["type"] == "error"
+            assert first["message"].startswith("Cannot join room")
+            return
+        data = joints if kind == "joint_update" else {joint["name"]: joint["value"] for joint in joints}
+        await there.send_json({"type": kind, "data": data})
+
+
+async def by_deleting(scene: Scene, prefix: str, joints: list[dict[str, Any]]) -> None:
+    status, told = await scene.call("DELETE", prefix + OUTPUT)
+    assert (status, told["code"]) in ((409, "robot_taken"), (409, "latched")), told
+    await scene.call("POST", prefix + ROOMS, {"room_id": "arm-joint-output"})
+    await over_a_socket(scene, prefix, joints, "producer", "joint_update")
+    await over_rest(scene, prefix, joints)
+
+
+async def by_a_false_pose(scene: Scene, prefix: str, joints: list[dict[str, Any]]) -> None:
+    """The robot is said to be elsewhere, and then told to hold there."""
+    joints = [joint | {"value": min(joint["value"], 77.0)} for joint in joints]
+    await scene.call("POST", f"{prefix}{INPUT}/command", {"joints": joints})
+    async with scene.http.ws_connect(scene.url + prefix + INPUT + "/ws") as there:
+        await there.send_json({"participant_id": "stranger", "role": "consumer"})
+        await there.send_json({"type": "emergency_stop", "reason": "go there"})
+        while (await there.receive_json(timeout=30))["type"] != "emergency_stop":
+            pass
+
+
+WAYS: tuple[Callable[..., Any], ...] = (
+    over_rest,
+    lambda *where: over_a_socket(*where, "producer", "joint_update"),
+    lambda *where: over_a_socket(*where, "consumer", "joint_update"),
+    lambda *where: over_a_socket(*where, "consumer", "state_sync"),
+    by_deleting,
+)
+
+
+@pytest.mark.parametrize("stage", ["ready", "running", "stopped", "latched", "deleted"])
+async def test_no_stranger_moves_the_robot_of_a_session(stage: str) -> None:
+    async with scene() as made:
+        await made.create()
+        async with made.with_robot():
+            await made.bring(stage)
+            for prefix in ("", "/api"):
+                for joints in (EVIL, NEAR):
+                    for way in WAYS:
+                        await way(made, prefix, joints)
+            await by_a_false_pose(made, "", NEAR)  # last, as it stops the session
+            await made.settle()
+            assert [one for one in made.got if not one.items() <= POSE.items()] == []
+            if stage != "deleted":
+                assert made.stats["refused_at_room"]["robot_taken"] >= 12
+                assert made.app.ctx.sessions.get("arm").is_latched, "a stranger may stop, at any time"
+
+
+async def test_while_it_moves_the_room_lets_the_session_through_and_nothing_out_of_range() -> None:
+    async with scene() as made:
+        await made.create()
+        async with made.with_robot():
+            await made.ask("/sessions/arm/start")
+            link = made.app.ctx.sessions.live("arm").drive._link
+            for value in (340.0, -100.5):  # as if the guard had failed
+                assert link.send([JointValue("Rotation", value), JointValue("Jaw", 9.0)])
+            assert link.send([JointValue("Tail", 0.0)])
+            assert link.send([JointValue("Rotation", 12.0)])
+            await until(lambda: {"Rotation": 12.0} in made.got)
+            assert made.got == [{"Rotation": 12.0}], "not even the half of it that was right"
+            assert made.stats["refused_at_room"] == {"position": 2, "unknown_joint": 1}
+
+
+async def test_a_fault_of_the_session_itself_moves_nothing_while_it_is_latched() -> None:
+    async with scene() as made:
+        await made.create()
+        async with made.with_robot() as robot:
+            await made.ask("/sessions/arm/start")
+            await made.ask("/sessions/arm/emergency_stop")
+            await until(lambda: robot.latch)
+            made.got.clear()
+            link = made.app.ctx.sessions.live("arm").drive._link
+            link.send([JointValue("Rotation", 12.0)])
+            await until(lambda: made.stats["refused_at_room"].get("latched"))
+            assert (made.got, robot.refused) == ([], 0), "it did not even come to the robot"
+
+
+async def test_nobody_takes_the_seat_while_the_link_is_made_again_or_the_server_was_started_anew(tmp_path) -> None:
+    async with scene(tmp_path, keeps_rooms=False) as made:
+        await made.create()
+        connection = made.app.ctx.sessions.live("arm").drive._link._output
+        connection._membership._transport.abort()
+        for _ in range(5):
+            await over_a_socket(made, "", EVIL, "producer", "joint_update")
+        await made.ask("/debug/emergency_stop")
+        port = int(made.url.rsplit(":", 1)[1])
+    async with scene(tmp_path, port=port) as made:
+        _, told = await made.call("GET", "/sessions/arm")
+        assert told["status"] == "interrupted"
+        await over_rest(made, "", NEAR)
+        await over_a_socket(made, "/api", NEAR, "producer", "joint_update")
+        async with made.http.ws_connect(made.url + OUTPUT + "/ws") as there:
+            await there.send_json({"participant_id": "robot", "role": "consumer"})
+            heard = [await there.receive_json(timeout=30) for _ in range(3)]
+        assert [one["type"] for one in heard] == ["state_sync", "joined", "emergency_stop"]
+        assert heard[0]["data"] == {}
+        await made.ask("/debug/sessions/arm/reset")
+        await made.ask("/sessions/arm/restart")
+        assert made.app.ctx.sessions.live("arm").drive._link._output.participant_id, "the session itself gets in"
+
+
+async def test_a_room_without_a_session_and_one_that_somebody_had_before_keep_the_rules_of_the_wire() -> None:
+    async with scene() as made:
+        path = f"{ROOMS}/mine"
+        await made.call("POST", ROOMS, {"room_id": "mine"})
+        for room in (path, OUTPUT):
+            status, told = await made.call("POST", f"{room}/command", {"joints": EVIL})
+            assert (status, told["joints_updated"]) == (200, 1)
+        async with made.http.ws_connect(made.url + OUTPUT + "/ws") as there:
+            await there.send_json({"participant_id": "mine", "role": "producer"})
+            assert (await there.receive_json(timeout=30))["type"] == "joined"
+            body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "transport_server_url": made.url}
+            status, told = await made.call("POST", "/sessions", body)
+            assert (status, told["code"]) == (409, "robot_taken")
+            assert (await made.call("POST", f"{OUTPUT}/command", {"joints": NEAR}))[0] == 200
+
+
+async def test_a_robot_refuses_commands_until_its_server_says_that_the_latch_is_gone(caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    async with scene() as made:
+        await made.create()
+        async with made.with_robot() as robot:
+            await made.ask("/sessions/arm/start")
+            await made.ask("/sessions/arm/emergency_stop")
+            await until(lambda: robot.latch)
+            assert made.stops, "it is told of a stop that came over HTTP"
+            # As on a server that lets everybody command: what comes is refused all the same.
+            robot._obey({"Rotation": 90.0}, 0.0)
+            robot._obey({"Rotation": POSE["Rotation"]}, 0.0)
+            assert robot.refused == 1
+            assert "a command is refused: an emergency stop is latched" in caplog.text
+            assert robot.health()["latch"] == robot.latch
+            assert all(one.items() <= POSE.items() for one in made.got)
+            robot._output.rejoin("a test")
+            await until(lambda: robot._output.participant_id is None)
+            await until(lambda: robot.is_connected)
+            await asyncio.sleep(0.1)
+            assert robot.latch, "a new connection forgets nothing"
+            await made.ask("/debug/sessions/arm/reset")
+            await until(lambda: robot.latch is None)
+            robot._obey({"Rotation": 90.0}, 0.0)
+            assert {"Rotation": 90.0} in made.got
+
+
+async def test_a_robot_that_comes_during_a_latch_knows_of_it_and_its_own_stop_counts_too() -> None:
+    async with scene() as made:
+        await made.create()
+        await made.ask("/sessions/arm/emergency_stop")
+        async with made.with_robot() as robot:
+            assert robot.latch == "asked for over HTTP"
+            assert made.stops
+            await made.ask("/debug/sessions/arm/reset")
+            await until(lambda: robot.latch is None)
+            robot.emergency_stop("a hand")
+            assert robot.latch == "a hand"
+            await until(lambda: made.app.ctx.sessions.get("arm").is_latched)
+            await until(lambda: robot._is_known)
+
+
+async def test_a_stop_that_the_session_did_not_hear_is_told_to_its_server(monkeypatch) -> None:
+    monkeypatch.setattr("service.transport.robot.UNHEARD", 0.1)
+    async with scene() as made:
+        await made.create()
+        async with made.with_robot() as robot:
+            robot._take_latch("heard by the robot alone")
+            await until(lambda: made.app.ctx.sessions.get("arm").is_latched)
+            assert made.app.ctx.sessions.get("arm").latch == "heard by the robot alone"
+            assert robot.latch
+
+
+async def test_on_a_server_of_rooms_alone_a_session_keeps_its_room_and_gives_it_back() -> None:
+    async with serve_transport() as rooms, scene() as made, aiohttp.ClientSession() as http:
+
+        async def command() -> int:
+            async with http.post(f"{rooms}{OUTPUT}/command", json={"joints": NEAR}) as answer:
+                return answer.status
+
+        for room in ("arm-joint-output", "arm-joint-input"):
+            async with http.post(f"{rooms}{ROOMS}", json={"room_id": room}) as answer:
+                assert answer.status == 200
+        assert await command() == 200
+        body = {"session_id": "arm", "policy_path": "p", "workspace_id": "w", "transport_server_url": rooms}
+        status, told = await made.call("POST", "/sessions", body)
+        assert status == 200, told
+        assert await command() == 409
+        await made.ask("/sessions/arm/emergency_stop")
+        output = made.app.ctx.sessions.live("arm").drive._link._output
+        output._membership._transport.abort()  # the session is away for a moment
+        async with http.ws_connect(f"{rooms}{OUTPUT}/ws") as there:
+            await there.send_json({"participant_id": "stranger", "role": "producer"})
+            assert (await there.receive_json(timeout=30))["message"].startswith("Cannot join room")
+        async with http.ws_connect(f"{rooms}{OUTPUT}/ws") as there:
+            await there.send_json({"participant_id": "robot", "role": "consumer"})
+            while (heard := await there.receive_json(timeout=30))["type"] != "emergency_stop":
+                pass
+            assert heard["reason"] == "asked for over HTTP"
+        await made.call("DELETE", "/sessions/arm")
+        assert await command() == 200
