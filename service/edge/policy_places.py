@@ -128,7 +128,7 @@ def copies_in(folder: str | Path) -> tuple[Path, ...]:
     """The same for an update, which comes from the server's own copies: in the folder itself, or beside it, where a
     snapshot of the Hub's cache links to."""
     place = Path(os.path.expanduser(folder))
-    return place.parents[1:2] if place.parent.name == "snapshots" else (place,)
+    return (place.parent.parent if place.parent.name == "snapshots" else place,)
 
 
 def _is_in(path: Path, roots: Iterable[Path]) -> bool:
