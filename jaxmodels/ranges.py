@@ -76,12 +76,11 @@ class Number:
         """What is wrong with a value, in words: what was found, and what was wanted."""
         if value is None and self.may_be_none:
             return None
-        wanted, parts = self.range or Range(-math.inf, math.inf), [value]
-        is_right = True
+        wanted = self.range or Range(-math.inf, math.inf)
+        parts: list[Any] = [value]
         if self.count is not None:
-            is_right = isinstance(value, list | tuple) and len(value) == self.count
-            parts = list(value) if is_right else []
-        is_right = is_right and all(_is_number(part, self.is_integer) and part in wanted for part in parts)
+            parts = list(value) if isinstance(value, list | tuple) and len(value) == self.count else [None]
+        is_right = all(_is_number(part, self.is_integer) and part in wanted for part in parts)
         return None if is_right else f"{name} is {shown(value)}; wanted {self.words()}"
 
     def words(self) -> str:
