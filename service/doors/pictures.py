@@ -3,6 +3,7 @@
 import base64
 import binascii
 import io
+import struct
 
 import numpy as np
 from PIL import Image
@@ -10,6 +11,9 @@ from PIL import Image
 from service.errors import InvalidRequest, TooLarge
 
 FORMATS = ("JPEG", "PNG")
+_PARTS = 256  # segments, chunks or scans
+_LEAST = 1024  # bytes of a PNG's chunk of data, on average; libpng writes 8192
+_SHORT, _CHUNK = struct.Struct(">H"), struct.Struct(">I4s")
 _AT_ONCE = 1 << 18  # characters of base64, a multiple of 4: Python's lock is kept for half a millisecond
 
 
@@ -37,6 +41,7 @@ def decode(camera: str, file: bytes | memoryview | str, most: int) -> np.ndarray
     if isinstance(file, str):
         file = from_base64(camera, file)
     try:
+        _check_parts(file)
         with Image.open(io.BytesIO(file), formats=FORMATS) as opened:
             _check(camera, opened.height, opened.width, most)
             return np.asarray(opened if opened.mode == "RGB" else opened.convert("RGB"))
@@ -65,6 +70,54 @@ def from_base64(camera: str, text: str) -> bytes:
         return b"".join(base64.b64decode(part, validate=True) for part in parts)
     except (binascii.Error, ValueError):
         raise InvalidRequest(f"camera {camera!r}: no base64", ("body", "images", camera)) from None
+
+
+def _check_parts(file: bytes | memoryview) -> None:
+    """Whether a file is made of as few parts as cameras make it of.
+
+    Pillow looks for them byte by byte in Python: 3 MB of markers take it 4 s. And each scan of a JPEG, of which 16 MB
+    may have a million, is a walk over the whole picture.
+
+    Raises:
+        ValueError: it is not.
+    """
+    view = memoryview(file)
+    if view[:2] == b"\xff\xd8":
+        _walk_jpeg(view)
+    elif view[:8] == b"\x89PNG\r\n\x1a\n":
+        _walk_png(view)
+
+
+def _walk_jpeg(view: memoryview) -> None:
+    at = 2
+    for _ in range(_PARTS):
+        while view[at : at + 2] == b"\xff\xff" and at < 2 * _PARTS:
+            at += 1  # padding
+        if len(view) < at + 4 or view[at] != 0xFF:
+            raise ValueError("no marker where one should be")
+        if view[at + 1] == 0xDA:
+            break
+        at += 2 + _SHORT.unpack_from(view, at + 2)[0]
+    else:
+        raise ValueError("too many parts")
+    # Before it there are no others; in it, a marker is no data.
+    scans = 0
+    for start in range(at, len(view), _AT_ONCE):
+        scans += bytes(view[start : start + _AT_ONCE + 1]).count(b"\xff\xda")
+        if scans > _PARTS:
+            raise ValueError("too many scans")
+
+
+def _walk_png(view: memoryview) -> None:
+    at, parts, data = 8, 0, 0
+    while at + 8 <= len(view):
+        size, kind = _CHUNK.unpack_from(view, at)
+        at += 12 + size
+        parts, data = parts + (kind != b"IDAT"), data + 1
+        if parts > _PARTS or data > _PARTS + len(view) // _LEAST:
+            raise ValueError("too many parts")
+        if kind == b"IEND":
+            break
 
 
 def _check(camera: str, height: int, width: int, most: int) -> None:
