@@ -3,10 +3,8 @@
 import asyncio
 import io
 import json
-import struct
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -45,7 +43,8 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Timed]:
     times = folder / "times"
     times.write_bytes(bytes(TIMES.size))
     arguments = ("serve", "--port", "0", "--state", str(folder / "state"))
-    with process(folder / "server.log", "tests.hostile.timed_server", *arguments, env={"HOSTILE_TIMES": str(times)}) as it:
+    env = {"HOSTILE_TIMES": str(times)}
+    with process(folder / "server.log", "tests.hostile.timed_server", *arguments, env=env) as it:
         yield Timed(it, times)
 
 
@@ -97,22 +96,24 @@ def attacks(server: Process, rooms: Rooms, http: aiohttp.ClientSession) -> Itera
     quotes = b'\\"' * 65_000
     yield "the body of the issue", lambda: post("/sessions", b'\xff"' + quotes)
     yield "a constant and quotes", lambda: post("/sessions", b'[NaN,"' + quotes)
-    for name in ("empty objects", "names", "nested lists", "long numbers", "small numbers", "quotes alone"):
+    command = f"/robotics/workspaces/w/rooms/{rooms.joint_input}/command"
+    for name in ("empty objects", "names", "nested lists", "long numbers", "quotes alone"):
         raw = VALUES[name](130_000).encode()
         yield name, lambda raw=raw: post("/sessions", raw)
         yield f"{name} as steps", lambda raw=raw: post("/sessions", _session(raw))
-        yield f"{name} in a room", lambda raw=raw: post(f"/robotics/workspaces/w/rooms/{rooms.joint_input}/command", raw)
-        yield f"{name} to adjust", lambda raw=raw: post("/sessions/robot/policy", raw)
+        yield f"{name} in a room", lambda raw=raw: post(command, raw)
+        yield f"{name} to another policy", lambda raw=raw: post("/sessions/robot/policy", raw)
     yield "cameras and joints", lambda: post("/policies/check", json.dumps(_names()).encode())
     for name in ("escapes", "one text", "fractions", "spaces", "names"):
         raw = b'{"state":[0,0,0,0,0,0],"images":{"front":%s}}' % VALUES[name](4_000_000).encode()
         yield f"an act of {name}", lambda raw=raw: post("/sessions/direct/act", raw)
-    yield "one chunk a byte", lambda: send(_head("POST /sessions", "Transfer-Encoding: chunked") + b"1\r\na\r\n" * 60_000 + b"0\r\n\r\n")
-    yield "many requests at once", lambda: send(_head("GET /health") * 2000 + _head("GET /health", "Connection: close"))
+    chunked = _head("POST /sessions", "Transfer-Encoding: chunked", "Connection: close")
+    yield "one chunk a byte", lambda: send(chunked + b"1\r\na\r\n" * 30_000 + b"0\r\n\r\n")
+    yield "many requests at once", lambda: send(_head("GET /health") * 200 + _head("GET /health", "Connection: close"))
     for kind, room, role in (("robotics", rooms.joint_input, "consumer"), ("robotics", rooms.joint_output, "producer")):
         url = f"/{kind}/workspaces/{rooms.workspace_id}/rooms/{room}/ws"
-        for name in ("names", "empty lists", "fractions", "escapes", "nested objects"):
-            frame = '{"type":"joint_update","data":%s}' % VALUES[name](260_000)
+        for name in ("names", "fractions", "escapes"):
+            frame = f'{{"type":"joint_update","data":{VALUES[name](260_000)}}}'
             yield f"{name} as {role}", lambda url=url, frame=frame, role=role: _frame(http, url, frame, role)
     (camera,) = rooms.cameras.values()
     for name in ("sources", "sections", "codecs", "candidates", "empty lines"):
@@ -141,8 +142,9 @@ async def _frame(http: aiohttp.ClientSession, url: str, frame: str, role: str) -
         await there.send_str(frame)
         await there.send_str('{"type":"heartbeat"}')
         async with asyncio.timeout(30):
-            while (await there.receive()).type is aiohttp.WSMsgType.TEXT and not there.closed:
-                break
+            while '"heartbeat_ack"' not in str((answer := await there.receive()).data):
+                if answer.type is not aiohttp.WSMsgType.TEXT:
+                    break
 
 
 async def _offer(http: aiohttp.ClientSession, workspace: str, room: str, sdp: str) -> None:
@@ -158,15 +160,17 @@ async def _offer(http: aiohttp.ClientSession, workspace: str, room: str, sdp: st
 
 
 async def test_no_input_keeps_a_server_from_its_robot(timed: Timed, tmp_path: Path) -> None:
+    """Processor time of the loop itself, the least of some tries: others use this machine, too."""
+    slow: dict[str, list[float]] = {}
     async with running(timed.server, tmp_path) as (robot, rooms, http):
-        kept: dict[str, list[str]] = {}
         for name, attack in attacks(timed.server, rooms, http):
-            began, tries = time.monotonic(), list[tuple[float, float]]()
-            # The least of some: a machine that others use, too, keeps a loop waiting by itself.
-            while len(tries) < 6 and (not tries or min(tries)[0] > TICK or min(work for _, work in tries) > TICK):
+            tries: list[float] = []
+            while len(tries) < 5 and min(tries, default=1.0) > TICK / 2:
                 timed.begin()
                 await attack()
-                tries.append(timed.kept())
-            print(name, [(round(a * 1e3, 1), round(b * 1e3, 1)) for a, b in tries], flush=True)
+                tries.append(timed.kept()[1])
+            if min(tries) > TICK / 2:
+                slow[name] = [round(work * 1e3, 1) for work in tries]
+        assert not slow, f"milliseconds at a stretch: {slow}"
         await robot.moves(10)
         await robot.until(is_moving, within=5)

@@ -1,7 +1,7 @@
 """``python -m tests.hostile.timed_server serve ...``: the scripted server, which notes how long its loop was kept.
 
-``HOSTILE_TIMES`` names a file of two doubles: the most seconds from one turn of the loop to the next, as the clock and as
-the loop's own processor time have them. Whoever writes zeros there begins anew.
+``HOSTILE_TIMES`` names a file of two doubles: the most seconds from one turn of the loop to the next, by the clock and
+of the loop's own processor time. Whoever writes zeros there begins anew.
 """
 
 import asyncio
