@@ -22,6 +22,9 @@ from service.subject import begin_about
         ("password=hunter2&x=1", "password=***&x=1"),
         ("used hf_abcdEFGH1234", "used hf_***"),
         ("jwt eyJhbGciOiJI.eyJzdWIi.sig", "jwt ***"),
+        ("token-eyJhbGciOiJI.eyJzdWIi.sig", "token-***"),
+        ("eyJ-eyJhbGciOiJI.eyJzdWIi.sig and", "*** and"),
+        ("a.b+c-http://me:pw@host", "a.b+c-http://***@host"),
         ("http://me:pw@host:8000/robotics", "http://***@host:8000/robotics"),
         ("http://127.0.0.1:8001/sessions/arm/start", "http://127.0.0.1:8001/sessions/arm/start"),
         ("policy '/home/me/models/act' missing", "policy '.../act' missing"),
@@ -47,6 +50,12 @@ def test_the_newest_lines_are_kept_oldest_first(logs):
     assert [line["message"] for line in logs.newest(10)] == ["line 2", "line 3", "line 4"]
     assert [line["message"] for line in logs.newest(1)] == ["line 4"]
     assert logs.newest(0) == []
+
+
+def test_a_long_message_is_cut_between_words_so_that_no_half_of_a_secret_is_kept(logs):
+    logging.getLogger("kept").warning("%s http://me:%s@host", "a" * 8000, "p" * 8000)
+    [line] = logs.newest(1)
+    assert line["message"] == "a" * 8000 + " ... (16016 characters)"
 
 
 def test_only_the_asked_level_is_told(logs):

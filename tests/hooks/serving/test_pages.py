@@ -114,10 +114,15 @@ def test_events_are_listed_shown_and_replayed(server):
         {"x_forwarded_for": "1.2.3.4"},
         *({"host": "evil.example"}, {"origin": "https://evil.example"}),
         *({"host": "[::1"}, {"origin": "http://[::1"}),
+        *({"host": "evil.example\\@localhost"}, {"host": "evil.example@localhost"}),
+        *({"origin": f"{scheme}{{host}}"} for scheme in ("", "//", "http:\\", "ftp://")),
+        *({"origin": "http://{host}/"}, {"origin": "http://evil.example\\@{host}"}, {"origin": ""}),
     ],
 )
 def test_without_a_secret_events_are_for_visitors_of_this_machine_alone(make, headers):
     with make() as server:
+        host = server.url.removeprefix("http://")
+        headers = {name: text.replace("{host}", host) for name, text in headers.items()}
         assert ask(f"{server.url}/webhooks/_events").status == 200
         assert ask(f"{server.url}/webhooks/_events", **headers).status == 403
         assert "from the machine itself only" in ask(f"{server.url}/", **headers).text

@@ -1,3 +1,4 @@
+import base64
 import json
 from contextlib import suppress
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from service.doors import packing
+from service.doors import packing, pictures
 from service.errors import InvalidRequest, ServiceError, TooLarge
 
 
@@ -140,3 +141,56 @@ def test_what_is_no_json_is_refused(text):
     with pytest.raises(ServiceError):
         packing.unpack_json(text)
     assert packing.unpack_json(packing.pack_json({"a": np.eye(2)})) == json.loads('{"a": [[1, 0], [0, 1]]}')
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('{"a": "' + "\\n" * 200_000 + '"}', "backslashes"),
+        ('{"a": [' + " " * 200_000 + "]}", "beside its strings"),
+        ('{"a": [' + ("0." + "9" * 600 + ",") * 300 + "0]}", "beside its strings"),
+        ('"' * 200_000, "beside its strings"),
+    ],
+)
+async def test_a_long_text_that_is_none_of_pictures_is_refused_before_it_is_parsed(text, what):
+    with pytest.raises(TooLarge, match=what):
+        packing.unpack_json(text)
+    with pytest.raises(TooLarge, match=what):
+        await packing.read_json(text)
+
+
+async def test_a_long_text_of_pictures_is_read():
+    told = {"images": {"front": 'a "\\" ' + "A/" * (1 << 19)}, "state": [0.5, 1]}
+    assert await packing.read_json(json.dumps(told)) == told
+    assert await packing.read_json(json.dumps(told).replace("/", "\\/", 60_000).encode("utf-16")) == told
+
+
+@pytest.mark.parametrize("length", [0, 3, 1000, 3 << 16, 300_001])
+def test_base64_is_read_in_pieces(length):
+    data = np.random.default_rng(length).bytes(length)
+    text = base64.b64encode(data).decode()
+    assert pictures.from_base64("front", text) == data
+    assert pictures.from_base64("front", "data:image/png;base64," + text) == data
+    for wrong in (text + "\n", "=" + text, "====" + text if length else "A", text + "\u00e9"):
+        with pytest.raises(InvalidRequest):
+            pictures.from_base64("front", wrong)
+
+
+JPEG_HEAD = b"\xff\xd8"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        JPEG_HEAD + b"\xff\xd8\xff" * 1000,
+        JPEG_HEAD + b"\xff" * 4000,
+        JPEG_HEAD + b"\xff\xfe\0\2" * 1000,
+        JPEG_HEAD + b"\xff\xda\0\2" * 1000,
+        JPEG_HEAD + b"a" * 1000,
+        b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0tEXt\0\0\0\0" * 1000,
+        b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IDAT\0\0\0\0" * 1000,
+    ],
+)
+def test_a_picture_of_thousands_of_parts_is_not_looked_at(file):
+    with pytest.raises(InvalidRequest, match=r"decoded \(ValueError\)"):
+        pictures.decode("front", file, 1 << 20)

@@ -253,14 +253,57 @@ async def test_a_page_of_this_machine_may_call_and_read(server):
         ("http://evil.example:8001", "evil.example:8001", False),  # a name that its owner points at us
         ("null", "x", False),
         ("http://[", "x", False),
+        ("http://LOCALHOST:3000", "x", True),
+        *(
+            (text, "localhost:8001", False)
+            for text in (
+                *("", "localhost", "//localhost", "http:localhost", "http:/localhost", "http://", "http://localhost/"),
+                *("http://localhost\\", "http://localhost\\.evil.example", "http://evil.example\\@localhost"),
+                *(
+                    "http://evil.example@localhost",
+                    "http://localhost:",
+                    "http://localhost:x",
+                    "http://localhost:800100",
+                ),
+                *(
+                    "http://localhost#",
+                    "http://localhost?",
+                    " http://localhost",
+                    "http://localhost\t",
+                    "http://l\u00f6",
+                ),
+                *("http://[::1", "http://[::1]x", "http://localhost http://evil.example", "http://localhost,http://a"),
+            )
+        ),
     ],
 )
 def test_which_pages_may_call(origin, host, expected):
     assert Origins(["https://good.example"]).allows(origin, host) is expected
 
 
-def test_a_star_lets_every_page_call():
-    assert Origins(["*"]).allows("https://evil.example", "x")
+def test_a_star_lets_every_page_call_and_nothing_that_is_none():
+    origins = Origins(["*"])
+    assert origins.allows("https://evil.example", "x")
+    assert origins.allows("null", "x")
+    assert not origins.allows("https://evil.example\\@good.example", "x")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        (None, True),
+        ("localhost:8001", True),
+        ("[::1]:8001", True),
+        ("good.example", True),
+        ("evil.example", False),
+        ("evil.example@localhost", False),
+        ("evil.example\\@localhost", False),
+        ("localhost/", False),
+        ("", False),
+    ],
+)
+def test_which_names_this_server_has(host, expected):
+    assert Origins(["https://good.example"]).knows_host(host) is expected
 
 
 async def test_rooms_are_served_beside_the_sessions_unless_switched_off(serve):

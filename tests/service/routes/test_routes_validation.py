@@ -46,6 +46,25 @@ async def test_a_long_body_is_refused_unread(server):
     assert (entry["type"], entry["loc"]) == ("too_long", ["body"])
 
 
+async def test_a_body_of_more_values_than_any_has_is_refused_unread(server):
+    many = "[" + "{}," * 5000 + "0]"
+    for text in (many, '{"rate":' + many + "}", '{"a":"\\"",' + '"\\\\",' * 5000 + "}", many.encode("utf-16")):
+        [entry] = await refused(server, data=text, headers={"content-type": "application/json"})
+        assert (entry["type"], entry["loc"]) == ("too_long", ["body"])
+    # Commas in a text are none.
+    status, _ = await server.create("arm", language_instruction="a," * 2048, someday="," * 5000)
+    assert status == 200
+
+
+async def test_as_many_errors_are_told_as_somebody_reads(server):
+    entries = await refused_body(server, max_relative_target={f"joint{number}": -1 for number in range(1000)})
+    assert len(entries) == 65
+    assert entries[-1]["type"] == "too_many_errors"
+    assert entries[-1]["msg"].split()[0].isdigit()
+    [entry] = await refused_body(server, **{f"name{number}": 0 for number in range(300)})
+    assert (entry["type"], entry["loc"]) == ("too_long", ["body"])
+
+
 async def test_bytes_that_are_no_text_are_not_json(server):
     [entry] = await refused(server, data=b'{"session_id": "\xff\xfe"}', headers={"content-type": "application/json"})
     assert entry["type"] == "json_invalid"

@@ -140,6 +140,8 @@ def test_anything_else_raises_wire_error_and_nothing_else(raw):
         b"\xff\xfe\xfd",
         '{"type":"heartbeat"}' + " " * (1 << 20),
         "9" * 9999,
+        '{"type":"heartbeat","a":' + "9" * 641 + "}",
+        '{"type":"heartbeat","a":[' + "0," * 4096 + "0]}",
     ],
 )
 def test_a_frame_that_is_no_object_is_a_wire_error_without_type(raw):

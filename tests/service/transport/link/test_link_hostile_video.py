@@ -194,5 +194,11 @@ def test_a_size_that_cannot_be_read_is_too_large(data):
     assert h264_pixels(data) == UNREADABLE
 
 
+def test_a_picture_of_descriptions_alone_is_not_decoded():
+    assert h264_pixels(b"\0\0\1\x67\x42\0\x1e\xda\x02\x80" * 17) == UNREADABLE
+    assert h264_pixels(b"\0\0\1\x09" * 1025) == UNREADABLE
+    assert h264_pixels(b"\0\0\1\x09" * 1024) == 0
+
+
 def test_what_declares_no_size_has_none():
     assert h264_pixels(b"") == h264_pixels(b"\x10\0\0\x9d\1\x2a") == h264_pixels(b"\0\0\1\x65abc") == 0
