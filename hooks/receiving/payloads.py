@@ -181,7 +181,7 @@ def _parse_slowly(body: bytes) -> Any:
     def integer(digits: str) -> int:
         return int(digits) if len(digits) <= DIGITS else refuse("a number")
 
-    decoder = json.JSONDecoder(parse_constant=refuse, parse_int=integer)
+    decoder: Any = json.JSONDecoder(parse_constant=refuse, parse_int=integer)
     # As the json package does where it has no C code.
     decoder.parse_object, decoder.parse_array, decoder.parse_string = JSONObject, JSONArray, text
     decoder.scan_once = py_make_scanner(decoder)

@@ -63,7 +63,7 @@ def loads_slowly(text: str | bytes, **hooks: Any) -> Any:
     Raises:
         ValueError, RecursionError: as ``loads``.
     """
-    decoder = json.JSONDecoder(parse_int=_integer, **hooks)
+    decoder: Any = json.JSONDecoder(parse_int=_integer, **hooks)
     # As the json package does where it has no C code.
     decoder.parse_object, decoder.parse_array = JSONObject, JSONArray
     decoder.scan_once = py_make_scanner(decoder)
