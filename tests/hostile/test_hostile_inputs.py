@@ -303,7 +303,7 @@ def same_again(raw: bytes) -> None:
 
 def model_readers() -> Iterator[Reader]:
     limits = ArrayLimits()
-    some = 1 << 16  # of a MiB, and more when a setting says so
+    some = 1 << 17  # of a MiB, and more when a setting says so
     yield from json_readers("arrays", lambda raw: text.decode(raw, limits, {}), some, '{"inputs":{"a":%s}}',
                             is_on_loop=False)  # fmt: skip
     yield Reader("arrays: rows of one", lambda raw: text.decode(raw, limits, {}),
@@ -319,7 +319,7 @@ def npz_of(shape: str) -> object:
 
 
 def hook_readers() -> Iterator[Reader]:
-    quick, some = payloads.QUICK, 1 << 17  # of 5 MB
+    quick, some = payloads.QUICK, 1 << 18  # of 5 MB
 
     def take(raw: bytes) -> object:
         data = payloads.parse(raw)
@@ -481,14 +481,22 @@ async def test_what_is_read_in_a_thread_does_not_keep_the_loop(name: str) -> Non
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.001)  # as the engine does
     try:
-        # The best of some, beside what the machine does by itself: others use it, too.
-        pauses = []
-        while len(pauses) < 10 and min(pauses, default=1.0) > LIMIT:
-            bare = await longest_pause(lambda: asyncio.sleep(0.05))
-            pauses.append(await longest_pause(IN_THREADS[name]) - bare)
-        assert min(pauses) <= LIMIT, f"{[round(pause * 1e3, 1) for pause in pauses]} ms"
+        # The best of some, beside a thread that hands the lock on whenever it is asked to: on a machine that others
+        # use, too, either may lose its core while it has the lock.
+        bare, pauses = list[float](), list[float]()
+        while len(pauses) < 6 and (not pauses or min(pauses) > LIMIT + min(bare)):
+            pauses.append(await longest_pause(IN_THREADS[name]))
+            bare.append(await longest_pause(lambda: asyncio.to_thread(spin, 0.3)))
+        assert min(pauses) <= LIMIT + min(bare), f"{[round(pause * 1e3, 1) for pause in pauses]} ms"
     finally:
         sys.setswitchinterval(before)
+
+
+def spin(seconds: float) -> None:
+    """Compute in Python."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
 
 
 async def longest_pause(read: Callable[[], Awaitable[object]]) -> float:
