@@ -16,7 +16,7 @@ from sanic.http.http1 import HTTP_CONTINUE
 from sanic.server.protocols.base_protocol import SanicProtocol
 from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 from sanic.server.websockets.impl import WebsocketImplProtocol
-from websockets.frames import Frame, Opcode
+from websockets.frames import DATA_OPCODES, Frame, Opcode
 from websockets.protocol import State
 
 from service.edge.fair_queue import CONNECTION, MESSAGE, REQUEST, FairQueue
@@ -236,7 +236,7 @@ class PunctualProtocol(WebSocketProtocol):
             WebsocketClosed: there is none any more.
         """
         inbox = self._inbox
-        if inbox.offered is None and not inbox.is_over:
+        if inbox.offered is None and (inbox.messages or not inbox.is_over):
             waiter = inbox.waiter = self.loop.create_future()
             try:
                 async with asyncio.timeout(timeout):
@@ -251,8 +251,6 @@ class PunctualProtocol(WebSocketProtocol):
             raise WebsocketClosed("there will be no more messages")
         if inbox.messages or self._backlog:
             self._queue.enter(self._flow)
-        elif inbox.is_over:
-            inbox.wake()
         return message
 
     def _step(self) -> tuple[float, bool]:
@@ -282,12 +280,13 @@ class PunctualProtocol(WebSocketProtocol):
     def _read_piece(self, socket: WebsocketImplProtocol) -> None:
         """Read so much of what came, and answer pings."""
         proto = socket.ws_proto
+        is_ending = proto.close_sent is not None  # by this side: then nobody takes messages any more
         proto.receive_data(bytes(self._backlog[:_PIECE]))
         del self._backlog[:_PIECE]
         events = proto.events_received()
         try:
             for event in events:
-                if isinstance(event, Frame):
+                if isinstance(event, Frame) and not (is_ending and event.opcode in DATA_OPCODES):
                     self._take_in(socket, event)
         except UnicodeDecodeError:
             log.info("a socket is closed: its text is not UTF-8")
@@ -303,7 +302,7 @@ class PunctualProtocol(WebSocketProtocol):
         elif frame.opcode is Opcode.PONG:
             if bytes(frame.data) in socket.pings:
                 self.loop.create_task(socket.process_pong(frame))
-        elif frame.opcode is not Opcode.PING and socket.ws_proto.close_sent is None:
+        elif frame.opcode in DATA_OPCODES:
             self._inbox.put(frame)
 
     def _answer(self, answers: Sequence[bytes]) -> None:

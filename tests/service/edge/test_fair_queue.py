@@ -1,6 +1,7 @@
 import asyncio
 import gc
 from collections import Counter
+from typing import Any, cast
 
 from service.edge.fair_queue import BUDGET, BURST, CREDIT, SHARE, TURN, FairQueue
 
@@ -22,7 +23,7 @@ class Loop:
         self.now = 0.0
         self.soon, self.timers = [], []
         self.turns = []  # seconds of work in each
-        self.queue = FairQueue(self, clock=lambda: self.now, cpu=lambda: self.now)
+        self.queue = FairQueue(cast(Any, self), clock=lambda: self.now, cpu=lambda: self.now)
 
     def call_soon(self, call):
         self.soon.append(Handle(self.now, call))

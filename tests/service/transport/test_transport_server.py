@@ -22,7 +22,7 @@ from service.transport.outbox import OutboxLimits
 from service.transport.rooms import Limits, Place, RoomTable
 from service.transport.server import TransportSettings, add_transport, serve_transport
 
-TEXT, CONTINUED, BINARY, PING = 1, 0, 2, 9
+TEXT, CONTINUED, BINARY, CLOSE, PING = 1, 0, 2, 8, 9
 
 
 class RawSocket:
@@ -179,6 +179,36 @@ async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, m
     assert read < 4000
     writer.close()
     raw.reset()
+
+
+@pytest.mark.parametrize("before", [0, 5])
+async def test_what_is_said_right_before_a_close_is_heard(caller, path, before):
+    listening = await caller.join(path, "c", "consumer")
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    written, writer = bytearray(), raw.writer
+    raw.writer = type("Together", (), {"write": lambda self, data: written.extend(data)})()
+    for _ in range(before):
+        raw.send(b'{"type":"heartbeat"}')
+    raw.send(b'{"type":"emergency_stop","reason":"now"}')
+    raw.send(struct.pack(">H", 1000), CLOSE)
+    writer.write(bytes(written))
+    assert (await listening.until("emergency_stop"))["reason"] == "now"
+    writer.close()
+
+
+async def test_pings_and_messages_of_one_socket_make_no_task_each(caller, path, monkeypatch):
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    made, loop = [], asyncio.get_running_loop()
+    create = loop.create_task
+    monkeypatch.setattr(loop, "create_task", lambda task, **more: made.append(task) or create(task, **more))
+    for _ in range(200):
+        raw.send(b"x", PING)
+        raw.send(b'{"type":"heartbeat"}')
+    raw.send(b"", PING)
+    await raw.until(b"\x8a\x00")
+    assert len(made) < 20
+    monkeypatch.undo()
+    await raw.close()
 
 
 async def test_a_binary_frame_is_read_like_a_text_frame(caller, path):
