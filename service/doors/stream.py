@@ -101,7 +101,7 @@ class Stream:
         number = None
         try:
             self._is_text = isinstance(raw, str)
-            message = await packing.read_json(raw) if self._is_text else self._unpacker.unpack(raw)
+            message = await packing.read_json(raw) if isinstance(raw, str) else self._unpacker.unpack(raw)
             if not isinstance(message, Mapping) or not isinstance(message.get("kind"), str):
                 raise InvalidRequest("wanted a map with a kind")
             number = acts.whole(message, "number")
