@@ -14,7 +14,7 @@ from sanic import Sanic
 from service.edge.limits import Connections
 from service.edge.punctual import PunctualProtocol
 from service.loop_watchdog import LoopWatchdog
-from service.signal_guard import SignalGuard
+from service.signal_guard import SIGNALS, SignalGuard
 
 # Answers under way may end, then connections are cut. Together with what the sessions take to hold
 # their robots and leave their rooms (3.5 s at most) this stays below five seconds.
@@ -116,7 +116,8 @@ def run(
     beside: tuple[Sanic[Any, Any], socket.socket] | None = None,
     watchdog: LoopWatchdog | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; ``started`` is told the URL when it answers. A second signal ends at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP (its terminal is gone; nohup keeps it); ``started`` is told the URL when it
+    answers. A second signal ends at once, but for SIGHUP, which a shell sends beside the terminal.
 
     When the event loop does not react to a signal, the guard beside it kills this process.
 
@@ -137,13 +138,14 @@ def run(
             guard.acknowledge()
             if main is not None and not is_started:
                 main.cancel()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in ends:
                 loop.remove_signal_handler(number)
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        ends = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        for number in ends:
             loop.add_signal_handler(number, ask)
-        guard.start()
+        guard.start(ends)
         try:
             async with AsyncExitStack() as served:
                 url = await served.enter_async_context(serving(app, listener))

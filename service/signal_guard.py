@@ -1,4 +1,4 @@
-"""A process beside a server that ends it when its event loop does not react to SIGTERM or SIGINT.
+"""A process beside a server that ends it when its event loop does not react to SIGTERM, SIGINT or SIGHUP.
 
 Neither the event loop nor a thread of the server can do that while something in C keeps the interpreter's lock. A
 signal is caught even then: inside of its C handler ``faulthandler``, which needs no lock, writes the stack of the main
@@ -14,12 +14,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 # Seconds from the first signal until the event loop has to have begun the end, and until the end has to be over.
 REACTION = 2.0
 END = 8.0
 LEAVE = 0.5  # seconds that an orderly end waits for the guard
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What faulthandler writes first at each signal; what the event loop writes when it has heard of one.
 _CAUGHT = b"Stack (most recent call first)"
 _HEARD = b"\0"
@@ -35,9 +36,10 @@ class SignalGuard:
     def __init__(self) -> None:
         self._pipe: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._signals: Sequence[signal.Signals] = ()
 
-    def start(self) -> None:
-        """Watch the signals from now on; the event loop's own handlers are there already."""
+    def start(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        """Watch these signals from now on; the event loop's own handlers are there already."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         try:
@@ -54,15 +56,15 @@ class SignalGuard:
             return
         finally:
             os.close(reading)
-        self._pipe = writing
-        for number in SIGNALS:
+        self._pipe, self._signals = writing, signals
+        for number in signals:
             faulthandler.register(number, writing, all_threads=False, chain=True)  # and then as before
 
     def acknowledge(self) -> None:
         """The event loop has heard of a signal, and handles the next one in another way."""
         if self._pipe is None:
             return
-        for number in SIGNALS:
+        for number in self._signals:
             faulthandler.unregister(number)
         with contextlib.suppress(OSError):  # the guard is gone
             os.write(self._pipe, _HEARD)
@@ -80,7 +82,7 @@ class SignalGuard:
 
 def guard(server: int) -> None:
     """The process: wait for the server's end, or bring it about."""
-    for number in (*SIGNALS, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # whoever ends all processes of a service ends the server with them
     poll = select.poll()
     poll.register(0, select.POLLIN)

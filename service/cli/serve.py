@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -94,8 +95,9 @@ def _end(log: "Background") -> None:
     aborts the whole process with SIGABRT.
     """
     log.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # the terminal is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)
 
 

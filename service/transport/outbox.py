@@ -13,6 +13,8 @@ from sanic.exceptions import WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
 from websockets.protocol import State
 
+from service.edge.fair_queue import FairQueue
+
 log = logging.getLogger(__name__)
 
 
@@ -70,6 +72,7 @@ class WriteQueue:
             elif not first.done():
                 first.set_result(None)
             now = self._clock()
+        FairQueue.here().spend(now - began)
         if self._ready:
             self._schedule(now - began)
 

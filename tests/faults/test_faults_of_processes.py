@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.faults.arm import Arm, is_moving
 from tests.faults.processes import ROOT, Process, rooms, server
@@ -22,10 +23,19 @@ PERIOD = 0.02
 SHIPPED = ROOT / "service" / "demo" / "policy"
 
 
-async def test_f13_sigterm_holds_every_robot_within_100_ms_and_the_server_ends_with_0_within_5_s(
-    own: ExitStack, script: Callable[..., Script], arms: Make, tmp_path: Path, moment: random.Random
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]], ids=["SIGTERM", "SIGHUP"])
+async def test_f13_a_signal_holds_every_robot_within_100_ms_and_the_server_ends_with_0_within_5_s(
+    own: ExitStack,
+    script: Callable[..., Script],
+    arms: Make,
+    tmp_path: Path,
+    moment: random.Random,
+    numbers: list[signal.Signals],
 ) -> None:
-    """Every robot got HOLD within 100 ms, rooms closed, exit 0 within 5 s."""
+    """Every robot got HOLD within 100 ms, rooms closed, exit 0 within 5 s.
+
+    Where a terminal is closed, the system and the shell send SIGHUP each.
+    """
     transport, ending = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "ending"))
     policy = script()
     many: list[Arm] = [await arms(ending, policy) for _ in range(4)]
@@ -34,7 +44,8 @@ async def test_f13_sigterm_holds_every_robot_within_100_ms_and_the_server_ends_w
     await asyncio.gather(*(arm.go() for arm in many))
     await asyncio.sleep(moment.uniform(0.1, 0.6))
     began = time.monotonic()
-    ending.send(signal.SIGTERM)
+    for number in numbers:
+        ending.send(number)
     code = await asyncio.to_thread(ending.ended, 60)
     took = time.monotonic() - began
     assert code == 0, ending.words()[-2000:]
