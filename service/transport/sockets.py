@@ -28,8 +28,11 @@ def timestamp() -> str:
     return datetime.now(tz=UTC).isoformat()
 
 
-def perform(effects: Effects) -> bool:
+def perform(effects: Effects, at_once: int = AT_ONCE) -> bool:
     """Hand every message to the outboxes it is for; nothing here waits for anybody.
+
+    Args:
+        at_once: participants to whom a message is written in this turn of the loop.
 
     Returns:
         Whether some of them get it later, as there are many.
@@ -39,7 +42,7 @@ def perform(effects: Effects) -> bool:
             text = wire.build(effect.message, timestamp())
             for number, outbox in enumerate(effect.to):
                 assert isinstance(outbox, Outbox)
-                outbox.put(text, is_urgent=number < AT_ONCE)
+                outbox.put(text, is_urgent=number < at_once)
         else:
             for outbox in effect.to:
                 assert isinstance(outbox, Outbox)
@@ -97,7 +100,8 @@ async def attend(
     finally:
         # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
         is_orderly = socket.ws_proto is not None and socket.ws_proto.close_rcvd is not None
-        perform(table.leave(outbox, is_orderly))
+        # In the next turn: where the server ends, nobody is told that the others are gone. Pictures go on between them.
+        perform(table.leave(outbox, is_orderly), at_once=0)
         writer.cancel()
         watching.cancel()
 

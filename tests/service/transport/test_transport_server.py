@@ -252,9 +252,9 @@ async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve,
         quick = await caller.join(path, "quick", "consumer")
         producer = await caller.join(path, "p", "producer")
         worst = 0.0
-        for number in range(60):
+        for number in range(120):
             sent = time.monotonic()
-            joint = {"name": "Jaw", "value": number, "padding": "x" * 500_000}
+            joint = {"name": "Jaw", "value": number, "padding": "x" * 250_000}
             await producer.send({"type": "joint_update", "data": [joint]})
             assert (await quick.next())["data"][0]["value"] == number
             worst = max(worst, pauses.running(sent))
@@ -271,8 +271,8 @@ async def test_a_frame_that_cannot_be_written_in_time_drops_its_reader(serve):
         slow.writer.transport.pause_reading()
         slow.send(b'{"participant_id":"slow","role":"consumer"}')
         producer = await caller.join(path, "p", "producer")
-        for number in range(40):
-            joint = {"name": "Jaw", "value": number, "padding": "x" * 500_000}
+        for number in range(80):
+            joint = {"name": "Jaw", "value": number, "padding": "x" * 250_000}
             await producer.send({"type": "joint_update", "data": [joint]})
         await caller.settled(path, consumers=[], producer="p")
         slow.reset()
