@@ -1,5 +1,6 @@
 """Files that claim more than they hold, pipes, damage at any byte, a process killed at any moment, two at once."""
 
+import fcntl
 import json
 import os
 import random
@@ -371,6 +372,7 @@ def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: 
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)  # else all that a quick machine has put so far may fit into it
     limits = RecorderLimits(queue_bytes=200_000, queue_items=500)
     recorder = Recorder(tmp_path / "a.mcap", subject(), limits, open_file=lambda path: pipe.open("wb", buffering=0))
     try:
