@@ -102,7 +102,7 @@ class SocketTransport:
             writer.close()
 
     async def clear(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         return ()
 

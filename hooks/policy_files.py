@@ -59,7 +59,7 @@ def open_regular(path: Path, largest: int, roots: Sequence[Path] | None = None) 
     """A regular file to read; a pipe or a device is not waited for, and no link leads out of the roots.
 
     Raises:
-        SourceError: ``denied_file`` when it is something else or elsewhere, ``too_large``.
+        SourceError: ``denied_file`` when it is something else or elsewhere, ``too_large``, ``changed_meanwhile``.
         OSError: it cannot be opened.
     """
     if stat.S_ISREG(path.stat().st_mode):  # before: to open a device may be to start it
@@ -71,7 +71,9 @@ def open_regular(path: Path, largest: int, roots: Sequence[Path] | None = None) 
             place = Path(os.path.realpath(path))
             is_inside = roots is None or any(root.resolve() in place.parents for root in roots)
             # The place is of the name, and what is open may be another file by now.
-            if stat.S_ISREG(status.st_mode) and is_inside and os.path.samestat(status, place.stat()):
+            if not os.path.samestat(status, place.stat()):
+                raise SourceError("changed_meanwhile", f"{path.name}: was replaced while it was opened")
+            if stat.S_ISREG(status.st_mode) and is_inside:
                 return file
         except BaseException:
             file.close()

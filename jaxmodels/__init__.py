@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxmodels.ensembling import TemporalEnsembler
     from jaxmodels.finding import POLICY_FILES, find_policy
     from jaxmodels.hosts import join_hosts
+    from jaxmodels.hub import hub_limits
     from jaxmodels.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.loading import load_policy
     from jaxmodels.placement import name_devices
@@ -32,6 +33,7 @@ __all__ = [
     "Transformer2DModel",
     "cache_folder",
     "find_policy",
+    "hub_limits",
     "is_model",
     "join_hosts",
     "load_model",
@@ -53,6 +55,7 @@ _HOMES = {
     "Transformer2DModel": "jaxmodels.transformer2d",
     "cache_folder": "jaxmodels.caches",
     "find_policy": "jaxmodels.finding",
+    "hub_limits": "jaxmodels.hub",
     "is_model": "jaxmodels.loaded_model",
     "join_hosts": "jaxmodels.hosts",
     "load_model": "jaxmodels.loaded_model",

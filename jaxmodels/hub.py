@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -149,6 +149,11 @@ def limited(limits: Limits) -> Iterator[None]:
         yield
     finally:
         _LIMITS.reset(token)
+
+
+def hub_limits(seconds: float, size: int) -> AbstractContextManager[None]:
+    """What this context asks of the usual Hub takes so many seconds and bytes at most."""
+    return limited(limits_of(None, seconds, size))
 
 
 def limits_of(endpoint: str | None, seconds: float, size: int, *, commit: str | None = None) -> Limits:
@@ -533,6 +538,10 @@ def _download(
     return folder
 
 
+_downloading: list[Limits] = []
+_downloading_changes = threading.Lock()
+
+
 def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Callable[[], None]) -> list[Result]:
     """All results, several jobs at a time; ``tick`` is called every second, and ends all of it when it raises.
 
@@ -550,6 +559,8 @@ def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Call
             outcomes.put((number, None, error))
 
     threads: list[threading.Thread] = []
+    with _downloading_changes:
+        _downloading.append(limits)
 
     def start() -> None:
         for number, job in waiting:
@@ -576,13 +587,23 @@ def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Call
         limits.stopped.set()
         threading.Thread(target=_end, args=(threads,), name="hub-end", daemon=True).start()
         raise
+    finally:
+        with _downloading_changes:
+            _downloading.remove(limits)
     return [results[number] for number in range(len(jobs))]
 
 
 def _end(threads: Sequence[threading.Thread]) -> None:
-    """See to it that threads end whose Hub sends just enough to keep them: by closing all connections."""
+    """See to it that threads end whose Hub sends just enough to keep them: by closing all connections.
+
+    Those of another download would break with them, so that is waited for.
+    """
     until = time.monotonic() + 2 * QUIET
     for thread in threads:
         thread.join(max(until - time.monotonic(), 0.0))
-    if any(thread.is_alive() for thread in threads):
-        close_session()
+    while any(thread.is_alive() for thread in threads):
+        with _downloading_changes:
+            if not _downloading:
+                close_session()
+                return
+        time.sleep(QUIET / 10)

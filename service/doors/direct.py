@@ -131,7 +131,7 @@ class DirectTransport:
                 watcher.told("session.deleted", {"session_id": session_id})
 
     async def clear(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """There is nothing to remove."""
         return ()
@@ -171,10 +171,10 @@ class ByAddress:
         )
 
     async def clear(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """Likewise."""
-        return await self._of(url).clear(url, workspace_id=workspace_id, rooms=rooms, cameras=cameras)
+        return await self._of(url).clear(url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim)
 
     def _of(self, url: str) -> Transport:
         return self._direct if url == DIRECT else self._rooms

@@ -32,6 +32,7 @@ def orphan_of(record: SessionRecord) -> Orphan | None:
         workspace_id=record.rooms().workspace_id,
         rooms=record.made,
         cameras=tuple(room for room in record.made if room in cameras),
+        claim=record.claim,
     )
 
 

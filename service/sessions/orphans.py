@@ -49,7 +49,11 @@ class Orphans:
         try:
             async with self._places, asyncio.timeout(PATIENCE):
                 left = await self._transport.clear(
-                    orphan.url, workspace_id=orphan.workspace_id, rooms=orphan.rooms, cameras=orphan.cameras
+                    orphan.url,
+                    workspace_id=orphan.workspace_id,
+                    rooms=orphan.rooms,
+                    cameras=orphan.cameras,
+                    claim=orphan.claim,
                 )
         except (ServiceError, TimeoutError) as error:
             left, trouble = orphan.rooms, str(error) or "no answer in time"

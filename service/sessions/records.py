@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from service.errors import NotKept
@@ -36,6 +36,7 @@ class Orphan:
         rooms: their ids; video rooms and joint rooms have no id in common.
         cameras: which of them are video rooms.
         tries: starts of a server that did not get rid of them.
+        claim: by which the server of the rooms knows whose they are (see `SessionRecord`).
     """
 
     id: str
@@ -44,6 +45,7 @@ class Orphan:
     rooms: tuple[str, ...]
     cameras: tuple[str, ...]
     tries: int = 0
+    claim: str | None = field(default=None, repr=False)
 
 
 class Database(Protocol):

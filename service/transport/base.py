@@ -155,7 +155,12 @@ class Transport(Protocol):
         ...
 
     async def clear(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Remove rooms that nobody is in; returns those that somebody is in. ``cameras``: which are video rooms."""
+        """Remove rooms that nobody is in; returns those that somebody is in.
+
+        Args:
+            cameras: which are video rooms.
+            claim: of the session that they were made for.
+        """
         ...

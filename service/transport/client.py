@@ -10,7 +10,7 @@ from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Kind
 from service.transport.base import Inbox, JointValue, Made, Rooms
 from service.transport.connection import Listener, RoomConnection
-from service.transport.credentials import Credentials, NoCredentials
+from service.transport.credentials import CLAIM, Credentials, NoCredentials
 from service.transport.joint_rooms import JointInput, JointOutput
 from service.transport.membership import JoinRefused
 from service.transport.messages import JointUpdate, Role
@@ -84,7 +84,7 @@ class RoomsTransport:
                 await link.close()
 
     async def clear(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """Remove rooms that nobody is in, one after the other; returns those that somebody is in.
 
@@ -95,7 +95,7 @@ class RoomsTransport:
         left = []
         address, headers = self._credentials.of(Address.parse(url), None)
         connector = None if self._destinations is None else await self._destinations.connector(url)
-        async with http_session(connector, headers) as session:
+        async with http_session(connector, {**headers, **({CLAIM: claim} if claim else {})}) as session:
             api = RoomsApi(session, address, self._pace.request)
             for room in rooms:
                 kind = Kind.VIDEO if room in cameras else Kind.ROBOTICS

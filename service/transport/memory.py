@@ -198,7 +198,7 @@ class MemoryTransport:
             self.existing -= {name for name, room in ours.items() if made is None or room in made}
 
     async def clear(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str]
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """Remove rooms but those that a test says somebody is in."""
         if self.refuse is not None:

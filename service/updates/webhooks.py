@@ -28,7 +28,6 @@ from hooks.serving.event_routes import blueprint as events_of
 from hooks.serving.pages import blueprint as pages_of
 from hooks.serving.visitor import is_here
 from jaxmodels.errors import HubError
-from jaxmodels.hub import limited, limits_of
 from service.auth.caller import caller_of
 from service.edge.origins import Origins
 from service.edge.policy_places import opened_in
@@ -87,7 +86,7 @@ class Webhooks:
         self._hub = HubSource(
             cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
             limits=HubLimits(largest=settings.update_cache_bytes),
-            bounded=lambda seconds, size: limited(limits_of(None, seconds, size)),
+            bounded=jaxmodels.hub_limits,
         )
         self._folders = FolderSource(
             self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",

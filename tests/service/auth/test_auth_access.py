@@ -266,9 +266,10 @@ async def test_without_keys_a_name_that_was_pointed_here_gets_nothing(serve):
         writer.close()
         return int(head.split()[1])
 
-    foreign = ("evil.example:8001", "localhost.evil.example", "127.0.0.1.evil.example", "", "[")
+    foreign = ("evil.example:8001", "localhost.evil.example", "127.0.0.1.evil.example", "")
     async with serve(names=()) as server:
         assert {host: await asked(server, host) for host in foreign} == dict.fromkeys(foreign, 403)
+        assert await asked(server, "[") == 400  # no name at all
         for host in ("127.0.0.1:1", "localhost", "[::1]:1"):
             assert await asked(server, host) == 200, host
     async with serve(names=(), origins="https://arms.example") as server:
