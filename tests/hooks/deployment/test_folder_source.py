@@ -45,14 +45,14 @@ async def test_the_commit_of_a_folder_is_its_policy_s_content(folder: Path, sour
 async def test_after_a_clock_jumped_an_hour_a_folder_is_not_read_at_each_look(
     folder: Path, source: FolderSource, monkeypatch: pytest.MonkeyPatch, jump: int
 ) -> None:
-    wall, read, hashed = time.time, [], module._content_hash
+    wall, read, hashed = time.time, [], FolderSource._content_hash
 
-    def hash_it(path: Path) -> str:
+    def hash_it(self: FolderSource, path: Path) -> str:
         read.append(path.name)
-        return hashed(path)
+        return hashed(self, path)
 
     monkeypatch.setattr(time, "time", lambda: wall() + jump)
-    monkeypatch.setattr(module, "_content_hash", hash_it)
+    monkeypatch.setattr(FolderSource, "_content_hash", hash_it)
     for _ in range(3):
         await source.head(str(folder), None)
     assert len(read) == len(set(read))
