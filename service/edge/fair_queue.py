@@ -177,6 +177,8 @@ class FairQueue:
     def take_urgent(self, flow: Flow, cost: float) -> bool:
         """Whether this flow may do at once what costs so much, before all others."""
         if not flow.callers[0].urgent.take(self._clock()):
+            # Too many for that; but somebody's stop may be among them, and waits for no one beyond a budget.
+            flow.budget, flow.is_greedy = BURST, False
             return False
         self.spend(cost)
         return True

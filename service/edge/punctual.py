@@ -145,9 +145,11 @@ class PunctualProtocol(WebSocketProtocol):
         "_deadline",
         "_flow",
         "_frames",
+        "_has_waited",
         "_inbox",
         "_is_fresh",
         "_is_handed_over",
+        "_is_known",
         "_pausing",
         "_queue",
         "_reading",
@@ -167,6 +169,8 @@ class PunctualProtocol(WebSocketProtocol):
         self._pausing: asyncio.TimerHandle | None = None
         self._is_handed_over = False
         self._is_fresh = True  # its first request has not begun
+        self._is_known = False  # to the queue
+        self._has_waited = False  # for the turn of its first request
         self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
 
     def connection_made(self, transport: Any) -> None:
@@ -196,11 +200,27 @@ class PunctualProtocol(WebSocketProtocol):
         if self._task is None and not self.recv_buffer:
             self.close()
 
+    def _ask_to_begin(self) -> None:
+        """Wait for the turn of the first request, whose head is whole; a stop goes before all others."""
+        self._take_flows()
+        if _STOP.match(self.recv_buffer) and self._queue.take_urgent(self._asking, REQUEST):
+            self._begin()
+        else:
+            self._queue.enter(self._asking)
+
+    def _take_flows(self) -> None:
+        assert self._counted is not None
+        self._asking, self._flow = self._queue.newcomers(source_of(self._counted), self._begin_in_turn, self._step)
+        self._is_known = True
+
+    def _begin_in_turn(self) -> tuple[float, bool]:
+        if not self._is_fresh or self._task is not None or self.transport is None or self.transport.is_closing():
+            return 0.0, False
+        self._begin()
+        return REQUEST, False
+
     def _begin(self) -> None:
         """Be an HTTP connection: there is a request to read."""
-        assert self._counted is not None
-        source = source_of(self._counted)
-        self._asking, self._flow = self._queue.newcomers(source, lambda: (0.0, False), self._step)
         unread = self.recv_buffer
         if self._callback_check_timeouts is not None:
             self._callback_check_timeouts.cancel()
@@ -241,8 +261,11 @@ class PunctualProtocol(WebSocketProtocol):
             self._arm()
         if self._task is None and self._is_fresh:
             self.recv_buffer += data
-            if len(self.recv_buffer) >= HEAD_LIMIT or b"\r\n\r\n" in self.recv_buffer:
-                self._begin()
+            unread = self.recv_buffer
+            if len(unread) >= self.app.config.REQUEST_BUFFER_SIZE and self.transport is not None:
+                self.transport.pause_reading()  # until the request is read
+            if not self._is_known and (len(unread) >= HEAD_LIMIT or b"\r\n\r\n" in unread):
+                self._ask_to_begin()
             return
         super().data_received(data)
 
@@ -264,6 +287,9 @@ class PunctualProtocol(WebSocketProtocol):
         Args:
             is_stop: it is to stop robots, and goes before all others; no more often than anybody means it, though.
         """
+        if not self._has_waited:
+            self._has_waited = True
+            return  # it did before there was a task to wait
         if is_stop and self._queue.take_urgent(self._asking, REQUEST):
             return
         await self._queue.turn(self._asking, REQUEST)
@@ -503,6 +529,8 @@ class PunctualProtocol(WebSocketProtocol):
     def _late(self) -> None:
         if self._task is None and self._is_fresh:
             # Half a request, and all that there will be: it is answered as every late one, in a moment.
+            if not self._is_known:
+                self._take_flows()
             self._begin()
             self._deadline = self.loop.call_later(_BREATH, self._late)
             return
