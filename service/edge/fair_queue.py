@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import ClassVar
@@ -22,7 +23,12 @@ SHARE, CREDIT = 0.4, 0.01
 # A connection's budget, in seconds a second and at once: 120 messages a second, where a robot sends 50; 30 requests.
 BUDGET, BURST = 0.03, 0.015
 # What is done later of a message, a request and a connection that were let in, in seconds: parsed, answered, relayed.
-MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 300e-6
+MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
+# Of one caller: new connections that ask something, each with a budget of its own, a second and at once. A robot with
+# eight cameras has about twenty in all; whoever connects ever anew has no new budget each time.
+NEWCOMERS, NEWCOMERS_AT_ONCE = 20.0, 64.0
+# Of one caller: requests that go before all others, a second and at once.
+URGENT, URGENT_AT_ONCE = 50.0, 20.0
 
 
 class Flow:
@@ -44,12 +50,33 @@ class Flow:
         self.start = 0.0
 
 
+class _Bucket:
+    """So many at once, and so many a second in the long run."""
+
+    __slots__ = ("_at", "_left", "_most", "_rate")
+
+    def __init__(self, rate: float, most: float):
+        self._rate, self._most = rate, most
+        self._left, self._at = most, -math.inf
+
+    def take(self, now: float) -> bool:
+        """Count one; whether there was one left."""
+        self._left = min(self._left + max(now - self._at, 0.0) * self._rate, self._most)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 class _Caller:
     """Who comes from one address, in one lane; ``now`` is the virtual time of its flows, ``start`` its own."""
 
-    __slots__ = ("__weakref__", "flows", "is_waiting", "now", "start")
+    __slots__ = ("__weakref__", "flows", "is_waiting", "newcomers", "now", "start", "urgent")
 
     def __init__(self) -> None:
+        self.newcomers = _Bucket(NEWCOMERS, NEWCOMERS_AT_ONCE)
+        self.urgent = _Bucket(URGENT, URGENT_AT_ONCE)
         self.flows: list[tuple[float, int, Flow]] = []
         self.start = self.now = 0.0
         self.is_waiting = False
@@ -110,6 +137,7 @@ class FairQueue:
         self._loop = loop
         self._clock, self._cpu = clock, cpu
         self._prompt, self._greedy = _Lane(), _Lane()
+        self._recent: deque[tuple[float, _Caller]] = deque(maxlen=4096)
         self._left = TURN
         self._credit, self._at = CREDIT, clock()
         self._planned: asyncio.Handle | None = None
@@ -128,6 +156,32 @@ class FairQueue:
     def flow(self, caller: str, step: Callable[[], tuple[float, bool]] = lambda: (0.0, False)) -> Flow:
         """A new one, of a connection from this address."""
         return Flow((self._prompt.caller(caller), self._greedy.caller(caller)), step, self._clock())
+
+    def newcomers(self, caller: str, *steps: Callable[[], tuple[float, bool]]) -> list[Flow]:
+        """Those of a connection that is new; beyond their budgets when it is one of too many new ones of this caller.
+
+        They are within them again when they do little for a moment, as a robot does that connects anew beside others.
+        """
+        flows, now = [self.flow(caller, step) for step in steps], self._clock()
+        found = flows[0].callers[0]
+        # Nobody is forgotten before its bucket is full again: else each of its connections would be its first.
+        while self._recent and self._recent[0][0] < now - NEWCOMERS_AT_ONCE / NEWCOMERS:
+            self._recent.popleft()
+        if not self._recent or self._recent[-1] != (now, found):
+            self._recent.append((now, found))
+        if not found.newcomers.take(now):
+            for flow in flows:
+                flow.budget, flow.is_greedy = 0.0, True
+        return flows
+
+    def take_urgent(self, flow: Flow, cost: float) -> bool:
+        """Whether this flow may do at once what costs so much, before all others."""
+        if not flow.callers[0].urgent.take(self._clock()):
+            # Too many for that; but somebody's stop may be among them, and waits for no one beyond a budget.
+            flow.budget, flow.is_greedy = BURST, False
+            return False
+        self.spend(cost)
+        return True
 
     def enter(self, flow: Flow, is_idle: bool = True) -> None:
         """Let it do its next piece: at once when nobody is before it, else when it is next.

@@ -41,6 +41,8 @@ _TARGET = re.compile(r"[!\"$-~]+")  # letters that can be seen, and no "#", of w
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
 _LEAST_READ = 32_768
+# A request that stops robots, as its first line says; of such a route (``is_stop``), below whatever path it is served.
+_STOP = re.compile(rb"POST [!\"$-~]{0,512}/emergency_stop(?:\?[!\"$-~]{0,512})? HTTP/1\.[01]\r\n")
 FULL = b'{"detail":"Too many connections (setting max_connections); close some","code":"too_many_requests"}'
 _SPARE = 5.0  # seconds that one connection too many has for a stop
 _FULL_HEAD = (
@@ -56,9 +58,8 @@ class _Http(Http):
 
     def init_for_request(self) -> None:
         super().init_for_request()
-        self._is_pipelined = bool(self.recv_buffer)
         self._pieces = 0
-        cast(PunctualProtocol, self.protocol).next_request(self._is_pipelined)
+        self._is_pipelined = cast(PunctualProtocol, self.protocol).next_request()
 
     async def http1_request_header(self) -> None:
         try:
@@ -74,7 +75,7 @@ class _Http(Http):
             # robots and emergency stops wait.
             await asyncio.sleep(_BREATH)
         await self._whole_head()
-        await cast(PunctualProtocol, self.protocol).wait_for_turn()
+        await cast(PunctualProtocol, self.protocol).wait_for_turn(_STOP.match(self.recv_buffer) is not None)
         await super().http1_request_header()
         if not _is_strict(self.request, self.request_body):
             raise BadRequest("Bad Request")
@@ -137,14 +138,18 @@ class PunctualProtocol(WebSocketProtocol):
 
     HTTP_CLASS = _Http
     __slots__ = (
+        "_address",
         "_asking",
         "_backlog",
         "_counted",
         "_deadline",
         "_flow",
         "_frames",
+        "_has_waited",
         "_inbox",
+        "_is_fresh",
         "_is_handed_over",
+        "_is_known",
         "_pausing",
         "_queue",
         "_reading",
@@ -163,6 +168,9 @@ class PunctualProtocol(WebSocketProtocol):
         self._inbox = _Inbox()
         self._pausing: asyncio.TimerHandle | None = None
         self._is_handed_over = False
+        self._is_fresh = True  # its first request has not begun
+        self._is_known = False  # to the queue
+        self._has_waited = False  # for the turn of its first request
         self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
 
     def connection_made(self, transport: Any) -> None:
@@ -178,20 +186,60 @@ class PunctualProtocol(WebSocketProtocol):
             self.loop.call_later(_SPARE, self.abort)
         self._counted = address
         self._queue = FairQueue.here()
-        self._flow = self._queue.flow(source_of(address), self._step)
-        self._asking = self._queue.flow(source_of(address))
         self._queue.spend(CONNECTION)
-        super().connection_made(transport)
+        # No task, and nothing else of an HTTP connection, before there is a request to read: those who come and go as
+        # fast as they can take the time that a new connection costs, and one with a stop waits behind them.
+        self.transport = transport
+        self.connections.add(self)
+        self.recv_buffer = bytearray()
+        self._time = time.monotonic()
+        self._callback_check_timeouts = self.loop.call_later(self.keep_alive_timeout, self._close_unused)
+
+    def _close_unused(self) -> None:
+        """Close a connection of which nobody made any use."""
+        if self._task is None and not self.recv_buffer:
+            self.close()
+
+    def _ask_to_begin(self) -> None:
+        """Wait for the turn of the first request, whose head is whole; a stop goes before all others."""
+        self._take_flows()
+        if _STOP.match(self.recv_buffer) and self._queue.take_urgent(self._asking, REQUEST):
+            self._begin()
+        else:
+            self._queue.enter(self._asking)
+
+    def _take_flows(self) -> None:
+        assert self._counted is not None
+        self._asking, self._flow = self._queue.newcomers(source_of(self._counted), self._begin_in_turn, self._step)
+        self._is_known = True
+
+    def _begin_in_turn(self) -> tuple[float, bool]:
+        if not self._is_fresh or self._task is not None or self.transport is None or self.transport.is_closing():
+            return 0.0, False
+        self._begin()
+        return REQUEST, False
+
+    def _begin(self) -> None:
+        """Be an HTTP connection: there is a request to read."""
+        unread = self.recv_buffer
+        if self._callback_check_timeouts is not None:
+            self._callback_check_timeouts.cancel()
+        super().connection_made(self.transport)
+        self.recv_buffer += unread
 
     @property
     def _doors(self) -> Connections:
         return self.app.config.CONNECTIONS
 
-    def next_request(self, has_begun: bool) -> None:
-        """Whatever came before is read and answered; the next request may be in the buffer already."""
+    def next_request(self) -> bool:
+        """Whatever came before is read and answered; whether the next request was sent before that."""
+        if self._is_fresh:
+            self._is_fresh = False  # its deadline is that of its first byte
+            return False
         self._disarm()
-        if has_begun:
+        if self.recv_buffer:
             self._arm()
+        return bool(self.recv_buffer)
 
     def answer_and_close(self) -> None:
         """The answer that is about to be given is the last one here."""
@@ -211,6 +259,14 @@ class PunctualProtocol(WebSocketProtocol):
             return
         if self._deadline is None:
             self._arm()
+        if self._task is None and self._is_fresh:
+            self.recv_buffer += data
+            unread = self.recv_buffer
+            if len(unread) >= self.app.config.REQUEST_BUFFER_SIZE and self.transport is not None:
+                self.transport.pause_reading()  # until the request is read
+            if not self._is_known and (len(unread) >= HEAD_LIMIT or b"\r\n\r\n" in unread):
+                self._ask_to_begin()
+            return
         super().data_received(data)
 
     def hand_over(self) -> bytes:
@@ -225,8 +281,17 @@ class PunctualProtocol(WebSocketProtocol):
             self.http.recv_buffer.clear()
         return early
 
-    async def wait_for_turn(self) -> None:
-        """Wait until what was asked may be answered: of many who ask as fast as they can, one after the other is."""
+    async def wait_for_turn(self, is_stop: bool = False) -> None:
+        """Wait until what was asked may be answered: of many who ask as fast as they can, one after the other is.
+
+        Args:
+            is_stop: it is to stop robots, and goes before all others; no more often than anybody means it, though.
+        """
+        if not self._has_waited:
+            self._has_waited = True
+            return  # it did before there was a task to wait
+        if is_stop and self._queue.take_urgent(self._asking, REQUEST):
+            return
         await self._queue.turn(self._asking, REQUEST)
 
     async def _receive(self, timeout: float | None = None) -> str | bytes | None:
@@ -424,7 +489,13 @@ class PunctualProtocol(WebSocketProtocol):
         self._disarm()
         if self._pausing is not None:
             self._pausing.cancel()
-        super().connection_lost(exc)
+        if self._callback_check_timeouts is not None:
+            self._callback_check_timeouts.cancel()
+        if self.conn_info is None:  # it has not begun
+            self.connections.discard(self)
+            self.transport = None
+        else:
+            super().connection_lost(exc)
         self._forget_reader()
 
     def _unread(self) -> int:
@@ -456,6 +527,13 @@ class PunctualProtocol(WebSocketProtocol):
             self._deadline = None
 
     def _late(self) -> None:
+        if self._task is None and self._is_fresh:
+            # Half a request, and all that there will be: it is answered as every late one, in a moment.
+            if not self._is_known:
+                self._take_flows()
+            self._begin()
+            self._deadline = self.loop.call_later(_BREATH, self._late)
+            return
         http = self.http
         # The timer object stays: a request is late once, and an answered one may take its time.
         if http is None or self._task is None or self.websocket is not None:

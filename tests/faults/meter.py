@@ -28,7 +28,7 @@ class Meter:
         self._late: deque[tuple[float, float]] = deque(maxlen=60_000)
         self.waited: deque[tuple[float, float]] = deque([(float("-inf"), 0.0)], maxlen=12_000)
         self._known: dict[Path, float] = {}
-        self._stolen = _stolen()
+        self._stolen = stolen_seconds()
 
     async def run(self) -> None:
         while True:
@@ -44,7 +44,7 @@ class Meter:
 
         The first thread has the event loop, another one of a server infers; the rest works beside them.
         """
-        known, stolen = self._known, _stolen()
+        known, stolen = self._known, stolen_seconds()
         new, self._stolen = stolen - self._stolen, stolen
         self._known = {}
         for process in self.chain():
@@ -107,7 +107,7 @@ def _waited(thread: Path) -> float:
         return 0.0
 
 
-def _stolen() -> float:
+def stolen_seconds() -> float:
     """Seconds that the hypervisor kept this machine's processors from it since it began, where it tells."""
     try:
         return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK")

@@ -94,7 +94,7 @@ def test_an_action_that_the_machine_kept_back_is_no_violation_and_one_later_than
 
 
 def test_what_processes_waited_for_a_core_counts_in_its_own_time_and_a_second_of_it_at_most(monkeypatch):
-    monkeypatch.setattr("tests.faults.meter._stolen", lambda: 0.0)
+    monkeypatch.setattr("tests.faults.meter.stolen_seconds", lambda: 0.0)
     meter, waits = Meter(), {100.1: 0.3, 101.0: 0.4, 101.5: 0.1}
     total = 0.0
     for at in (round(99 + number / 20, 2) for number in range(60)):
@@ -108,7 +108,7 @@ def test_what_processes_waited_for_a_core_counts_in_its_own_time_and_a_second_of
 
 def test_all_pauses_are_lost_time_and_the_long_ones_are_counted(monkeypatch):
     stolen = [0.0]
-    monkeypatch.setattr("tests.faults.meter._stolen", lambda: stolen[0])
+    monkeypatch.setattr("tests.faults.meter.stolen_seconds", lambda: stolen[0])
     meter = Meter()
     meter._late.extend([(100.0, 0.25), (101.0, 0.004), (102.0, 0.5)])
     meter.waited.append((100.5, 1.0))

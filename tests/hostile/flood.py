@@ -121,6 +121,8 @@ class Client:
         if self.kind == "bytewise":
             at = self.sent % len(SLOW_HEAD)
             return SLOW_HEAD[at : at + 1]
+        if self.kind == "calls":
+            return REQUESTS["health"]
         if self.kind in ("connects", "handshakes"):
             return UPGRADE.format(path=self.path).encode() if self.kind == "handshakes" else b"G"
         raise SystemExit(f"no kind {self.kind!r}")
@@ -141,7 +143,7 @@ def flood(kind: str, address: tuple[str, int], path: str, count: int, seconds: f
     kind = kind.removesuffix(" reset")
     clients = [Client(kind, address, path.replace("{n}", str(number)), number) for number in range(count)]
     until = time.monotonic() + seconds
-    is_short = is_resetting or kind in ("connects", "handshakes")
+    is_short = is_resetting or kind in ("connects", "handshakes", "calls")
     turns = 0
     while time.monotonic() < until:
         turns += 1

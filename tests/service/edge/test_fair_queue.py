@@ -3,7 +3,18 @@ import gc
 from collections import Counter
 from typing import Any, cast
 
-from service.edge.fair_queue import BUDGET, BURST, CREDIT, SHARE, TURN, FairQueue
+from service.edge.fair_queue import (
+    BUDGET,
+    BURST,
+    CREDIT,
+    NEWCOMERS,
+    NEWCOMERS_AT_ONCE,
+    SHARE,
+    TURN,
+    URGENT,
+    URGENT_AT_ONCE,
+    FairQueue,
+)
 
 COST = 0.0005
 
@@ -174,3 +185,39 @@ async def test_a_turn_is_waited_for_in_order_and_one_that_is_not_wanted_any_more
     async with asyncio.timeout(30):
         await asyncio.gather(*asking, return_exceptions=True)
     assert answered == [number for number in range(40) if number != 20]
+
+
+def test_whoever_connects_ever_anew_has_no_new_budget_each_time():
+    loop = Loop()
+    flows = [loop.queue.newcomers("here", lambda: (0.0, False))[0] for _ in range(500)]
+    assert Counter(flow.is_greedy for flow in flows) == {False: NEWCOMERS_AT_ONCE, True: 500 - NEWCOMERS_AT_ONCE}
+    assert not loop.queue.newcomers("elsewhere", lambda: (0.0, False))[0].is_greedy
+    del flows
+    gc.collect()
+    loop.now += 0.5  # nobody is connected any more, and is known all the same
+    flows = [loop.queue.newcomers("here", lambda: (0.0, False))[0] for _ in range(500)]
+    assert sum(not flow.is_greedy for flow in flows) == NEWCOMERS / 2
+
+
+def test_a_connection_beyond_the_budget_of_its_caller_is_within_its_own_after_a_moment_of_little():
+    loop = Loop()
+    for _ in range(100):
+        loop.queue.newcomers("here", lambda: (0.0, False))
+    sender = Sender(loop)
+    [sender.flow] = loop.queue.newcomers("here", sender.step)
+    assert sender.flow.is_greedy
+    loop.now += BURST / BUDGET
+    sender.pieces = 1
+    loop.queue.enter(sender.flow)
+    assert not sender.flow.is_greedy
+
+
+def test_what_is_urgent_goes_before_all_others_so_often_and_then_waits_as_they_do():
+    loop = Loop()
+    flow = loop.queue.flow("here")
+    flow.is_greedy = True
+    assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT_AT_ONCE
+    assert not flow.is_greedy  # it waits for none who floods
+    assert loop.queue.take_urgent(loop.queue.flow("elsewhere"), COST)
+    loop.now += 0.1
+    assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT / 10
