@@ -177,8 +177,9 @@ class DatasetWriter:
             if kind is None:
                 self._finish()
         finally:
+            # Those of a whole dataset are closed.
             for files in self._cameras.values():
-                files.close()
+                files.discard()
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _check(self, step: Mapping[str, np.ndarray]) -> None:
