@@ -61,7 +61,8 @@ class VideoWriter:
             OSError: the disk does not take it.
         """
         if self._has_failed:
-            return self.discard()
+            self.discard()
+            return
         try:
             self._write(None)
         except BaseException:
