@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
 from tests.faults.arm import Arm, arm
 from tests.faults.processes import Process, process
 
