@@ -7,6 +7,7 @@ from typing import Any
 
 import av
 import numpy as np
+from av.error import FFmpegError
 
 from jaxmodels.data import layout
 from jaxmodels.data.statistics import FRAMES, Colours, Stats
@@ -72,7 +73,7 @@ class VideoWriter:
 
     def discard(self) -> None:
         """Let go of a file that nobody wants."""
-        with suppress(av.FFmpegError, OSError):
+        with suppress(FFmpegError, OSError):
             self._container.close()
 
     def _write(self, frame: Any) -> None:
