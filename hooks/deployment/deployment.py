@@ -108,6 +108,8 @@ class Deployment:
     async def swapped(self, session: str) -> None:
         """Hand it over, at a moment that the session chooses."""
         self.record.begin("swapping")
+        # From here on a robot may act by it, and a process that is killed has to know that afterwards.
+        await self._keep(self.record)
         try:
             async with asyncio.timeout(self._settings.swapping):
                 verdict = await self._rollout.swap(session, self.sha)

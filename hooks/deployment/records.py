@@ -20,6 +20,9 @@ CREATE TABLE IF NOT EXISTS quarantine (
     deployment TEXT, PRIMARY KEY (repo, sha)) STRICT""",
 )
 
+# Stages in which a robot may act by a commit that has not proved itself.
+UNPROVED = ("swapping", "probation")
+
 
 @dataclass
 class Stage:
@@ -148,7 +151,18 @@ def _load(connection: sqlite3.Connection, kept: int) -> Sequence[Record]:
             record.result, record.reason = "failed", "interrupted"
             record.text = f"the process ended before the deployment did{where}"
             _save(connection, record.id, record.at, json.dumps(record.as_json()), kept)
+            if record.sha is not None and record.stages and record.stages[-1].name in UNPROVED:
+                _isolate(connection, record)
     return records
+
+
+def _isolate(connection: sqlite3.Connection, record: Record) -> None:
+    """What a robot ran when the process was killed may be what killed it, or what was just being taken back."""
+    text = f"the server was killed while {', '.join(record.sessions)} tried it"
+    connection.execute(
+        "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
+        (record.repo, record.sha, time.time(), record.reason, text, record.id),
+    )
 
 
 def _save(connection: sqlite3.Connection, id: str, at: float, record: str, kept: int) -> None:

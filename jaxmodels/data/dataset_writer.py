@@ -22,7 +22,6 @@ from jaxmodels.data.tables import column, features_of, tasks_table, vectors_tabl
 from jaxmodels.data.video_writer import CameraFiles
 from jaxmodels.errors import DatasetError
 
-
 # How the folder of one that is not finished ends; before it are the folder's name and who writes it.
 PARTIAL = ".partial"
 _WRITER = re.compile(r"(\d{1,10})-[0-9a-f]{8}")
@@ -177,8 +176,9 @@ class DatasetWriter:
             if kind is None:
                 self._finish()
         finally:
+            # Those of a whole dataset are closed.
             for files in self._cameras.values():
-                files.close()
+                files.discard()
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _check(self, step: Mapping[str, np.ndarray]) -> None:

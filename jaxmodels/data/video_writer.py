@@ -1,11 +1,13 @@
 """Frames as mp4, one after another: files of many episodes, as LeRobotDataset v3 keeps them."""
 
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+from av.error import FFmpegError
 
 from jaxmodels.data import layout
 from jaxmodels.data.statistics import FRAMES, Colours, Stats
@@ -32,6 +34,7 @@ class VideoWriter:
     def __init__(self, path: Path, rate: Fraction, size: tuple[int, int]):
         height, width = size
         self.path, self.size, self.count = path, size, 0
+        self._has_failed = False
         self.format = "yuv420p" if height % 2 == width % 2 == 0 else "yuv444p"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._container = av.open(str(path), "w", format="mp4")
@@ -49,13 +52,37 @@ class VideoWriter:
             self._newest = (pixels, frame.reformat(width=width, height=height, format=self.format))
         frame = self._newest[1]
         frame.pts, frame.time_base = self.count, self._time_base
-        self._container.mux(self._stream.encode(frame))
+        self._write(frame)
         self.count += 1
 
     def close(self) -> None:
-        """Write what is left."""
-        self._container.mux(self._stream.encode(None))
+        """Write what is left; a file that could not be written to is only let go of.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        if self._has_failed:
+            self.discard()
+            return
+        try:
+            self._write(None)
+        except BaseException:
+            self.discard()
+            raise
         self._container.close()
+
+    def discard(self) -> None:
+        """Let go of a file that nobody wants."""
+        with suppress(FFmpegError, OSError):
+            self._container.close()
+
+    def _write(self, frame: Any) -> None:
+        try:
+            self._container.mux(self._stream.encode(frame))
+        except BaseException:
+            # FFmpeg ends the process (SIGSEGV) when it is to begin a file again whose head the disk did not take.
+            self._has_failed = True
+            raise
 
 
 class CameraFiles:
@@ -110,7 +137,17 @@ class CameraFiles:
         return row, stats
 
     def close(self) -> None:
-        """End the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """End the file, once: what could not be written is not tried again.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def discard(self) -> None:
+        """Let go of a file that nobody wants."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.discard()

@@ -32,6 +32,7 @@ from service.auth.caller import caller_of
 from service.edge.origins import Origins
 from service.edge.policy_places import opened_in
 from service.engine.engine import LoadPolicy, Policy
+from service.errors import PolicyError
 from service.routes.answers import answer
 from service.routes.context import Request
 from service.sessions.sessions import Sessions
@@ -210,26 +211,43 @@ class Webhooks:
     def identified(self, load: LoadPolicy) -> LoadPolicy:
         """The same, but a policy from a folder knows what its content is called, too: a change of it is noticed.
 
-        And a pattern of tags (``deploy-*``) is resolved, as it is when they are followed.
+        And a pattern of tags (``deploy-*``) is resolved, as it is when they are followed. A commit in quarantine is
+        refused: a session that is made, or loaded again after its server was killed, asks no gate and has no probation.
         """
 
         def load_and_name(path: str, revision: str | None = None, /, **more: Any) -> Policy:
             if more.get("like") is not None:
-                return load(path, revision, **more)  # an update, whose name is known
+                return load(path, revision, **more)  # an update, whose name is known, and which was looked up already
             self._came_from_folder[_expanded(path)] = is_folder(path)
-            if not is_folder(path):
-                if revision is not None and is_pattern(revision):
-                    revision = self._newest(path, revision)
-                return load(path, revision, **more)
-            before = _states_in(path)
-            policy = load(path, revision, **more)
-            # Only now that its files are proved: a hash takes as long as they are. Written to meanwhile: nobody knows
-            # what was read, and the next look brings what is there then.
-            content = self._content(path)
-            policy.commit = content if before == _states_in(path) else None
+            policy = self._load_named(load, path, revision, more)
+            self._check_quarantine(path, policy.commit)
             return policy
 
         return load_and_name
+
+    def _load_named(self, load: LoadPolicy, path: str, revision: str | None, more: Mapping[str, Any]) -> Policy:
+        if not is_folder(path):
+            if revision is not None and is_pattern(revision):
+                revision = self._newest(path, revision)
+            return load(path, revision, **more)
+        before = _states_in(path)
+        policy = load(path, revision, **more)
+        # Only now that its files are proved: a hash takes as long as they are. Written to meanwhile: nobody knows
+        # what was read, and the next look brings what is there then.
+        content = self._content(path)
+        policy.commit = content if before == _states_in(path) else None
+        return policy
+
+    def _check_quarantine(self, path: str, commit: str | None) -> None:
+        deployments = self._deployments
+        if deployments is None or commit is None:
+            return
+        # By what was read, not by what a branch points to: that may have moved while it was read.
+        if one := deployments.quarantine.get(_expanded(path), commit):
+            raise PolicyError(
+                f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with the "
+                f"revision of a good one, or DELETE /quarantine/{commit} first"
+            )
 
     def _newest(self, repo: str, pattern: str) -> str:
         try:

@@ -26,7 +26,8 @@ class Script:
     """The test's side: the folder of a policy, and what it shall do.
 
     ``says("nan", times=1)``: the next chunk holds a NaN, those after it are good. Modes: ``good``, ``nan``, ``inf``,
-    ``shape``, ``wild``, ``outside``, ``jump``, ``raise``, ``memory``, ``hang`` (until the next word).
+    ``shape``, ``wild``, ``outside``, ``jump``, ``raise``, ``memory``, ``hang`` (until the next word), ``late``; with
+    ``when="FILE"`` not before that file is there.
     """
 
     def __init__(self, folder: Path, **settings: Any):
@@ -72,6 +73,8 @@ class FollowedPolicy(ScriptedPolicy):
         chunk = super().act(observation)
         if told["times"] is not None and self._done >= told["times"]:
             return chunk
+        if told.get("when") and not Path(told["when"]).exists():
+            return chunk
         self._done += 1
         match told["mode"]:
             case "nan":
@@ -91,6 +94,8 @@ class FollowedPolicy(ScriptedPolicy):
                 raise RuntimeError("the policy's own text, which nobody outside may read: /secret/place")
             case "memory":
                 raise MemoryError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8796093022208 bytes.")
+            case "late":
+                time.sleep(1.0)
             case "hang":
                 while self._look()["serial"] == told["serial"]:
                     time.sleep(0.02)

@@ -4,12 +4,13 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from mcap.writer import MCAP0_MAGIC
 
 from jaxmodels.data import DatasetWriter, open_dataset, parquet_file
 from jaxmodels.errors import DatasetError
-from service.recording import mcap_reader
+from service.recording import mcap_reader, mcap_writer
+from service.recording import recorder as recorder_module
 from service.recording.dataset_writer import write_dataset
 from service.recording.library import Library
 from service.recording.mcap_reader import McapSource
@@ -387,3 +389,143 @@ def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: 
         os.close(reader)  # writes fail from here on
     assert recorder.join(30)
     assert recorder.state == "failed"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    except OSError as error:
+        pytest.skip(f"no disk can be mounted: {error}")
+    if made.returncode:
+        pytest.skip(f"no disk can be mounted: {made.stderr.decode().strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def leave(disk: Path, free: int) -> None:
+    """Fill a disk but for so many bytes."""
+    (disk / "rest").unlink(missing_ok=True)
+    with (disk / "rest").open("wb") as rest:
+        os.posix_fallocate(rest.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - free)
+
+
+def test_a_recording_on_a_disk_that_fills_at_any_place_is_read_and_exported_as_far_as_it_goes(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small pieces, so that each part of the file is the one that finds no room.
+    monkeypatch.setattr(mcap_writer, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(recorder_module, "_FLUSH", 0.0)
+    counts, states = [], []
+    for free in (0, *(pages * 4096 for pages in (1, 2, 3, 5, 6, 7, 8, 9, 10, 14))):
+        leave(small_disk, free)
+        path = small_disk / f"{free}.mcap"
+        recorder = Recorder(path, subject(), RecorderLimits(free=0))
+        play(recorder, episodes=4)
+        recorder.close()
+        assert recorder.join(60)
+        states.append(recorder.state)
+        if not path.stat().st_size:  # not even its first bytes
+            with pytest.raises(RecordingError, match=r"0\.mcap cannot be read"):
+                McapSource(path)
+            counts.append(0)
+        else:
+            source = McapSource(path)
+            assert source.facts.is_whole == (recorder.state == "off")
+            assert source.outcome.state == ("off" if source.facts.is_whole else "interrupted")
+            (entry,) = Library(small_disk).entries()
+            assert entry.state == source.outcome.state
+            if steps := list(source.steps()):
+                writer = write_dataset(tmp_path / f"set-{free}", source.facts, steps)
+                assert len(open_dataset(tmp_path / f"set-{free}")) == writer.frames == len(steps)
+            counts.append(len(steps))
+        path.unlink()
+    assert set(states) == {"disk_full", "off"}
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 48)
+    assert len(set(counts)) > 5
+
+
+EXPORTS = """
+    import os, sys
+    from pathlib import Path
+    from service.recording.dataset_writer import write_dataset
+    from service.recording.mcap_reader import McapSource
+    from tests.hostile.test_hostile_recordings import leave
+    disk = Path(sys.argv[2])
+    for pages in map(int, sys.argv[3:]):
+        leave(disk, pages * 4096)
+        source = McapSource(Path(sys.argv[1]))
+        try:
+            frames = write_dataset(disk / f"set-{pages}", source.facts, source.steps()).frames
+        except OSError as error:
+            frames = f"errno {error.errno}"
+        print(pages, frames, sorted(path.name for path in disk.iterdir()), flush=True)
+"""
+
+
+def test_an_export_on_a_full_disk_says_so_and_leaves_nothing_and_is_made_when_there_is_room(
+    record, small_disk: Path
+) -> None:
+    path, places = record(episodes=2), [0, 1, 2, 3, 5, 8, 12, 16, 20, 100]
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(EXPORTS), str(path), str(small_disk), *map(str, places)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
+    # It does not take twelve pages for each of two cameras.
+    full = [f"{pages} errno 28 ['rest']" for pages in places]
+    lines = run.stdout.splitlines()
+    number = next(number for number, line in enumerate(lines) if line != full[number])
+    assert number >= 5, lines
+    assert lines[number] == f"{places[number]} 24 ['rest', 'set-{places[number]}']"
+    assert len(open_dataset(small_disk / f"set-{places[number]}")) == 24
+
+
+EXPORTED = """
+    import sys
+    from pathlib import Path
+    from service.recording.dataset_writer import write_dataset
+    from service.recording.mcap_reader import McapSource
+    source = McapSource(Path(sys.argv[1]))
+    steps = list(source.steps())
+    print("begun", flush=True)
+    write_dataset(Path(sys.argv[2]), source.facts, steps)
+"""
+
+
+def test_an_export_that_is_killed_at_any_moment_leaves_no_folder_and_is_made_again(record, tmp_path: Path) -> None:
+    path, dice, folder = record(episodes=2), random.Random(2), tmp_path / "set"
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(EXPORTED), str(path), str(folder)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(dice.random() * 0.1)
+        finally:
+            process.kill()
+            process.communicate()
+        # Under its name it is whole, or not there.
+        if folder.exists():
+            assert len(open_dataset(folder)) == 24
+            shutil.rmtree(folder)
+    source = McapSource(path)
+    write_dataset(folder, source.facts, source.steps())
+    assert len(open_dataset(folder)) == 24
+    assert not list(tmp_path.glob("*.partial"))

@@ -4,6 +4,7 @@ import pytest
 
 from hooks.database import Database
 from hooks.deployment import Deployments, DeploymentSettings
+from hooks.deployment.journal import Journal
 from hooks.deployment.records import SCHEMA, Record, Records
 from tests.hooks.deployment.world import REPO, Robots
 
@@ -39,6 +40,29 @@ async def test_what_a_killed_process_was_at_is_said_to_have_failed(tmp_path: Pat
         (again,) = Records(database, 3).list()
         assert (again.id, again.result, again.reason, again.delivery_ids) == (record.id, "failed", "interrupted", ["1"])
         database.close()
+
+
+@pytest.mark.parametrize(("stage", "is_kept_away"), [("checking", False), ("swapping", True), ("probation", True)])
+async def test_what_a_robot_tried_when_its_process_was_killed_is_in_quarantine(
+    tmp_path: Path, stage: str, is_kept_away: bool
+) -> None:
+    database = Database(tmp_path / "d.sqlite", SCHEMA)
+    record = Record(REPO, None, "webhook", sha="a" * 40, sessions=["arm"])
+    record.begin(stage)
+    await Records(database, 3).save(record)
+    database.close()
+    database = Database(tmp_path / "d.sqlite", SCHEMA)
+    journal = Journal(database, 3, None)
+    found = journal.quarantine.get(REPO, "a" * 40)
+    assert (found is not None) == is_kept_away
+    if found is not None:
+        assert (found.reason, found.deployment) == ("interrupted", record.id)
+        # Once it is released it stays so.
+        await journal.quarantine.release("a" * 40)
+        database.close()
+        database = Database(tmp_path / "d.sqlite", SCHEMA)
+        assert Journal(database, 3, None).quarantine.list() == []
+    database.close()
 
 
 def test_stages_follow_each_other_and_one_that_is_told_twice_is_one() -> None:

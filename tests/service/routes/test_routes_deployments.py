@@ -378,6 +378,27 @@ async def test_what_is_in_quarantine_says_how_to_get_it_out(tmp_path: Path) -> N
         assert '"force": true' in told["detail"]
 
 
+async def test_a_session_does_not_load_what_is_in_quarantine(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy", state=str(tmp_path / "state")) as rig:
+        await rig.running("off")
+        write(rig.folder, 90.0)
+        bad = (await rig.call("POST", "/sessions/arm/policy"))[1]
+        assert bad["reason"] == "out_of_range"
+        assert (await rig.call("GET", "/sessions/arm"))[1]["status"] == "running"
+    # The folder holds it still, and neither a session of before nor a new one has a gate.
+    async with rigged(tmp_path / "other", state=str(tmp_path / "state")) as rig:
+        rig.folder = tmp_path / "policy"
+        body = {"session_id": "b", "policy_path": str(rig.folder), "transport_server_url": "http://rooms.example"}
+        for path, more in (("/sessions/arm/restart", {}), ("/sessions", {"json": body})):
+            status, told = await rig.call("POST", path, **more)
+            assert status == 422, told
+            assert f"DELETE /quarantine/{bad['sha']}" in json.dumps(told)
+        assert (await rig.call("GET", "/sessions/arm"))[1]["status"] == "interrupted"
+        assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 200
+        status, told = await rig.call("POST", "/sessions/arm/restart")
+        assert status == 200, told
+
+
 async def test_how_far_an_update_came_is_known_after_a_kill(tmp_path: Path) -> None:
     state, copy = tmp_path / "state", tmp_path / "copy"
     async with rigged(tmp_path / "policy", state=str(state), update_probation=60.0) as rig:

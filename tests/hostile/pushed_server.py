@@ -1,0 +1,30 @@
+"""``python -m tests.hostile.pushed_server serve ...``: the scripted server, whose scripts are files that are deployed.
+
+A policy's script is its ``config.json``, so a push brings another one. What another user of the machine makes a robot
+miss is not held against a policy on its probation.
+"""
+
+from functools import partial
+from typing import Any
+
+import service.app
+from service.cli.commands import main
+from service.updates import webhooks
+from service.updates.probation import ProbationSettings
+from tests.faults import script
+
+
+class PushedPolicy(script.FollowedPolicy):
+    """Its script is what was there when it was loaded."""
+
+    def _look(self) -> dict[str, Any]:
+        return self._told or super()._look()
+
+
+if __name__ == "__main__":
+    script.FollowedPolicy = PushedPolicy  # type: ignore[misc]
+    script.FILE = "config.json"
+    webhooks.FOLDER_LOOK = 0.1
+    webhooks.ProbationSettings = partial(ProbationSettings, missed=1e9)  # type: ignore[misc]
+    service.app.create_app = partial(service.app.create_app, load=script.load, read_requirements=script.read)
+    main()
