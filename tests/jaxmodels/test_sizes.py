@@ -210,7 +210,7 @@ def nothing_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     lerobot.model_blueprint.cache_clear()
     monkeypatch.setattr(lerobot, "blueprint", build)
-    monkeypatch.setattr(lerobot, "read_floats", build)
+    monkeypatch.setattr(lerobot, "_read_tensors", build)
 
 
 @pytest.fixture

@@ -258,7 +258,7 @@ def test_a_loss_that_is_no_number_ends_the_training_and_says_where(
 ) -> None:
     mad = config(optimizer=OptimizerConfig(lr=1e30, grad_clip_norm=0.0), scheduler=None, save_freq=2)
     with pytest.raises(TrainingError, match=r"the loss is (nan|inf) within the \d steps before step \d.*learning rate"):
-        train(dataset, tiny(optimizer_lr=1e30), mad, tmp_path / "mad")
+        train(dataset, tiny(), mad, tmp_path / "mad")
     assert not (tmp_path / "mad" / "policy").exists()
 
 
