@@ -21,6 +21,7 @@ from service.signal_guard import SIGNALS, SignalGuard
 PATIENCE = 1.0
 # Connections that wait to be accepted; of a burst above it each tries again a second later (Sanic's own is 100).
 BACKLOG = 1024
+ACCEPTS = 16  # of these, how many asyncio's own loop takes in one of its turns
 DESCRIPTORS = 16_384
 
 
@@ -70,7 +71,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
             server = await app.create_server(
                 sock=listener,
                 protocol=PunctualProtocol,
-                backlog=BACKLOG,
+                backlog=ACCEPTS,  # asyncio has one number for both
                 return_asyncio_server=True,
                 access_log=False,
                 # Sanic would listen before its router is ready.
@@ -81,6 +82,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
             await server.startup()
             await server.before_start()
             await server.server.start_serving()
+            listener.listen(BACKLOG)
             await server.after_start()
             try:
                 yield url_of(listener)

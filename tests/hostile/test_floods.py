@@ -129,7 +129,12 @@ async def server_with_a_session():
             assert answer.status == 200
         for number in range(SOCKETS):
             await http.post("/robotics/workspaces/w/rooms", json={"room_id": f"r{number}"})
-        yield app, url
+        gc.collect()
+        gc.freeze()  # as a server does after its first load: all that tests have imported takes 0.2 s to look through
+        try:
+            yield app, url
+        finally:
+            gc.unfreeze()
 
 
 async def test_sixty_who_flood_keep_no_tick_waiting_and_no_stop(caplog):
@@ -150,9 +155,9 @@ async def test_sixty_who_flood_keep_no_tick_waiting_and_no_stop(caplog):
                         stops.append(time.thread_time() - began)
                     await asyncio.sleep(0.05)
                 turns.close()
-            if what not in SHORT:  # the event loop accepts all connections that wait in one turn, which nothing bounds yet
-                assert turns.longest < PERIOD, (kind, turns.where)
-            assert max(stops) < STOP, kind
+            assert turns.longest < PERIOD, (kind, turns.where)
+            # A stop over a new connection comes behind those that wait to be accepted, a thousand at most.
+            assert max(stops) < (1.0 if what in SHORT else STOP), kind
             assert not [record for record in caplog.records if record.exc_info], kind
 
 
