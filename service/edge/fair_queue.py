@@ -22,6 +22,9 @@ TURN = 0.002
 SHARE, CREDIT = 0.4, 0.01
 # A connection's budget, in seconds a second and at once: 120 messages a second, where a robot sends 50; 30 requests.
 BUDGET, BURST = 0.03, 0.015
+# Bytes that came of a connection and wait: with no more than that it keeps up with what it asks for, however late it is
+# read. Whoever floods has as much waiting as the kernel holds.
+UNREAD = 8192
 # What is done later of a message, a request and a connection that were let in, in seconds: parsed, answered, relayed.
 MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
 # Of one caller: new connections that ask something, each with a budget of its own, a second and at once. A robot with
@@ -36,17 +39,21 @@ class Flow:
 
     Attributes:
         step: does one piece; returns what will be done later because of it, in seconds, and whether there is more now.
-        idle_at: since when it has had nothing to do. Its budget grows in that time alone: whoever always has more to
-            send is beyond its budget, however little of it is read.
+        unread: bytes that came and wait, where that is known.
+        idle_at: since when it has had nothing to do. Its budget grows in that time, and while little waits: whoever
+            always has more to send is beyond its budget, however little of it is read. A robot that was once late is
+            not: it sends fifty messages a second, and two of them may wait whenever somebody looks.
+        is_own: it is of this server itself, and before all others, as often as it wants: a session's commands.
     """
 
-    __slots__ = ("budget", "callers", "idle_at", "is_greedy", "is_waiting", "start", "step")
+    __slots__ = ("budget", "callers", "idle_at", "is_greedy", "is_own", "is_waiting", "start", "step", "unread")
 
     def __init__(self, callers: tuple["_Caller", "_Caller"], step: Callable[[], tuple[float, bool]], now: float):
         self.callers = callers
         self.step = step
+        self.unread: Callable[[], float] = lambda: math.inf
         self.budget, self.idle_at = BURST, now
-        self.is_greedy = self.is_waiting = False
+        self.is_greedy = self.is_own = self.is_waiting = False
         self.start = 0.0
 
 
@@ -137,6 +144,7 @@ class FairQueue:
         self._loop = loop
         self._clock, self._cpu = clock, cpu
         self._prompt, self._greedy = _Lane(), _Lane()
+        self._own: deque[Flow] = deque()
         self._recent: deque[tuple[float, _Caller]] = deque(maxlen=4096)
         self._left = TURN
         self._credit, self._at = CREDIT, clock()
@@ -231,7 +239,7 @@ class FairQueue:
 
     def _look_at_budget(self, flow: Flow, is_idle: bool) -> None:
         now = self._clock()
-        if is_idle:
+        if is_idle or flow.unread() <= UNREAD:
             flow.budget = min(flow.budget + (now - flow.idle_at) * BUDGET, BURST)
         flow.idle_at = now
         if flow.is_greedy and flow.budget > BURST / 2:
@@ -239,7 +247,11 @@ class FairQueue:
 
     def _is_free(self, flow: Flow) -> bool:
         """Whether it need not wait."""
-        if self._is_working or self._left <= 0 or self._prompt.waiting:
+        if self._is_working or self._own:
+            return False
+        if flow.is_own:
+            return True
+        if self._left <= 0 or self._prompt.waiting:
             return False
         return not flow.is_greedy or (not self._greedy.waiting and self._pause() <= 0)
 
@@ -257,16 +269,17 @@ class FairQueue:
         began = self._cpu()
         later, is_more = flow.step()
         cost = self._cpu() - began + later
-        lane.charge(flow, caller, cost)
         self.spend(cost)
+        if flow.is_own:
+            return is_more
+        lane.charge(flow, caller, cost)
         flow.budget -= cost
         if flow.is_greedy:
             self._credit -= cost
-            flow.budget = max(flow.budget, -BURST)
+            flow.budget = max(flow.budget, -BURST / 3)
         elif flow.budget < 0:
             flow.is_greedy, flow.start = True, 0.0
-        if not is_more:
-            flow.idle_at = self._clock()
+        self._look_at_budget(flow, is_idle=False)
         return is_more
 
     def _lane_of(self, flow: Flow) -> tuple[_Lane, _Caller]:
@@ -274,16 +287,19 @@ class FairQueue:
 
     def _push(self, flow: Flow) -> None:
         flow.is_waiting = True
+        if flow.is_own:
+            self._own.append(flow)
+            return
         lane, caller = self._lane_of(flow)
         lane.push(flow, caller)
 
     def _plan(self) -> None:
         """Go on in the next turn, or when those beyond their budgets may."""
-        if self._is_working or not (self._prompt.waiting or self._greedy.waiting):
+        if self._is_working or not (self._own or self._prompt.waiting or self._greedy.waiting):
             return
         if self._planned is not None:
             self._planned.cancel()
-        if self._prompt.waiting or (pause := self._pause()) <= 0:
+        if self._own or self._prompt.waiting or (pause := self._pause()) <= 0:
             self._planned = self._loop.call_soon(self._work)
             return
         pause = max(pause, 0.001)  # a timer of less than half a millisecond is none to uvloop
@@ -297,18 +313,25 @@ class FairQueue:
             self._pause()
             self._due, self._at = math.inf, now
         try:
+            for _ in range(len(self._own)):
+                self._take_step(self._own.popleft())
             while self._left > 0:
                 lane = self._prompt if self._prompt.waiting else self._greedy
                 if not lane.waiting or (lane is self._greedy and self._pause() > 0):
                     return
                 flow, caller = lane.pop()
-                flow.is_waiting = is_more = False
                 try:
-                    is_more = self._run(flow)
+                    self._take_step(flow)
                 finally:
-                    if is_more and not flow.is_waiting:
-                        self._push(flow)
                     lane.push_caller(caller)
         finally:
             self._is_working = False
             self._plan()
+
+    def _take_step(self, flow: Flow) -> None:
+        flow.is_waiting = is_more = False
+        try:
+            is_more = self._run(flow)
+        finally:
+            if is_more and not flow.is_waiting:
+                self._push(flow)

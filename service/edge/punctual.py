@@ -39,6 +39,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _HOST = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.%A-Za-z]+\](?::[0-9]*)?")  # RFC 3986, 3.2.2
 _TARGET = re.compile(r"[!\"$-~]+")  # letters that can be seen, and no "#", of which a server never hears
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
+# Bytes that are thrown away of a peer that still sends when it is cut off: one that has sent so much does not read why.
+_THROWN = 65_536
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
 _LEAST_READ = 32_768
 # A request that stops robots, as its first line says; of such a route (``is_stop``), below whatever path it is served.
@@ -154,6 +156,7 @@ class PunctualProtocol(WebSocketProtocol):
         "_queue",
         "_reading",
         "_request_deadline",
+        "_thrown",
         "is_spare",
     )
 
@@ -171,6 +174,7 @@ class PunctualProtocol(WebSocketProtocol):
         self._is_fresh = True  # its first request has not begun
         self._is_known = False  # to the queue
         self._has_waited = False  # for the turn of its first request
+        self._thrown = 0
         self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
 
     def connection_made(self, transport: Any) -> None:
@@ -211,7 +215,16 @@ class PunctualProtocol(WebSocketProtocol):
     def _take_flows(self) -> None:
         assert self._counted is not None
         self._asking, self._flow = self._queue.newcomers(source_of(self._counted), self._begin_in_turn, self._step)
+        self._flow.unread = self._waiting
         self._is_known = True
+
+    def be_own(self) -> None:
+        """It is this server itself that connects: what it says waits behind nobody."""
+        self._flow.is_own = True
+
+    def _waiting(self) -> int:
+        """Bytes of a WebSocket that came and were not taken."""
+        return len(self._backlog) + sum(map(len, self._inbox.messages))
 
     def _begin_in_turn(self) -> tuple[float, bool]:
         if not self._is_fresh or self._task is not None or self.transport is None or self.transport.is_closing():
@@ -252,6 +265,9 @@ class PunctualProtocol(WebSocketProtocol):
             return  # it is being let go
         if self._is_handed_over or self.websocket is not None:
             self._backlog += data
+            if self.websocket is not None and self._is_done_with(self.websocket):
+                self._throw_away()
+                return
             if not self._is_handed_over:
                 self._queue.enter(self._flow)
             if self._backlog and self.transport is not None:
@@ -268,6 +284,21 @@ class PunctualProtocol(WebSocketProtocol):
                 self._ask_to_begin()
             return
         super().data_received(data)
+
+    def _is_done_with(self, socket: WebsocketImplProtocol) -> bool:
+        return _is_cut_off(socket) or socket.ws_proto.state is State.CLOSED
+
+    def _throw_away(self) -> None:
+        """Read on for a moment, so that the peer can read why it is cut off (RFC 2525, 2.17); no flood, though, of which
+        uvloop reads 2 MB of each connection in one turn."""
+        self._thrown += len(self._backlog)
+        self._backlog.clear()
+        if self.transport is None or self.transport.is_closing():
+            return
+        if self._thrown < _THROWN:
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
 
     def hand_over(self) -> bytes:
         """All that came since the upgrade, for the protocol that takes the connection over.
@@ -324,8 +355,8 @@ class PunctualProtocol(WebSocketProtocol):
         if socket is None or transport is None or transport.is_closing():
             self._backlog.clear()
             return 0.0, False
-        if _is_cut_off(socket) or socket.ws_proto.state is State.CLOSED:
-            self._backlog.clear()  # it is read so that the peer can read why
+        if self._is_done_with(socket):
+            self._throw_away()
         elif self._backlog and not inbox.messages:
             if self._pausing is not None or not self._can_write.is_set():
                 return 0.0, False  # a peer that does not read its pongs is not read either
@@ -338,7 +369,7 @@ class PunctualProtocol(WebSocketProtocol):
             return later, False  # whoever takes the one that is offered enters the queue again
         if self._backlog:
             return later, self._pausing is None
-        if self._pausing is None and not transport.is_closing():
+        if self._pausing is None and self._thrown < _THROWN and not transport.is_closing():
             transport.resume_reading()
         return later, False
 
@@ -454,7 +485,7 @@ class PunctualProtocol(WebSocketProtocol):
             with suppress(RuntimeError, OSError):
                 transport.write_eof()
             if _is_cut_off(socket):
-                transport.resume_reading()
+                self._throw_away()
                 await socket.wait_for_connection_lost(_FAREWELL)
             transport.close()
         if not await socket.wait_for_connection_lost(socket.close_timeout):

@@ -311,6 +311,14 @@ class RoomTable:
         if commander is not None and not commander.is_own(claim):
             raise commander.stranger()
 
+    def is_commanded_by(self, connection: Connection) -> bool:
+        """Whether this is the session of this server that the robot of its room takes its commands from."""
+        seat = self._seats.get(connection)
+        if seat is None or seat.role is not Role.PRODUCER or not is_claimable(seat.place):
+            return False
+        found = self._authority(seat.place, self.rooms[seat.place].owner)
+        return found is not None and found.is_own(seat.claim)
+
     # Participants.
 
     def join(

@@ -12,6 +12,7 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import ANYBODY, Caller
 from service.auth.roles import Role as KeyRole
+from service.edge.punctual import PunctualProtocol
 from service.transport import conversation, wire
 from service.transport.messages import Role
 from service.transport.outbox import Outbox, OutboxLimits, WriteQueue
@@ -91,6 +92,8 @@ async def attend(
         if table.seat(outbox) is None:
             await writer
             return
+        if table.is_commanded_by(outbox) and isinstance(socket.io_proto, PunctualProtocol):
+            socket.io_proto.be_own()
         while True:
             raw = await socket.recv()
             if raw is not None and perform(_answer(table, outbox, raw, clock())):
