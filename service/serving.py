@@ -6,11 +6,14 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import uvloop
 from sanic import Sanic
+from sanic.models.server_types import Signal
 
+from service.edge.acceptor import Acceptor
 from service.edge.limits import Connections
 from service.edge.punctual import PunctualProtocol
 from service.loop_watchdog import LoopWatchdog
@@ -21,7 +24,6 @@ from service.signal_guard import SIGNALS, SignalGuard
 PATIENCE = 1.0
 # Connections that wait to be accepted; of a burst above it each tries again a second later (Sanic's own is 100).
 BACKLOG = 1024
-ACCEPTS = 16  # of these, how many asyncio's own loop takes in one of its turns
 DESCRIPTORS = 16_384
 
 
@@ -71,7 +73,6 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
             server = await app.create_server(
                 sock=listener,
                 protocol=PunctualProtocol,
-                backlog=ACCEPTS,  # asyncio has one number for both
                 return_asyncio_server=True,
                 access_log=False,
                 # Sanic would listen before its router is ready.
@@ -81,19 +82,39 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
             assert server.server is not None
             await server.startup()
             await server.before_start()
-            await server.server.start_serving()
-            listener.listen(BACKLOG)
+            acceptor = Acceptor(
+                listener,
+                app.config.CONNECTIONS,
+                _protocol_of(app, server.connections),
+                app.config.KEEP_ALIVE_TIMEOUT,
+            )
+            acceptor.start(BACKLOG)
             await server.after_start()
             try:
                 yield url_of(listener)
             finally:
                 await server.before_stop()
+                acceptor.close()
                 server.server.close()
                 await _part(server.connections)
                 await server.after_stop()
     finally:
         # Sanic keeps every app in a registry.
         Sanic.unregister_app(app)
+
+
+def _protocol_of(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[], PunctualProtocol]:
+    """What Sanic gives its own server, which does not accept here, to make a protocol of."""
+    return partial(
+        PunctualProtocol,
+        loop=asyncio.get_running_loop(),
+        connections=connections,
+        signal=Signal(),
+        app=app,
+        websocket_max_size=app.config.WEBSOCKET_MAX_SIZE,
+        websocket_ping_timeout=app.config.WEBSOCKET_PING_TIMEOUT,
+        websocket_ping_interval=app.config.WEBSOCKET_PING_INTERVAL,
+    )
 
 
 async def _part(connections: set[Any]) -> None:

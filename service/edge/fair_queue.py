@@ -24,7 +24,7 @@ SHARE, CREDIT = 0.4, 0.01
 BUDGET, BURST = 0.03, 0.015
 # Bytes that came of a connection and wait: with no more than that it keeps up with what it asks for, however late it is
 # read. Whoever floods has as much waiting as the kernel holds.
-UNREAD = 8192
+UNREAD = 16_384
 # What is done later of a message, a request and a connection that were let in, in seconds: parsed, answered, relayed.
 MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
 # Of one caller: new connections that ask something, each with a budget of its own, a second and at once. A robot with
@@ -242,7 +242,7 @@ class FairQueue:
         if is_idle or flow.unread() <= UNREAD:
             flow.budget = min(flow.budget + (now - flow.idle_at) * BUDGET, BURST)
         flow.idle_at = now
-        if flow.is_greedy and flow.budget > BURST / 2:
+        if flow.is_greedy and flow.budget > BURST / 4:
             flow.is_greedy, flow.start = False, 0.0
 
     def _is_free(self, flow: Flow) -> bool:

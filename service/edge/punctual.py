@@ -39,18 +39,18 @@ _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _HOST = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.%A-Za-z]+\](?::[0-9]*)?")  # RFC 3986, 3.2.2
 _TARGET = re.compile(r"[!\"$-~]+")  # letters that can be seen, and no "#", of which a server never hears
 _FAREWELL = 1.0  # seconds in which a late client can read why it is cut
-# Bytes that are thrown away of a peer that still sends when it is cut off: one that has sent so much does not read why.
-_THROWN = 65_536
+# Seconds for each byte that is read and thrown away: of a flood uvloop reads 2 MB of each connection in one turn.
+_READ = 1e-9
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
 _LEAST_READ = 32_768
 # A request that stops robots, as its first line says; of such a route (``is_stop``), below whatever path it is served.
-_STOP = re.compile(rb"POST [!\"$-~]{0,512}/emergency_stop(?:\?[!\"$-~]{0,512})? HTTP/1\.[01]\r\n")
+STOP_LINE = re.compile(rb"POST [!\"$-~]{0,512}/emergency_stop(?:\?[!\"$-~]{0,512})? HTTP/1\.[01]\r\n")
 FULL = b'{"detail":"Too many connections (setting max_connections); close some","code":"too_many_requests"}'
-_SPARE = 5.0  # seconds that one connection too many has for a stop
-_FULL_HEAD = (
+SPARE = 5.0  # seconds that one connection too many has for a stop
+FULL_ANSWER = (
     "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
     f"content-length: {len(FULL)}\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
-).encode()
+).encode() + FULL
 
 
 class _Http(Http):
@@ -77,7 +77,7 @@ class _Http(Http):
             # robots and emergency stops wait.
             await asyncio.sleep(_BREATH)
         await self._whole_head()
-        await cast(PunctualProtocol, self.protocol).wait_for_turn(_STOP.match(self.recv_buffer) is not None)
+        await cast(PunctualProtocol, self.protocol).wait_for_turn(STOP_LINE.match(self.recv_buffer) is not None)
         await super().http1_request_header()
         if not _is_strict(self.request, self.request_body):
             raise BadRequest("Bad Request")
@@ -156,7 +156,6 @@ class PunctualProtocol(WebSocketProtocol):
         "_queue",
         "_reading",
         "_request_deadline",
-        "_thrown",
         "is_spare",
     )
 
@@ -165,7 +164,7 @@ class PunctualProtocol(WebSocketProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._request_deadline: float = self.app.config.REQUEST_DEADLINE
-        self._counted: str | None = None
+        self._counted = ""
         self.is_spare = False
         self._backlog = bytearray()
         self._inbox = _Inbox()
@@ -174,21 +173,16 @@ class PunctualProtocol(WebSocketProtocol):
         self._is_fresh = True  # its first request has not begun
         self._is_known = False  # to the queue
         self._has_waited = False  # for the turn of its first request
-        self._thrown = 0
         self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
 
+    def let_in(self, address: str, is_spare: bool) -> None:
+        """Before it is made: it is counted."""
+        self._counted, self.is_spare = address, is_spare
+
     def connection_made(self, transport: Any) -> None:
-        """Somebody is there; one too many is told so and let go."""
-        peer = transport.get_extra_info("peername")
-        address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
-        if not self._doors.enter(address):
-            self.is_spare = self._doors.squeeze_in(self.abort)
-            if not self.is_spare:
-                transport.write(_FULL_HEAD + FULL)
-                transport.close()
-                return
-            self.loop.call_later(_SPARE, self.abort)
-        self._counted = address
+        """Somebody is there, and said something."""
+        if self.is_spare:
+            self.loop.call_later(SPARE, self.abort)
         self._queue = FairQueue.here()
         self._queue.spend(CONNECTION)
         # No task, and nothing else of an HTTP connection, before there is a request to read: those who come and go as
@@ -207,13 +201,12 @@ class PunctualProtocol(WebSocketProtocol):
     def _ask_to_begin(self) -> None:
         """Wait for the turn of the first request, whose head is whole; a stop goes before all others."""
         self._take_flows()
-        if _STOP.match(self.recv_buffer) and self._queue.take_urgent(self._asking, REQUEST):
+        if STOP_LINE.match(self.recv_buffer) and self._queue.take_urgent(self._asking, REQUEST):
             self._begin()
         else:
             self._queue.enter(self._asking)
 
     def _take_flows(self) -> None:
-        assert self._counted is not None
         self._asking, self._flow = self._queue.newcomers(source_of(self._counted), self._begin_in_turn, self._step)
         self._flow.unread = self._waiting
         self._is_known = True
@@ -261,13 +254,8 @@ class PunctualProtocol(WebSocketProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request or of a WebSocket."""
-        if self._counted is None:
-            return  # it is being let go
         if self._is_handed_over or self.websocket is not None:
             self._backlog += data
-            if self.websocket is not None and self._is_done_with(self.websocket):
-                self._throw_away()
-                return
             if not self._is_handed_over:
                 self._queue.enter(self._flow)
             if self._backlog and self.transport is not None:
@@ -284,21 +272,6 @@ class PunctualProtocol(WebSocketProtocol):
                 self._ask_to_begin()
             return
         super().data_received(data)
-
-    def _is_done_with(self, socket: WebsocketImplProtocol) -> bool:
-        return _is_cut_off(socket) or socket.ws_proto.state is State.CLOSED
-
-    def _throw_away(self) -> None:
-        """Read on for a moment, so that the peer can read why it is cut off (RFC 2525, 2.17); no flood, though, of which
-        uvloop reads 2 MB of each connection in one turn."""
-        self._thrown += len(self._backlog)
-        self._backlog.clear()
-        if self.transport is None or self.transport.is_closing():
-            return
-        if self._thrown < _THROWN:
-            self.transport.resume_reading()
-        else:
-            self.transport.pause_reading()
 
     def hand_over(self) -> bytes:
         """All that came since the upgrade, for the protocol that takes the connection over.
@@ -355,21 +328,22 @@ class PunctualProtocol(WebSocketProtocol):
         if socket is None or transport is None or transport.is_closing():
             self._backlog.clear()
             return 0.0, False
-        if self._is_done_with(socket):
-            self._throw_away()
+        later = 0.0
+        if _is_cut_off(socket) or socket.ws_proto.state is State.CLOSED:
+            later = len(self._backlog) * _READ
+            self._backlog.clear()  # it is read so that the peer can read why
         elif self._backlog and not inbox.messages:
             if self._pausing is not None or not self._can_write.is_set():
                 return 0.0, False  # a peer that does not read its pongs is not read either
             self._read_piece(socket)
-        later = 0.0
         if inbox.messages and inbox.offered is None:
             inbox.offer()
-            later = MESSAGE
+            later += MESSAGE
         if inbox.messages:
             return later, False  # whoever takes the one that is offered enters the queue again
         if self._backlog:
             return later, self._pausing is None
-        if self._pausing is None and self._thrown < _THROWN and not transport.is_closing():
+        if self._pausing is None and not transport.is_closing():
             transport.resume_reading()
         return later, False
 
@@ -485,7 +459,7 @@ class PunctualProtocol(WebSocketProtocol):
             with suppress(RuntimeError, OSError):
                 transport.write_eof()
             if _is_cut_off(socket):
-                self._throw_away()
+                transport.resume_reading()
                 await socket.wait_for_connection_lost(_FAREWELL)
             transport.close()
         if not await socket.wait_for_connection_lost(socket.close_timeout):
@@ -511,8 +485,6 @@ class PunctualProtocol(WebSocketProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer is gone."""
-        if self._counted is None:
-            return  # it was never let in
         if self.is_spare:
             self._doors.squeeze_out(self.abort)
         else:

@@ -155,10 +155,8 @@ async def test_sixty_who_flood_keep_no_tick_waiting_and_no_stop(caplog):
                         stops.append(time.thread_time() - began)
                     await asyncio.sleep(0.05)
                 turns.close()
-            # Connections that wait to be accepted, a thousand at most, come before a stop's own.
-            is_short = what in SHORT
-            assert turns.longest < (5 if is_short else 1) * PERIOD, (kind, turns.where)
-            assert sorted(stops)[2 if is_short else -1] < (1.0 if is_short else STOP), (kind, stops)
+            assert turns.longest < PERIOD, (kind, turns.where)
+            assert max(stops) < STOP, (kind, stops)
             assert not [record for record in caplog.records if record.exc_info], kind
 
 

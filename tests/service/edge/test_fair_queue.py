@@ -134,6 +134,42 @@ def test_what_is_not_read_of_a_flood_earns_it_no_budget_and_silence_does():
     assert not sender.flow.is_greedy
 
 
+def test_whoever_was_late_once_and_keeps_up_is_within_its_budget_again_while_others_flood():
+    """It has a message to be read whenever somebody looks, as the queue is slow; a flood has thousands."""
+    loop = Loop()
+    for _ in range(60):
+        loop.queue.enter(Sender(loop, pieces=10**6).flow)
+    loop.until(2.0)
+    robot = Sender(loop)
+    robot.flow.unread = lambda: 350.0 * robot.pieces
+    robot.send(15)
+    robot.flow.is_greedy, robot.flow.budget = True, -BURST / 3
+    began, waiting = loop.now, []
+    for number in range(250):
+        robot.send()
+        loop.until(began + 0.02 * number)
+        waiting.append(robot.pieces)
+    assert max(waiting) < 50  # of 265; most of them otherwise
+    assert waiting[-1] < 20
+
+
+def test_what_the_server_says_to_itself_waits_for_nobody_and_has_no_budget():
+    loop = Loop()
+    for _ in range(60):
+        loop.queue.enter(Sender(loop, pieces=10**6).flow)  # all within their budgets yet
+    session, waits = Sender(loop), []
+    session.flow.is_own = True
+    for _ in range(200):
+        came = loop.now
+        session.send(2)
+        while session.pieces:
+            loop.turn()
+        waits.append(session.read[-1] - came)
+        loop.until(came + 0.005)
+    assert max(waits) <= 2 * (TURN + 2 * COST)
+    assert not session.flow.is_greedy
+
+
 def test_callers_share_the_time_however_many_connections_they_have():
     loop = Loop()
     senders = {"many": [Sender(loop, "10.0.0.1", 10**6) for _ in range(30)]}
