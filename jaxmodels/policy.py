@@ -52,7 +52,6 @@ class Policy:
         self._checkpoint = checkpoint
         self._kind = policy_type(config.type)
         self._dtype, self._place = find_dtype(dtype), find_placement(device)
-        self._sizes = tuple((feature.shape[1], feature.shape[2]) for feature in config.cameras)
         scales = _scales(checkpoint)
         serving = self._kind.prepare(config, checkpoint.weights, self._place.platform)
         if _programs is None:
@@ -61,7 +60,7 @@ class Policy:
             }
             plan, read = self._kind.architecture(config), self._kind.read
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
-            _programs = Programs(act, shapes, scales, self._sizes, self._dtype, self._place, read)
+            _programs = Programs(act, shapes, scales, config.frames, self._dtype, self._place, read)
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
         self._instructions: Instructions | None = None

@@ -330,7 +330,7 @@ class Deployment(BaseModel):
     sha: str | None
     trigger: str = Field(description="webhook, poll, request or folder.")
     webhook_id: str | None
-    delivery_ids: list[str] = Field(description="Webhook-Id of every delivery that told of it.")
+    delivery_ids: list[str] = Field(description="Webhook-Id of each delivery that told of it, of the newest 100.")
     sessions: list[str] = Field(description="Those it was for; the first went ahead of the others.")
     stages: list[DeploymentStage]
     result: str | None = Field(

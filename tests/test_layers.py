@@ -1,9 +1,14 @@
 """Who may import whom: one table, read against every import of the packages."""
 
 import ast
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 OURS = ("jaxmodels", "service", "hooks", "robojax")
@@ -40,6 +45,8 @@ ONE_PLACE = {
     "pyarrow": "jaxmodels/data/",
     "tokenizers": "jaxmodels/text/",
 }
+# Modules of extras that are not in dev: where one is not installed, nothing else says whose it is.
+DISTRIBUTIONS = {"rerun": ["rerun-sdk"]}
 
 
 def modules() -> list[Path]:
@@ -122,6 +129,27 @@ def test_the_service_uses_only_public_names_of_jaxmodels() -> None:
                 for name in names
                 if within(name, "jaxmodels") and name not in public
             ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: wanted for name, wanted in project["optional-dependencies"].items() if name != "dev"}
+    declared = {
+        canonicalize_name(Requirement(text).name)
+        for texts in (project["dependencies"], *extras.values())
+        for text in texts
+    }
+    installed = DISTRIBUTIONS | dict(packages_distributions())
+    wrong = []
+    for path in modules():
+        for line, name in imports(path):
+            module = name.split(".")[0]
+            if module in sys.stdlib_module_names or module in (*OURS, "benchmarks"):  # of the checkout
+                continue
+            names = {canonicalize_name(one) for one in installed.get(module, [module])}
+            if not names & declared:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {sorted(names)} is not in pyproject.toml")
     assert not wrong, "\n".join(wrong)
 
 

@@ -1,8 +1,13 @@
 """Pushes that follow each other closely become one look at the head. Pure: every method takes ``now``, in seconds."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hooks.deployment.trigger import Target
+
+# Deliveries that are known by their ids for one look at a head, the newest of them: whoever has the secret may send any
+# number while a deployment lasts, and each would be written down with its record.
+DELIVERIES = 100
 
 
 @dataclass(frozen=True)
@@ -12,7 +17,7 @@ class Hint:
     Attributes:
         trigger: ``webhook`` if any delivery was among it, else ``poll`` or ``folder``.
         webhook_id: of the last delivery.
-        delivery_ids: each once, in the order they came.
+        delivery_ids: each once, in the order they came; the newest `DELIVERIES`.
     """
 
     target: Target
@@ -28,8 +33,13 @@ class Hint:
             self.target,
             "webhook" if "webhook" in (self.trigger, earlier.trigger) else self.trigger,
             self.webhook_id or earlier.webhook_id,
-            tuple(dict.fromkeys((*earlier.delivery_ids, *self.delivery_ids))),
+            newest((*earlier.delivery_ids, *self.delivery_ids)),
         )
+
+
+def newest(delivery_ids: Iterable[str]) -> tuple[str, ...]:
+    """Each once, in this order; the oldest are left out where there are more than `DELIVERIES`."""
+    return tuple(dict.fromkeys(delivery_ids))[-DELIVERIES:]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hooks.database import Database
-from hooks.deployment.debounce import Hint
+from hooks.deployment.debounce import Hint, newest
 from hooks.deployment.folder_source import FolderSource
 from hooks.deployment.heads import Heads
 from hooks.deployment.hints import Hints
@@ -238,8 +238,8 @@ class Deployments:
         if head != deployment.sha:
             deployment.give_up("newer", f"{head[:12]} came while it was being prepared")
         elif hint := self._waiting.pop(target, None):
-            known = deployment.record.delivery_ids
-            known += [one for one in hint.delivery_ids if one not in known]
+            record = deployment.record
+            record.delivery_ids = [*newest((*record.delivery_ids, *hint.delivery_ids))]
 
     async def _work(self) -> None:
         while True:

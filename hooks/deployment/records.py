@@ -46,7 +46,7 @@ class Record:
     Attributes:
         at: seconds since 1970.
         trigger: ``webhook``, ``poll``, ``folder`` or ``request``.
-        webhook_id, delivery_ids: of the deliveries that led to it.
+        webhook_id, delivery_ids: of the deliveries that led to it, the newest (`hooks.deployment.debounce.DELIVERIES`).
         sessions: those it was for; the first went ahead of the others.
         result: one of ``RESULTS``; None while it goes on.
         reason: a stable code when it did not go well.

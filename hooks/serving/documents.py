@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from hooks.payload import WebhookPayload
-from hooks.serving.landing import STYLE, Shown
+from hooks.serving.landing import STYLE, EndpointInfo
 
 Json = dict[str, Any]
 
@@ -24,14 +24,14 @@ ANSWERS = {
 }
 
 
-def openapi(endpoints: Iterable[Shown], *, title: str = "Webhooks", version: str = "1") -> Json:
+def openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks", version: str = "1") -> Json:
     """The OpenAPI 3.1 document."""
     _, schemas = models_json_schema([(WebhookPayload, "validation")], ref_template="#/components/schemas/{model}")
     paths: Json = {}
-    for shown in endpoints:
+    for endpoint in endpoints:
         operation: Json = {
-            "operationId": shown.path.strip("/").replace("/", "_"),
-            "summary": shown.text or shown.path.rsplit("/", 1)[-1],
+            "operationId": endpoint.path.strip("/").replace("/", "_"),
+            "summary": endpoint.text or endpoint.path.rsplit("/", 1)[-1],
             "parameters": [
                 {
                     "name": "Webhook-Id",
@@ -44,17 +44,17 @@ def openapi(endpoints: Iterable[Shown], *, title: str = "Webhooks", version: str
                 "content": {
                     "application/json": {
                         "schema": {"$ref": "#/components/schemas/WebhookPayload"},
-                        "example": shown.sample(),
+                        "example": endpoint.sample(),
                     }
                 }
             },
             "responses": {status: {"description": text} for status, text in ANSWERS.items()},
         }
-        if shown.wanted:
-            operation["description"] = f"Only {shown.wanted}."
-        if shown.has_secret:
+        if endpoint.wanted:
+            operation["description"] = f"Only {endpoint.wanted}."
+        if endpoint.has_secret:
             operation["security"] = [{"secret": []}]
-        paths[shown.path] = {"post": operation}
+        paths[endpoint.path] = {"post": operation}
     secret = {"type": "apiKey", "in": "header", "name": "X-Webhook-Secret"}
     return {
         "openapi": "3.1.0",

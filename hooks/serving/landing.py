@@ -47,8 +47,8 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One endpoint.
+class EndpointInfo:
+    """What pages say of an endpoint.
 
     Attributes:
         text: what its function says of itself.
@@ -78,19 +78,19 @@ class Shown:
         return next((payload for payload in made if self.filter.wants(facts_of(payload))), made[0])
 
 
-def curl(url: str, shown: Shown) -> str:
+def curl(url: str, endpoint: EndpointInfo) -> str:
     """A command line that delivers a sample; it works as often as it is pasted, because each has an id of its own."""
-    body = json.dumps(shown.sample(), separators=(",", ":"))
-    secret = ' -H "X-Webhook-Secret: $WEBHOOK_SECRET"' if shown.has_secret else ""
+    body = json.dumps(endpoint.sample(), separators=(",", ":"))
+    secret = ' -H "X-Webhook-Secret: $WEBHOOK_SECRET"' if endpoint.has_secret else ""
     return (
-        f"curl -X POST {shlex.quote(url + shown.path)} -H 'Content-Type: application/json'"
+        f"curl -X POST {shlex.quote(url + endpoint.path)} -H 'Content-Type: application/json'"
         f' -H "Webhook-Id: try-$(date +%s)"{secret} -d {shlex.quote(body)}'
     )
 
 
 def page(
     base: str,
-    endpoints: Sequence[Shown],
+    endpoints: Sequence[EndpointInfo],
     *,
     events: Iterable[Event] | None,
     links: Mapping[str, str],
@@ -107,7 +107,7 @@ def page(
         when_open: what an endpoint without a secret means here.
         now: seconds since 1970.
     """
-    is_safe = all(shown.has_secret for shown in endpoints)
+    is_safe = all(endpoint.has_secret for endpoint in endpoints)
     secret = (
         '<p class="good">A secret is set: deliveries without it are refused.</p>'
         if is_safe
@@ -121,7 +121,7 @@ def page(
         "<nav>" + " ".join(_link(url, name) for name, url in links.items()) + "</nav>",
         secret,
         f"<h2>{len(endpoints)} endpoint{'' if len(endpoints) == 1 else 's'}</h2>",
-        *(_endpoint(base, shown) for shown in endpoints),
+        *(_endpoint(base, endpoint) for endpoint in endpoints),
     ]
     if not endpoints:
         parts.append('<p class="quiet">None yet: decorate a function with <code>@server.add_webhook</code>.</p>')
@@ -147,13 +147,13 @@ def _link(url: str, text: str) -> str:
     return f'<a href="{escape(url)}">{escape(text)}</a>'
 
 
-def _endpoint(base: str, shown: Shown) -> str:
-    told = [f"<h3><code>POST {escape(base + shown.path)}</code></h3>"]
-    if shown.text:
-        told.append(f"<p>{escape(shown.text)}</p>")
-    if shown.wanted:
-        told.append(f'<p class="quiet">Only {escape(shown.wanted)}.</p>')
-    told.append(f"<pre>{escape(curl(base, shown))}</pre>")
+def _endpoint(base: str, endpoint: EndpointInfo) -> str:
+    told = [f"<h3><code>POST {escape(base + endpoint.path)}</code></h3>"]
+    if endpoint.text:
+        told.append(f"<p>{escape(endpoint.text)}</p>")
+    if endpoint.wanted:
+        told.append(f'<p class="quiet">Only {escape(endpoint.wanted)}.</p>')
+    told.append(f"<pre>{escape(curl(base, endpoint))}</pre>")
     return "".join(told)
 
 

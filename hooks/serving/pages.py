@@ -13,18 +13,18 @@ from sanic.response import html, json
 from hooks.receiving.endpoint import Endpoint
 from hooks.receiving.receiver import Receiver
 from hooks.serving import documents, landing
-from hooks.serving.landing import Shown
+from hooks.serving.landing import EndpointInfo
 from hooks.serving.visitor import HOST, is_here
 
 
-def shown(receiver: Receiver) -> list[Shown]:
+def endpoints_of(receiver: Receiver) -> list[EndpointInfo]:
     """The endpoints of a receiver."""
-    return [_shown(endpoint) for endpoint in receiver.endpoints.values()]
+    return [_info(endpoint) for endpoint in receiver.endpoints.values()]
 
 
-def _shown(endpoint: Endpoint) -> Shown:
+def _info(endpoint: Endpoint) -> EndpointInfo:
     text = inspect.getdoc(endpoint.handler.function) if inspect.isroutine(endpoint.handler.function) else None
-    return Shown(endpoint.path, (text or "").split("\n\n")[0], endpoint.filter, not endpoint.proofs.is_open)
+    return EndpointInfo(endpoint.path, (text or "").split("\n\n")[0], endpoint.filter, not endpoint.proofs.is_open)
 
 
 async def landing_page(
@@ -45,7 +45,7 @@ async def landing_page(
     """
     return landing.page(
         base,
-        shown(receiver),
+        endpoints_of(receiver),
         events=await receiver.recent() if with_events else None,
         links=links,
         when_open=when_open,
@@ -93,11 +93,11 @@ def blueprint(
 
     async def show_docs(request: Request) -> HTTPResponse:
         back = {"Back": places.landing} if places.landing else {}
-        text = documents.page(documents.openapi(shown(receiver)), {**back, "OpenAPI": places.document})
+        text = documents.page(documents.openapi(endpoints_of(receiver)), {**back, "OpenAPI": places.document})
         return html(text, headers=landing.HEADERS)
 
     async def show_document(request: Request) -> HTTPResponse:
-        return json(documents.openapi(shown(receiver)))
+        return json(documents.openapi(endpoints_of(receiver)))
 
     routes: Sequence[tuple[str, Any]] = (
         (places.landing, show_landing),

@@ -171,7 +171,7 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
         raise
 
 
-def place_of(descriptor: int) -> Path:
+def path_of(descriptor: int) -> Path:
     """Where the file or folder is that is open, whatever links led to it.
 
     Raises:
@@ -319,7 +319,7 @@ class PolicyFolder:
             tree = os.open(ORBAX, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
             try:
                 self._check_place(tree, ORBAX)
-                return place_of(tree)
+                return path_of(tree)
             finally:
                 os.close(tree)
         except OSError as error:
@@ -370,7 +370,7 @@ class PolicyFolder:
     def _check_place(self, descriptor: int, name: str) -> None:
         if self._roots is None:
             return
-        place = place_of(descriptor)
+        place = path_of(descriptor)
         if not any(place == root or root in place.parents for root in self._roots):
             raise CheckpointError(f"{name}: a link leads out of the folders that policies may be in (policy_roots)")
 

@@ -25,6 +25,11 @@ class PolicyConfig:
         return tuple(feature for feature in self.input_features if feature.type == "VISUAL")
 
     @property
+    def frames(self) -> tuple[tuple[int, int], ...]:
+        """Height and width of each camera's frames, as the policy looks at them."""
+        return tuple((camera.shape[1], camera.shape[2]) for camera in self.cameras)
+
+    @property
     def environment_state(self) -> Feature | None:
         return next((f for f in self.input_features if f.type == "ENV"), None)
 

@@ -29,6 +29,27 @@ Config = TypeVar("Config", bound="Transformer2dPolicyConfig")
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """What sampling a chunk of actions takes, beside what is seen (jaxmodels/policies/transformer2d_sizes.py).
+
+    Attributes:
+        tokens: of a chunk.
+        steps: passes over it.
+        outputs: numbers of each token of the answer, of which a sampler makes several at a time.
+        residuals: numbers per token and channel of each layer that a gradient needs; 0 where none is taken.
+        beside: numbers that are in memory all the time for each member of a batch, beside the transformer's own.
+        shared: those that all members share.
+    """
+
+    tokens: int
+    steps: int
+    outputs: int
+    residuals: int = 0
+    beside: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
 class Transformer2dPolicyConfig(PolicyConfig):
     """Fields that diffusion2d and tokens2d share, by LeRobot's names where LeRobot has them.
 
@@ -142,6 +163,11 @@ class Transformer2dPolicyConfig(PolicyConfig):
     @property
     def transformer(self) -> Transformer2DConfig:
         """The 2D transformer over a chunk; each kind has its own."""
+        raise NotImplementedError
+
+    @property
+    def sampling(self) -> Sampling:
+        """What a chunk of actions takes; each kind has its own."""
         raise NotImplementedError
 
     @property

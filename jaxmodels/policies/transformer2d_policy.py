@@ -20,7 +20,7 @@ from jaxmodels.policies import PolicyType
 from jaxmodels.policies.observation_tokens import ObservationTokens
 from jaxmodels.policies.policy_config import SMALL_CNN
 from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
-from jaxmodels.sizes import Sizes
+from jaxmodels.policies.transformer2d_sizes import sizes
 from jaxmodels.text import text_encoder
 from jaxmodels.types import Language
 from jaxmodels.weights import blueprint
@@ -67,12 +67,10 @@ def transformer2d_policy_type(
     config: type[Transformer2dPolicyConfig],
     model: type[Transformer2dPolicy],
     act: Callable[..., Float[Array, "b t a"]],
-    sizes: Callable[..., Sizes],
 ) -> PolicyType:
     """The kind of policy with this config and model.
 
     Args:
-        sizes: as `PolicyType` says.
         act: as `PolicyType` says, over the model's own weights (`assemble`); it continues a plan.
     """
     return PolicyType(

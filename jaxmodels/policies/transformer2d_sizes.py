@@ -1,7 +1,6 @@
 """How large a policy on the 2D transformer is, and what one chunk of it takes, from its config alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from jaxmodels.checkpoints.diffusers_names import count_parameters
 from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
@@ -20,37 +19,11 @@ from jaxmodels.sizes import (
 from jaxmodels.text.config import TextConfig
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """What a kind of policy adds to what is seen.
-
-    Attributes:
-        tokens: of a chunk.
-        steps: passes over it.
-        residuals: numbers per token and channel of each layer that a gradient needs; 0 where none is taken.
-        beside: numbers that are in memory all the time for each member of a batch, beside the transformer's own.
-        shared: those that all members share.
-        outputs: numbers of each token of the answer, of which a sampler makes several at a time.
-    """
-
-    tokens: int
-    steps: int
-    residuals: int
-    beside: int
-    shared: int
-    outputs: int
-
-
-def sizes_of(
-    config: Transformer2dPolicyConfig,
-    sampling: Sampling,
-    batch: int,
-    frames: Sequence[Frame] | None,
-    platform: str,
+def sizes(
+    config: Transformer2dPolicyConfig, batch: int = 1, frames: Sequence[Frame] | None = None, *, platform: str = "cpu"
 ) -> Sizes:
-    """Of a config that was checked."""
-    width, text = config.dim_model, config.text_encoder
-    looks = [(camera.shape[1], camera.shape[2]) for camera in config.cameras]
+    """Of a config that was checked; for frames of other sizes as they arrive."""
+    width, text, looks, sampling = config.dim_model, config.text_encoder, config.frames, config.sampling
     eye = backbone(config.vision_backbone) if looks else None
     maps = [rows * columns for rows, columns in map(eye.rows, looks)] if eye is not None else []
     seen = (config.state is not None) + (config.environment_state is not None) + sum(maps)

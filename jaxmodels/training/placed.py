@@ -137,8 +137,7 @@ def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
     parameters = {name: plan.shapes[name] for name in learned}
     places = layout.spread_tree(parameters)
     memory = layout.spread_tree(jax.eval_shape(rule.init, parameters))
-    sizes = tuple((camera.shape[1], camera.shape[2]) for camera in policy.cameras)
-    loss = make_loss(computing, sizes, config, layout)
+    loss = make_loss(computing, policy.frames, config, layout)
     whole: Any = layout.whole  # one for all leaves of a part
     shardings = State(whole, places, memory, places if config.ema_decay else None, whole)
     return _Programs(

@@ -91,7 +91,7 @@ def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
         table = table_for(requirements.action, checkpoint=requirements.joint_names, ranges=settings.joint_ranges)
         asked = Asked(settings.safety, setting=settings.max_relative_target, file=read)
         found = motion_limits(table, asked, requirements.action_range)
-        return {"limits": found.shown(), "unmatched": list(found.unmatched)}
+        return {"limits": found.as_json(), "unmatched": list(found.unmatched)}
     except ServiceError as error:
         fail(Code.USAGE, "the limits do not fit this policy", str(error), "docs/safety.md says where limits come from")
 

@@ -218,7 +218,7 @@ class Control:
         self._is_moving, self._is_dry = True, False
         return self._asked(self.command, now)
 
-    def told(self, is_taken: bool, now: float) -> None:
+    def acknowledge(self, is_taken: bool, now: float) -> None:
         """Whether a link that is up took the newest command; when not, the robot is where it was sent before."""
         if is_taken:
             self._refused_since = None

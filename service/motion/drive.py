@@ -248,7 +248,7 @@ class Drive:
     def _do(self, step: Step) -> None:
         is_sent = step.command is not None and self._send(step.command, is_overtaken=step.is_overtaken)
         if step.command is not None and not (self.is_dry or self.lost or self._link is None):
-            self.control.told(is_sent, time.monotonic())
+            self.control.acknowledge(is_sent, time.monotonic())
         if self.taps:
             hold = self.control.hold
             tick = Tick(time.monotonic(), step.command, is_sent, self.buffer.pose, hold.code if hold else None)

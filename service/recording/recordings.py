@@ -368,5 +368,5 @@ def _subject(session: Session, commit: str | None) -> Subject:
         monotonic_ns=time.monotonic_ns(),
         robot_type=robot,
         owner=new.owner,
-        limits={"mode": limits.mode, **limits.shown()},
+        limits={"mode": limits.mode, **limits.as_json()},
     )

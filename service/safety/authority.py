@@ -47,7 +47,7 @@ class Session(Protocol):
 class Sessions(Protocol):
     """Those of this server."""
 
-    def standing(self, session_id: str) -> Session | None:
+    def find(self, session_id: str) -> Session | None:
         """The session of this id, also while it is being deleted."""
         ...
 
@@ -75,7 +75,7 @@ class Authority:
         sessions = None if session_id is None else self._sessions()
         if sessions is None or session_id is None:
             return None
-        session = sessions.standing(session_id)
+        session = sessions.find(session_id)
         if session is None:
             latch = sessions.latch_of(session_id)
             is_closed = latch is not None and (owner is None or latch.owner == owner)

@@ -93,7 +93,7 @@ class Guard:
         finite = np.where(np.isfinite(self._step), self._step, np.float32(0))
         self._unnoticed = (np.float32(1e-3) * finite + self._tolerance + 1e-6).astype(np.float32)
         self._low, self._high = limits.low.astype(np.float32), limits.high.astype(np.float32)
-        self._shown = limits.shown()
+        self._limits_as_json = limits.as_json()
 
     def form(self, answer: object) -> tuple[str, str] | None:
         """Code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is one."""
@@ -181,7 +181,7 @@ class Guard:
             "clamped": self.clamped.by_reason(),
             "clamped_joints": self.joints.by_reason(),
             "refused": self.refused.by_reason(),
-            "limits": self._shown,
+            "limits": self._limits_as_json,
             "unlimited": self.limits.unlimited,
             "unmatched": list(self.limits.unmatched),
         }

@@ -80,15 +80,15 @@ class MotionLimits:
         open_ended = ~(np.isfinite(self.high - self.low) & np.isfinite(np.minimum(self.step, self.velocity)))
         return [name for name, is_open in zip(self.names, open_ended, strict=True) if is_open]
 
-    def shown(self) -> dict[str, dict[str, object]]:
+    def as_json(self) -> dict[str, dict[str, object]]:
         """Joint to its limits, JSON-ready: None where nobody knows."""
         kinds = ("low", "high", "step", "velocity", "acceleration", "jerk")
         columns = {kind: getattr(self, kind).tolist() for kind in kinds}
-        shown: dict[str, dict[str, object]] = {}
-        for place, name in enumerate(self.names):
-            shown[name] = {kind: _known(column[place]) for kind, column in columns.items()}
-            shown[name]["origin"] = self.origin.get(name, "none")
-        return shown
+        limits: dict[str, dict[str, object]] = {}
+        for index, name in enumerate(self.names):
+            limits[name] = {kind: _known(column[index]) for kind, column in columns.items()}
+            limits[name]["origin"] = self.origin.get(name, "none")
+        return limits
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ class Sessions:
             raise session.refusal()
         return session
 
-    def standing(self, session_id: str) -> Listed | None:
+    def find(self, session_id: str) -> Listed | None:
         """The session of this id, also while it is being deleted: its robot is its own until it has let go."""
         return self._sessions.get(session_id)
 

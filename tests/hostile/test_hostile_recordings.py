@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -278,28 +279,35 @@ KILLED = """
 """
 
 
+@contextmanager
+def killed_at_the_end(script: str, *arguments: Path) -> Iterator[None]:
+    """A process that has begun, as it says, and is killed at the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_recorder_killed_at_any_moment_leaves_what_can_be_exported(tmp_path: Path) -> None:
     moments, dice, exported = 2, random.Random(1), 0
     for number in range(moments):
         path = tmp_path / f"{number}.mcap"
-        process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(KILLED), str(path)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "begun\n"
+        with killed_at_the_end(KILLED, path):
             deadline = time.monotonic() + 30
             while not (path.exists() and path.stat().st_size > 10_000):
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
             time.sleep(dice.random() * 0.1)
-        finally:
-            process.kill()
-            process.communicate()
         source = McapSource(path)
         assert source.outcome.state == "interrupted"
         assert not source.facts.is_whole
@@ -507,20 +515,8 @@ EXPORTED = """
 def test_an_export_that_is_killed_at_any_moment_leaves_no_folder_and_is_made_again(record, tmp_path: Path) -> None:
     path, dice, folder = record(episodes=2), random.Random(2), tmp_path / "set"
     for _ in range(2):
-        process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(EXPORTED), str(path), str(folder)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "begun\n"
+        with killed_at_the_end(EXPORTED, path, folder):
             time.sleep(dice.random() * 0.1)
-        finally:
-            process.kill()
-            process.communicate()
         # Under its name it is whole, or not there.
         if folder.exists():
             assert len(open_dataset(folder)) == 24

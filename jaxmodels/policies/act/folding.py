@@ -160,8 +160,7 @@ def _backbone(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np
         return _plain(weights, "backbone")
     folded = _fold_norm(weights, "backbone.stem", "backbone.stem_norm")
     # Kernels are shared by all cameras, so the largest decides.
-    sizes = [camera.shape[1:] for camera in config.cameras]
-    height, width = max(size[0] for size in sizes), max(size[1] for size in sizes)
+    height, width = map(max, zip(*config.frames, strict=True))
     for block in blocks(config.vision_backbone, config.replace_final_stride_with_dilation):
         name = f"backbone.stages.{block.stage}.{block.place}"
         for i, (inputs, size, stride, dilation) in enumerate(block.convolutions):

@@ -21,7 +21,7 @@ from jaxmodels.sizes import (
 def sizes(config: ActConfig, batch: int = 1, frames: Sequence[Frame] | None = None, *, platform: str = "cpu") -> Sizes:
     """Of a config that was checked; for frames of other sizes as they arrive."""
     width, hidden, chunk = config.dim_model, config.dim_feedforward, config.chunk_size
-    looks = [(camera.shape[1], camera.shape[2]) for camera in config.cameras]
+    looks = config.frames
     eye = backbone(config.vision_backbone, config.replace_final_stride_with_dilation) if looks else None
     maps = [rows * columns for rows, columns in map(eye.rows, looks)] if eye is not None else []
     vectors = _vectors(config)

@@ -5,12 +5,12 @@ modulation), https://arxiv.org/abs/2506.07339 and https://arxiv.org/abs/2512.059
 with training).
 """
 
-from jaxmodels.policies.diffusion2d import serving, sizes
+from jaxmodels.policies.diffusion2d import serving
 from jaxmodels.policies.diffusion2d.config import Diffusion2dConfig
 from jaxmodels.policies.diffusion2d.model import Diffusion2d
 from jaxmodels.policies.transformer2d_policy import transformer2d_policy_type
 
 # Its `small` has about 1.5 M parameters with one 96x96 camera.
-POLICY = transformer2d_policy_type(Diffusion2dConfig, Diffusion2d, serving.act, sizes.sizes)
+POLICY = transformer2d_policy_type(Diffusion2dConfig, Diffusion2d, serving.act)
 
 __all__ = ["POLICY", "Diffusion2d", "Diffusion2dConfig"]

@@ -1,4 +1,4 @@
-from hooks.deployment.debounce import Debounce, Hint
+from hooks.deployment.debounce import DELIVERIES, Debounce, Hint
 from hooks.deployment.retries import Retries
 from hooks.deployment.trigger import Target
 
@@ -42,6 +42,21 @@ def test_a_poll_that_sees_what_was_delivered_is_part_of_it() -> None:
     debounce.add(webhook(MAIN, "0"), 5.0)
     debounce.add(Hint(MAIN, "poll"), 15.0)
     assert debounce.due(25.0) == [webhook(MAIN, "0")]
+
+
+def test_of_any_number_of_deliveries_the_newest_are_known_by_their_ids() -> None:
+    debounce = Debounce(20, 300)
+    ids = [str(number) for number in range(3 * DELIVERIES)]
+    for number in ids:
+        debounce.add(webhook(MAIN, number), 0.0)
+    debounce.add(webhook(MAIN, ids[-1]), 19.0)
+    (hint,) = debounce.due(20.0)
+    assert hint == webhook(MAIN, *ids[-DELIVERIES:])
+    # One that was let go and comes again counts as another push, and is waited for no longer than for any.
+    debounce.add(hint, 30.0)
+    for at in range(30, 400, 10):
+        debounce.add(webhook(MAIN, ids[0], str(at)), at)
+    assert debounce.next_at() == 330.0
 
 
 def test_refs_are_held_apart() -> None:

@@ -10,6 +10,7 @@ from huggingface_hub import HfApi
 
 from hooks.database import Database
 from hooks.deployment import FolderSource, HubLimits, HubSource
+from hooks.deployment.debounce import DELIVERIES
 from hooks.errors import SourceError, StoreError
 from tests.hooks.deployment.world import REPO, SETTINGS, Robot, Verdict, World, policy, pushed, until
 from tests.stub_hub import DeliveryPlan, Receiver
@@ -216,6 +217,10 @@ async def test_a_delivery_of_what_is_being_prepared_changes_nothing(world: World
     await until(lambda: world.robots.of("prepare") == [sha])
     world.deployments.hint(pushed(sha), "again")
     await until(lambda: "again" in world.deployments.list()[0].delivery_ids)
+    for number in range(2 * DELIVERIES):
+        world.deployments.hint(pushed(sha), str(number))
+    await until(lambda: str(2 * DELIVERIES - 1) in world.deployments.list()[0].delivery_ids)
+    assert len(world.deployments.list()[0].delivery_ids) == DELIVERIES
     world.robots.may_prepare.set()
     await world.idle()
     assert world.robots.of("prepare") == [sha]

@@ -17,7 +17,7 @@ from hooks.serving import event_routes, pages
 from hooks.serving.address import listen, url_of
 from hooks.serving.application import new_app
 from hooks.serving.background import Background
-from hooks.serving.landing import Shown, page
+from hooks.serving.landing import EndpointInfo, page
 from tests.hooks.serving.conftest import ask
 
 SECRET = "a-secret-that-nobody-shows"
@@ -168,7 +168,7 @@ def test_an_app_with_a_receiver_of_its_own_has_the_pages_below_webhooks():
 
 
 def test_on_a_space_the_page_says_where_the_secret_goes_and_that_it_sleeps(monkeypatch):
-    told = page("https://a.hf.space", [Shown("/webhooks/x")], events=[], links={}, is_space=True)
+    told = page("https://a.hf.space", [EndpointInfo("/webhooks/x")], events=[], links={}, is_space=True)
     assert "48 hours" in told
     assert "on a Space: as a secret" in told
 
@@ -181,6 +181,6 @@ def test_a_sample_is_found_for_every_single_filter():
         Filter(refs=("refs/pr/*",)),
         Filter(repos=("someone/*",), scopes=("repo.config",)),
     ):
-        shown = Shown("/webhooks/x", filter=chosen)
-        WebhookPayload.model_validate(shown.sample())
-        assert chosen.wants(facts_of(shown.sample())), chosen
+        endpoint = EndpointInfo("/webhooks/x", filter=chosen)
+        WebhookPayload.model_validate(endpoint.sample())
+        assert chosen.wants(facts_of(endpoint.sample())), chosen

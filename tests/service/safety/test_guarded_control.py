@@ -65,9 +65,9 @@ class Arm:
 
     def do(self, step: Step, follows: bool = True) -> None:
         if step.command is not None and self.is_choked:
-            self.control.told(False, self.now)
+            self.control.acknowledge(False, self.now)
         elif step.command is not None:
-            self.control.told(True, self.now)
+            self.control.acknowledge(True, self.now)
             self.sent.append(step.command)
             if follows:
                 self.move(step.command)

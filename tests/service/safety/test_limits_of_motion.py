@@ -40,7 +40,7 @@ def write(folder: Path, text: str, name: str = "limits.toml") -> Path:
 
 
 def of(limits: MotionLimits, joint: str) -> dict[str, object]:
-    return limits.shown()[joint]
+    return limits.as_json()[joint]
 
 
 def test_without_any_word_the_joint_table_limits_position_and_speed() -> None:
@@ -50,7 +50,7 @@ def test_without_any_word_the_joint_table_limits_position_and_speed() -> None:
     found = of(limits, "Jaw")
     assert (found["low"], found["high"], found["velocity"], found["step"]) == (0, 100, 400, None)
     assert found["origin"] == "joint table"
-    json.dumps(limits.shown(), allow_nan=False)
+    json.dumps(limits.as_json(), allow_nan=False)
 
 
 def test_a_joint_that_nobody_knows_is_said_to_be_unlimited() -> None:

@@ -52,7 +52,7 @@ class Arena:
         self.table.join("robot", ARM, Join("robot", Role.CONSUMER), 0.0)
         self.heard: list[dict[str, float]] = []
 
-    def standing(self, session_id: str) -> Any:
+    def find(self, session_id: str) -> Any:
         return self.session
 
     def latch_of(self, session_id: str) -> Latch | None:
