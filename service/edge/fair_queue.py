@@ -46,13 +46,22 @@ class Flow:
         is_own: it is of this server itself, and before all others, as often as it wants: a session's commands.
     """
 
-    __slots__ = ("budget", "callers", "idle_at", "is_greedy", "is_own", "is_waiting", "start", "step", "unread")
+    __slots__ = (
+        "budget", "burst", "callers", "idle_at", "is_greedy", "is_own", "is_waiting", "rate", "start", "step", "unread",
+    )  # fmt: skip
 
-    def __init__(self, callers: tuple["_Caller", "_Caller"], step: Callable[[], tuple[float, bool]], now: float):
+    def __init__(
+        self,
+        callers: tuple["_Caller", "_Caller"],
+        step: Callable[[], tuple[float, bool]],
+        now: float,
+        budget: tuple[float, float],
+    ):
         self.callers = callers
         self.step = step
         self.unread: Callable[[], float] = lambda: math.inf
-        self.budget, self.idle_at = BURST, now
+        self.rate, self.burst = budget
+        self.budget, self.idle_at = self.burst, now
         self.is_greedy = self.is_own = self.is_waiting = False
         self.start = 0.0
 
@@ -161,9 +170,14 @@ class FairQueue:
             found = cls._of_loops[loop] = cls(loop)
         return found
 
-    def flow(self, caller: str, step: Callable[[], tuple[float, bool]] = lambda: (0.0, False)) -> Flow:
-        """A new one, of a connection from this address."""
-        return Flow((self._prompt.caller(caller), self._greedy.caller(caller)), step, self._clock())
+    def flow(
+        self,
+        caller: str,
+        step: Callable[[], tuple[float, bool]] = lambda: (0.0, False),
+        budget: tuple[float, float] = (BUDGET, BURST),
+    ) -> Flow:
+        """A new one, of a connection from this address; ``budget`` in seconds a second, and at once."""
+        return Flow((self._prompt.caller(caller), self._greedy.caller(caller)), step, self._clock(), budget)
 
     def newcomers(self, caller: str, *steps: Callable[[], tuple[float, bool]]) -> list[Flow]:
         """Those of a connection that is new; beyond their budgets when it is one of too many new ones of this caller.
@@ -186,7 +200,7 @@ class FairQueue:
         """Whether this flow may do at once what costs so much, before all others."""
         if not flow.callers[0].urgent.take(self._clock()):
             # Too many for that; but somebody's stop may be among them, and waits for no one beyond a budget.
-            flow.budget, flow.is_greedy = BURST, False
+            flow.budget, flow.is_greedy = flow.burst, False
             return False
         self.spend(cost)
         return True
@@ -205,8 +219,8 @@ class FairQueue:
         self._push(flow)
         self._plan()
 
-    async def turn(self, flow: Flow, cost: float) -> None:
-        """Wait until this flow may do what costs so much."""
+    async def turn(self, flow: Flow, cost: float, is_idle: bool = True) -> None:
+        """Wait until this flow may do what costs so much; ``is_idle`` as for ``enter``."""
         waiter: asyncio.Future[None] | None = None
         is_due = False
 
@@ -221,7 +235,7 @@ class FairQueue:
             return cost, False
 
         flow.step = go
-        self.enter(flow)
+        self.enter(flow, is_idle)
         if not is_due:
             waiter = self._loop.create_future()
             await waiter
@@ -240,9 +254,9 @@ class FairQueue:
     def _look_at_budget(self, flow: Flow, is_idle: bool) -> None:
         now = self._clock()
         if is_idle or flow.unread() <= UNREAD:
-            flow.budget = min(flow.budget + (now - flow.idle_at) * BUDGET, BURST)
+            flow.budget = min(flow.budget + (now - flow.idle_at) * flow.rate, flow.burst)
         flow.idle_at = now
-        if flow.is_greedy and flow.budget > BURST / 4:
+        if flow.is_greedy and flow.budget > flow.burst / 4:
             flow.is_greedy, flow.start = False, 0.0
 
     def _is_free(self, flow: Flow) -> bool:
@@ -276,7 +290,7 @@ class FairQueue:
         flow.budget -= cost
         if flow.is_greedy:
             self._credit -= cost
-            flow.budget = max(flow.budget, -BURST / 3)
+            flow.budget = max(flow.budget, -flow.burst / 3)
         elif flow.budget < 0:
             flow.is_greedy, flow.start = True, 0.0
         self._look_at_budget(flow, is_idle=False)

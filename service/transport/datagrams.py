@@ -2,12 +2,11 @@
 
 Everybody who can reach a port can send to it, before and after the handshake, and aiortc 1.16 believes them: an empty
 datagram ended a connection, one of 64 kB that calls itself STUN was parsed for 25 ms, and what came before the
-handshake waited in a queue without end. Here each datagram costs a few microseconds until it is worth more.
+handshake waited in a queue without end. Here each datagram costs a few microseconds until it is worth more, and what
+is read of those that are left is in the same queue as all else that the event loop reads (``service.edge.fair_queue``).
 """
 
-import asyncio
 import time
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -15,22 +14,20 @@ from typing import Any
 
 from aiortc import RTCPeerConnection
 
+from service.edge.fair_queue import FairQueue, Flow
+from service.edge.limits import source_of
 from service.transport.candidates import MAX_CANDIDATES, refusal
 
 MAX_DATAGRAM = 2048  # bytes; whoever sends media or a handshake keeps to 1500, the size of an Ethernet frame
-# Datagrams that all peers together hand on in one turn of the event loop, where uvloop alone reads 32 of each socket,
-# and the seconds that all of them together are decrypted and read in one. STUN takes 0.15 ms, a packet of video 0.1
-# ms, and one that is made to be slow (300 parts of H.264) 1 ms.
-PER_TURN = 16
-TURN_TIME = 0.004
-MAX_WAITING = 256  # of one peer, for the next turns
+MAX_WAITING = 256  # of one peer, until they are read
 # (a second, at once) of one peer. 8 Mbit/s of video are 1,000 packets a second, and a keyframe has 300.
 MEDIA = (3000, 1500)
 HANDSHAKE = (100, 50)
 CHECKS = (100, 100)  # STUN of addresses that have proved who they are or were named to us
 STRANGERS = (50, 50)  # STUN of anybody else: the first check of a peer behind a NAT is among them
-# Seconds of the CPU that the media of one peer may take, a second and at once: 1,000 packets of a camera take 0.1.
-MEDIA_TIME = (0.4, 0.4)
+# Seconds of the event loop's thread, a second and at once, that the media of one peer may take before all who flood:
+# 1,000 packets of a camera take 0.1. Beyond that it shares with them what time of the loop is left to them.
+MEDIA_TIME = (0.1, 0.05)
 MAX_SOURCES = 16  # SSRCs of one peer; a camera has one, its retransmissions a second. libsrtp keeps each for good
 COOKIE = b"\x21\x12\xa4\x42"  # stands at byte 4 of every STUN message (RFC 8489)
 
@@ -54,10 +51,6 @@ class Bucket:
         self._left -= cost
         return True
 
-    def owe(self, cost: float) -> None:
-        """Take so much afterwards, if it was not there too."""
-        self._left = max(self._left - cost, -self._burst)
-
 
 class Intake:
     """The way from one peer connection's sockets into aiortc.
@@ -68,10 +61,10 @@ class Intake:
 
     def __init__(self) -> None:
         self.dropped: dict[str, int] = dict.fromkeys(("size", "stranger", "rate", "sources", "malformed"), 0)
-        self.waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._asking: Flow | None = None
         self._media, self._handshake = Bucket(*MEDIA), Bucket(*HANDSHAKE)
         self._checks, self._strangers = Bucket(*CHECKS), Bucket(*STRANGERS)
-        self._time = Bucket(*MEDIA_TIME)
         self._sources: set[bytes] = set()
         self._known: tuple[int, frozenset[tuple[str, int]]] = (0, frozenset())
 
@@ -80,7 +73,8 @@ class Intake:
         for transport in transports_of(connection):
             transport._handle_rtp_data = self._guarded(transport._handle_rtp_data, 8)
             transport._handle_rtcp_data = self._guarded(transport._handle_rtcp_data, 4)
-            transport.transport._recv = self._paced(transport.transport._recv)
+            ice = transport.transport
+            ice._recv = paced(ice._recv, ice._connection)
 
     def guard_sockets(self, ice: Any) -> None:
         """Take what comes from the sockets that aioice has opened for one transport."""
@@ -113,7 +107,7 @@ class Intake:
         source_id = data[4:8] if len(data) > 1 and 192 <= data[1] <= 208 else data[8:12]
         if len(self._sources) >= MAX_SOURCES and source_id not in self._sources:
             return "sources"
-        return None if self._time.take(0) and self._media.take() else "rate"
+        return None if self._media.take() else "rate"
 
     def _addresses(self, ice: Any) -> frozenset[tuple[str, int]]:
         remote = ice._remote_candidates
@@ -124,12 +118,28 @@ class Intake:
 
     def _receive(self, ice: Any, protocol: Any, plain: Callable[..., None], data: bytes, address: tuple) -> None:
         why = self.refuses(ice, protocol.transactions, data, (address[0], address[1]))
-        if why is None and not _turn_of(asyncio.get_running_loop()).admit(
-            self, partial(self._pass, plain, data, address)
-        ):
+        if why is None and data[0] >= 4:
+            self._pass(plain, data, address)  # into the queue of ``paced``, which is no work
+        elif why is None and not self._ask(partial(self._pass, plain, data, address)):
             why = "rate"
         if why is not None:
             self.dropped[why] += 1
+
+    def _ask(self, answer: Callable[[], None]) -> bool:
+        """Have a check answered when it is its turn; False when too many wait already."""
+        if len(self._waiting) >= MAX_WAITING:
+            return False
+        queue = FairQueue.here()
+        if self._asking is None:
+            # Whose it is is not known: who asks for the first time has proved nothing, least of all his address.
+            self._asking = queue.flow("checks", self._answer)
+        self._waiting.append(answer)
+        queue.enter(self._asking)
+        return True
+
+    def _answer(self) -> tuple[float, bool]:
+        self._waiting.popleft()()
+        return 0.0, bool(self._waiting)
 
     def _pass(self, plain: Callable[..., None], data: bytes, address: tuple) -> None:
         try:
@@ -137,30 +147,14 @@ class Intake:
         except Exception:  # aioice reads STUN with struct and dicts: nearly anything can be raised
             self.dropped["malformed"] += 1
 
-    def _paced(self, plain: Callable[[], Awaitable[bytes]]) -> Callable[[], Awaitable[bytes]]:
-        """What aiortc's task waits in for the next datagram: it takes all that are there without giving way."""
-        began: tuple[float, float] | None = None
-
-        async def receive() -> bytes:
-            nonlocal began
-            turn = _turn_of(asyncio.get_running_loop())
-            if began is not None:
-                turn.spend(time.perf_counter() - began[0])
-                self._time.owe(time.thread_time() - began[1])
-                began = None
-            data = await plain()
-            while turn.is_over():  # noqa: ASYNC110 - the event is the next turn of the loop
-                await asyncio.sleep(0)
-            began = time.perf_counter(), time.thread_time()
-            return data
-
-        return receive
-
     def _guarded(self, plain: Callable[..., Awaitable[None]], source_at: int) -> Callable[..., Awaitable[None]]:
         async def handle(data: bytes, *arguments: Any, **more: Any) -> None:
             # Only here is it known that the other side made it, so only its own sources are counted.
-            if len(self._sources) < MAX_SOURCES:
-                self._sources.add(data[source_at : source_at + 4])
+            source = data[source_at : source_at + 4]
+            if len(self._sources) >= MAX_SOURCES and source not in self._sources:
+                self.dropped["sources"] += 1  # it waited while there were fewer
+                return
+            self._sources.add(source)
             try:
                 await plain(data, *arguments, **more)
             except ConnectionError:
@@ -171,70 +165,33 @@ class Intake:
         return handle
 
 
-class _Turn:
-    """Shares out the datagrams of one turn of the event loop among all peers on it."""
+def paced(plain: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Awaitable[bytes]]:
+    """What aiortc's task waits in for the next datagram: it takes all that are there without giving way.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = weakref.ref(loop)
-        self._left = PER_TURN
-        self._time = 0.0
-        self._is_counting = False
-        self._queue: deque[Intake] = deque()
+    Each is decrypted and read when it is this peer's turn, and charged with what the one before it took. STUN takes
+    0.15 ms, a packet of video 0.1 ms, and one that is made to be slow (300 parts of H.264) 1 ms.
+    """
+    flow: Flow | None = None
+    began: float | None = None
 
-    def admit(self, intake: Intake, work: Callable[[], None]) -> bool:
-        """Do it now, or in one of the next turns; False when too much waits already."""
-        self._count()
-        if self._left and not intake.waiting:
-            self._left -= 1
-            work()
-        elif len(intake.waiting) >= MAX_WAITING:
-            return False
-        else:
-            if not intake.waiting:
-                self._queue.append(intake)
-            intake.waiting.append(work)
-        return True
+    def unread() -> float:
+        return MAX_DATAGRAM * ice._queue.qsize()
 
-    def spend(self, seconds: float) -> None:
-        """So long was worked in this turn."""
-        self._count()
-        self._time += seconds
+    async def receive() -> bytes:
+        nonlocal flow, began
+        took = 0.0 if began is None else time.thread_time() - began
+        began, is_idle = None, ice._queue.empty()
+        data = await plain()
+        queue = FairQueue.here()
+        if flow is None:
+            pair = ice._nominated.get(1)  # none while the connection is being closed
+            flow = queue.flow(source_of(pair.remote_addr[0] if pair else ""), budget=MEDIA_TIME)
+            flow.unread = unread
+        await queue.turn(flow, took, is_idle)
+        began = time.thread_time()
+        return data
 
-    def is_over(self) -> bool:
-        """Whether the rest is for the next turn."""
-        return self._time >= TURN_TIME
-
-    def _count(self) -> None:
-        if not self._is_counting:
-            self._is_counting = True
-            self._soon()
-
-    def _soon(self) -> None:
-        loop = self._loop()
-        if loop is not None:
-            loop.call_soon(self._begin)
-
-    def _begin(self) -> None:
-        self._left, self._time = PER_TURN, 0.0
-        while self._left and self._queue:
-            intake = self._queue.popleft()
-            self._left -= 1
-            intake.waiting.popleft()()
-            if intake.waiting:
-                self._queue.append(intake)
-        self._is_counting = bool(self._queue)
-        if self._is_counting:
-            self._soon()
-
-
-_TURNS: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]" = weakref.WeakKeyDictionary()
-
-
-def _turn_of(loop: asyncio.AbstractEventLoop) -> _Turn:
-    turn = _TURNS.get(loop)
-    if turn is None:
-        turn = _TURNS[loop] = _Turn(loop)
-    return turn
+    return receive
 
 
 def transports_of(connection: RTCPeerConnection) -> set[Any]:

@@ -1,5 +1,8 @@
 """The picture size that H.264 declares before a decoder makes room for it (ITU-T H.264, 7.3.2.1.1)."""
 
+import re
+from itertools import islice
+
 # Profiles whose description has chroma and scaling lists in it.
 _HIGH = {44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244}
 _LONGEST = 32  # zeros before a number; more are no H.264
@@ -10,6 +13,15 @@ UNREADABLE = 1 << 62  # pixels: whoever describes a picture that way is not deco
 # to 1 ms, on the event loop.
 MAX_UNITS = 1024
 MAX_DESCRIPTIONS = 2
+_START = b"\0\0\1"
+
+
+def _unit(kind: int) -> re.Pattern[bytes]:
+    """A start code with the first byte of such a unit, whatever its importance: found without a step for each unit."""
+    return re.compile(_START + b"[" + b"".join(b"\\x%02x" % (high << 5 | kind) for high in range(8)) + b"]")
+
+
+_SLICE, _DESCRIPTION = _unit(5), _unit(7)
 
 
 def h264_pixels(data: bytes) -> int:
@@ -17,28 +29,22 @@ def h264_pixels(data: bytes) -> int:
 
     They are found wherever FFmpeg would find them: what comes before the first start code is passed over.
     """
-    units = _units(data)
-    if units is None:
+    if data.count(_START) > MAX_UNITS:
         return UNREADABLE
-    found = [unit for unit in units if unit and unit[0] & 0x1F == 7]
-    return UNREADABLE if len(found) > MAX_DESCRIPTIONS else max(map(_pixels, found), default=0)
+    found = [match.end() for match in islice(_DESCRIPTION.finditer(data), MAX_DESCRIPTIONS + 1)]
+    if len(found) > MAX_DESCRIPTIONS:
+        return UNREADABLE
+    return max((_pixels(data[at : at + 1023].split(_START, 1)[0]) for at in found), default=0)
 
 
 def starts_anew(data: bytes) -> bool:
     """Whether this is an access unit with an IDR slice: one that a decoder can begin with."""
-    if not data.startswith((b"\0\0\0\1", b"\0\0\1")):
-        return False
-    return any(unit and unit[0] & 0x1F == 5 for unit in _units(data) or ())
+    return data.startswith((b"\0\0\0\1", _START)) and _SLICE.search(data) is not None
 
 
-def _units(data: bytes) -> list[bytes] | None:
-    """What stands between the start codes; None when there are more than any encoder makes."""
-    return None if data.count(b"\0\0\1") > MAX_UNITS else data.split(b"\0\0\1")[1:]
-
-
-def _pixels(unit: bytes) -> int:
+def _pixels(description: bytes) -> int:
     # A size stands in the first bytes; scaling lists, which may come before it, have a few hundred.
-    bits = _Bits(unit[1:1024].replace(b"\0\0\3", b"\0\0"))
+    bits = _Bits(description.replace(b"\0\0\3", b"\0\0"))
     try:
         return _read(bits)
     except ValueError:

@@ -4,10 +4,14 @@ import asyncio
 import contextlib
 import json
 import os
+import selectors
 import socket
 import struct
 import sys
 import threading
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +25,12 @@ from aiortc.jitterbuffer import JitterFrame
 from aiortc.rtp import RtcpByePacket, RtcpRtpfbPacket, RtpPacket
 from OpenSSL import SSL
 
+from service.edge.fair_queue import SHARE, TURN, FairQueue
 from service.transport import datagrams
 from service.transport import peer as peers
 from service.transport.camera import RESENT, Camera, CameraTrack, limit_requests
 from service.transport.candidates import MAX_CANDIDATES
-from service.transport.datagrams import MAX_SOURCES, MAX_WAITING, PER_TURN, Bucket, Intake
+from service.transport.datagrams import MAX_SOURCES, MAX_WAITING, MEDIA_TIME, STRANGERS, Intake
 from service.transport.decoder import MAX_PENDING, PICTURES, Decoder
 from service.transport.jitter import BoundedNacks
 from service.transport.messages import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
@@ -159,38 +164,144 @@ async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pa
     assert await pair.is_seen(90)
 
 
-async def test_all_peers_together_hand_on_a_bounded_number_in_a_turn():
-    handed: list[str] = []
-    intakes = [Intake() for _ in range(3)]
-    turn = datagrams._turn_of(asyncio.get_running_loop())
-    await asyncio.sleep(0)
-    for number in range(3 * MAX_WAITING):
-        for name, intake in zip("abc", intakes, strict=True):
-            assert turn.admit(intake, lambda name=name: handed.append(name)) or number >= MAX_WAITING
-    assert len(handed) == PER_TURN
-    for turns in range(2, 12):
-        await asyncio.sleep(0)
-        assert len(handed) == turns * PER_TURN
-    shares = [handed[PER_TURN:].count(name) for name in "abc"]
-    assert max(shares) - min(shares) <= 1, "who sends most is served no more often"
-    while any(intake.waiting for intake in intakes):  # noqa: ASYNC110 - turns of the loop are what it takes
-        await asyncio.sleep(0)
+class Selector(selectors.SelectSelector):
+    """Waits in no time; ``now`` passes by what is worked, and by what would be waited.
+
+    Attributes:
+        longest: seconds of work between two looks at it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.longest = self._began = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.longest = max(self.longest, self.now - self._began)
+        self.now += timeout or 0.0
+        self._began = self.now
+        return []
 
 
-async def test_media_that_takes_long_to_read_gives_way_in_each_turn_and_is_then_dropped(pair, monkeypatch):
-    """What aiortc's own task has waiting it reads to the end, without a turn of the loop between."""
-    monkeypatch.setattr(datagrams, "TURN_TIME", 1e-9)
-    turns = 0
-    queue = pair.reader.transport._connection._queue
-    for _ in range(50):
-        queue.put_nowait((b"\x16", 1))
-    while not queue.empty():
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns >= 25
-    bucket = Bucket(0.4, 0.4, lambda: 0.0)
-    bucket.owe(5.0)
-    assert not bucket.take(0)
+class Wire:
+    """What aiortc has of one peer, down to the queue of its datagrams; ``late`` is how late each of them was read."""
+
+    def __init__(self, work: Selector, host: str, cost: float):
+        self.work, self.cost, self.late = work, cost, list[float]()
+        self._came: deque[float] = deque()
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue()
+        self._recv = self._queue.get
+        self._connection = SimpleNamespace(_queue=self._queue, _nominated={1: SimpleNamespace(remote_addr=(host, 5))})
+        self._handle_rtp_data = self._handle_rtcp_data = None
+        # Guarded as that of a real connection is; the DTLS transport above it has nothing else of interest.
+        dtls = SimpleNamespace(getTransceivers=lambda: [], sctp=SimpleNamespace(transport=self))
+        self.transport = self
+        Intake().guard(dtls)  # type: ignore[arg-type]
+
+    def send(self) -> None:
+        if self._queue.qsize() < MAX_WAITING:
+            self._queue.put_nowait(b"\x80")
+            self._came.append(self.work.now)
+
+    async def read(self) -> None:
+        """As aiortc's task does."""
+        while True:
+            await self._recv()
+            self.work.now += self.cost
+            self.late.append(self.work.now - self._came.popleft())
+
+
+@pytest.fixture
+def run_by_work(monkeypatch):
+    """Runs a coroutine function on a loop whose time is the work that is done on it."""
+
+    def run(main: Callable[[Selector], Coroutine[Any, Any, None]]) -> None:
+        work = Selector()
+        clock = SimpleNamespace(**dict.fromkeys(("thread_time", "perf_counter", "monotonic"), lambda: work.now))
+        monkeypatch.setattr(datagrams, "time", clock)
+
+        async def begin() -> None:
+            loop = asyncio.get_running_loop()
+            FairQueue._of_loops[loop] = FairQueue(loop, clock=lambda: work.now, cpu=lambda: work.now)
+            await main(work)
+
+        def make() -> asyncio.AbstractEventLoop:
+            loop = asyncio.SelectorEventLoop(work)
+            loop.time = lambda: work.now  # type: ignore[method-assign]
+            return loop
+
+        with asyncio.Runner(loop_factory=make) as runner:
+            runner.run(begin())
+
+    return run
+
+
+@pytest.mark.parametrize("cost", [0.0001, 0.001], ids=["packets of video", "packets made to be slow"])
+def test_the_media_of_peers_that_flood_leaves_the_loop_its_time_and_cameras_theirs(run_by_work, cost):
+    async def main(work: Selector) -> None:
+        floods = [Wire(work, f"10.0.0.{number}", cost) for number in range(4)]
+        camera, loop = Wire(work, "10.0.1.1", 0.0001), asyncio.get_running_loop()
+        late = list[float]()
+
+        def tick(due: float) -> None:
+            late.append(work.now - due)
+            loop.call_at(due + 0.02, tick, due + 0.02)
+
+        async def flood() -> None:
+            while True:
+                for wire in floods:
+                    for _ in range(8):
+                        wire.send()
+                await asyncio.sleep(0.001)
+
+        async def show() -> None:
+            while True:
+                for _ in range(20):  # 600 a second
+                    camera.send()
+                await asyncio.sleep(1 / 30)
+
+        tick(0.0)
+        tasks = [asyncio.create_task(each) for each in (flood(), show(), *(wire.read() for wire in (*floods, camera)))]
+        await asyncio.sleep(0.5)  # what each may have at once is used up
+        for wire in (*floods, camera):
+            wire.late.clear()
+        late.clear()
+        work.longest, began = 0.0, work.now
+        await asyncio.sleep(2.0)
+        took = work.now - began
+        for task in tasks:
+            task.cancel()
+        assert work.longest <= TURN + 2 * cost, "of a turn of the loop, all peers together"
+        assert max(late) <= TURN + 2 * cost
+        read = [len(wire.late) * cost for wire in floods]
+        assert sum(read) <= (SHARE + 4 * MEDIA_TIME[0]) * took, "seconds, of all who flood"
+        assert min(read) > 0.05 * took
+        assert len(camera.late) >= 0.95 * 600 * took
+        assert max(camera.late) <= 0.015, "twenty packets, a few turns of the loop"
+
+    run_by_work(main)
+
+
+def test_the_checks_of_all_peers_together_take_a_bounded_time_of_a_turn(run_by_work):
+    check = struct.pack("!HHI12s", 1, 0, 0x2112A442, b"x" * 12)
+    answered = Counter[int]()
+
+    async def main(work: Selector) -> None:
+        def answer(number: int) -> None:
+            work.now += 0.0005
+            answered[number] += 1
+
+        for number in range(8):
+            intake = Intake()
+            ice = SimpleNamespace(_remote_candidates=[])
+            for _ in range(STRANGERS[1]):
+                plain = partial(lambda number, data, address: answer(number), number)
+                intake._receive(ice, SimpleNamespace(transactions={}), plain, check, ("10.0.0.9", 5000))
+        assert answered.total() <= TURN / 0.0005, "as many at once, the others in the next turns"
+        await asyncio.sleep(1.0)
+        assert work.longest <= TURN + 0.0005
+
+    run_by_work(main)
+    assert set(answered.values()) == {STRANGERS[1]}
 
 
 # Descriptions and candidates.
@@ -316,7 +427,7 @@ async def test_sources_without_end_are_not_remembered(pair):
             await asyncio.sleep(0.001)
     await until(lambda: pair.server.intake.dropped["sources"] > 100)
     receiver = pair.server._pc.getReceivers()[0]
-    assert len(receiver._RTCRtpReceiver__remote_streams) <= MAX_SOURCES + PER_TURN
+    assert len(receiver._RTCRtpReceiver__remote_streams) <= MAX_SOURCES
     assert pair.server.state == "connected"
 
 

@@ -6,7 +6,7 @@ from aiortc.rtp import RtpPacket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.transport.jitter import ASK_AGAIN, PATIENCE, PromptBuffer, is_keyframe
+from service.transport.jitter import ASK_AGAIN, AT_ONCE, PATIENCE, PromptBuffer, is_keyframe
 
 KEY = b"\x10\x02\x00\x9d\x01\x2a\x0a\x00\x0a\x00"  # the first bytes of a VP8 keyframe of 10x10
 INTER = b"\x11\x02\x00abc"
@@ -62,6 +62,27 @@ def test_a_late_packet_releases_everything_that_waited_for_it_in_order():
     assert stream.given == [KEY]
     stream.arrive(a)
     assert stream.given == [KEY, b"\x11a", b"\x11b", b"\x11c"]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["late", "lost"])
+def test_however_many_pictures_wait_for_a_packet_few_are_looked_at_in_one_turn_and_all_come(is_lost, monkeypatch):
+    looks: list[bytes] = []
+    monkeypatch.setattr("service.transport.jitter.vp8_pixels", lambda data: looks.append(data) or 0)
+    stream = Stream()
+    key, late, *others = (stream.packets(KEY + bytes([n % 256]), stamp=n)[0] for n in range(600))
+    stream.arrive(key, *others[:500])
+    looks.clear()
+    if is_lost:
+        stream.now += PATIENCE
+    else:
+        stream.arrive(late)
+        assert len(looks) <= AT_ONCE
+    for packet in others[500:560]:
+        before = len(looks)
+        stream.arrive(packet)
+        assert len(looks) <= before + AT_ONCE
+    wanted = [packet.payload for packet in (key, *([] if is_lost else [late]), *others[:560])]
+    assert stream.given == wanted
 
 
 def test_nothing_is_given_out_before_the_first_keyframe_which_is_asked_for():
