@@ -122,6 +122,12 @@ def hostile(found: Mapping[str, Any]) -> str:
     return f"{found['requests']} requests, {len(found['wrong'])} wrong answers, {missed} ticks missed beside"
 
 
+def floods(found: Mapping[str, Any]) -> str:
+    kinds = found["kinds"].values()
+    late, slowest = sum(one["late_by_more_than_a_period"] for one in kinds), max(one["stop_ms"]["max"] for one in kinds)
+    return f"{late} of {sum(one['commands'] for one in kinds)} commands late, slowest stop {slowest:.0f} ms"
+
+
 def data(found: Mapping[str, Any]) -> str:
     return "; ".join(
         f"{case}: " + ", ".join(f"{side} {speed:.0f} images/s" for side, speed in one["images_per_s"].items())

@@ -268,6 +268,14 @@ ALL: Sequence[Benchmark] = (
         answers.hostile,
         ("--requests", "1000"),
     ),
+    Benchmark(
+        "floods",
+        "Does a robot notice sixty clients that send as fast as they can?",
+        "Commands late by more than a period should be 0 beside every kind of flood, and a stop take less than 100 ms.",
+        (3, 1.5),
+        answers.floods,
+        ("--seconds", "2"),
+    ),
 )
 
 

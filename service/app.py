@@ -10,7 +10,6 @@ from sanic import Sanic
 
 from hooks.database import Database
 from hooks.errors import StoreError
-from hooks.receiving.rates import Rates
 from hooks.sending.resolver import PinnedResolver, resolve
 from hooks.sending.targets import danger, layers
 from service.api import PREFIXES, ROUTES, api, configuration, watch
@@ -27,7 +26,7 @@ from service.doors.doors import Doors
 from service.doors.sockets import doors_blueprint
 from service.edge.allowance import Allowance
 from service.edge.destinations import AddressRules
-from service.edge.limits import Creates
+from service.edge.limits import Creates, Rates
 from service.edge.origins import Origins
 from service.edge.policy_places import PolicyPlaces
 from service.engine.engine import LoadPolicy

@@ -2,16 +2,15 @@
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from sanic import HTTPResponse, Request
 
 from service.auth.admission import Admission, Admissions, Over
-from service.auth.attempts import Attempts
 from service.auth.caller import ANYBODY, STRANGER
 from service.auth.roles import Role
+from service.edge.limits import Rates
 from service.edge.origins import Origins
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
 
@@ -20,6 +19,10 @@ log = logging.getLogger(__name__)
 # Method ("*": any), what a route's path begins with, and the least role; None: it has a proof of its own or needs none.
 Rule = tuple[str, str, Role | None]
 READING = ("GET", "HEAD")
+# Of one address, attempts that fail: a second and at once. Only these are counted: were an address shut out altogether,
+# one stranger behind the same proxy could keep the operator from stopping a robot; and 256 random bits are not guessed,
+# however many tries there are.
+REFUSALS = (1 / 6, 10)
 
 
 class Guard:
@@ -45,7 +48,7 @@ class Guard:
         self._origins = origins or Origins()
         self._is_local = is_local
         self._rules = tuple(rules)
-        self._attempts = Attempts()
+        self._refusals = Rates(*REFUSALS)
 
     @property
     def is_guarded(self) -> bool:
@@ -103,7 +106,7 @@ class Guard:
         return Role.ADMIN
 
     def _refused(self, request: "Request[Any, Any]", error: Unauthorized) -> None:
-        wait = self._attempts.wait(request.ip, time.monotonic())
+        wait = self._refusals.take(request.ip)
         if wait > 0 and isinstance(error, Over):
             return  # whoever wants to stop a robot has to learn why it does not
         if wait > 0:

@@ -23,7 +23,7 @@ from service.edge.punctual import FULL_ANSWER, SPARE, STOP_LINE, PunctualProtoco
 log = logging.getLogger(__name__)
 
 # Seconds of accepting in one turn of the loop, and connections that are made of sockets in one.
-TURN, MAKES = 0.002, 8
+TURN, MAKES = 0.001, 4
 READY = 1024  # of one caller, those that have asked for something and wait until connections are made of them
 LOOKS = 64  # sockets of which something came, in one turn
 SWEEP = 1.0  # seconds between looks for those that never say anything

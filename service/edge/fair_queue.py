@@ -16,10 +16,14 @@ from itertools import count
 from typing import ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-# Seconds of reading in one turn of the loop, after which ticks and all else that is due come first.
-TURN = 0.002
-# Of the loop's time, for all that are beyond their budgets; and seconds that may be made up for when none was.
-SHARE, CREDIT = 0.4, 0.01
+from service.edge.limits import Bucket
+
+# Seconds of reading in one turn of the loop, after which ticks and all else that is due come first. Whatever takes ten
+# turns, as a stop over a new connection does, waits for ten of these. What one turn left may be used in the next.
+TURN = 0.001
+# Of the loop's time, for all that are beyond their budgets: clients that ask as fast as they can are among them, and
+# are not kept waiting for nothing. And seconds that may be made up for when none was.
+SHARE, CREDIT = 0.8, 0.01
 # A connection's budget, in seconds a second and at once: 120 messages a second, where a robot sends 50; 30 requests.
 BUDGET, BURST = 0.03, 0.015
 # Bytes that came of a connection and wait: with no more than that it keeps up with what it asks for, however late it is
@@ -66,33 +70,14 @@ class Flow:
         self.start = 0.0
 
 
-class _Bucket:
-    """So many at once, and so many a second in the long run."""
-
-    __slots__ = ("_at", "_left", "_most", "_rate")
-
-    def __init__(self, rate: float, most: float):
-        self._rate, self._most = rate, most
-        self._left, self._at = most, -math.inf
-
-    def take(self, now: float) -> bool:
-        """Count one; whether there was one left."""
-        self._left = min(self._left + max(now - self._at, 0.0) * self._rate, self._most)
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
-
-
 class _Caller:
     """Who comes from one address, in one lane; ``now`` is the virtual time of its flows, ``start`` its own."""
 
     __slots__ = ("__weakref__", "flows", "is_waiting", "newcomers", "now", "start", "urgent")
 
-    def __init__(self) -> None:
-        self.newcomers = _Bucket(NEWCOMERS, NEWCOMERS_AT_ONCE)
-        self.urgent = _Bucket(URGENT, URGENT_AT_ONCE)
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.newcomers = Bucket(NEWCOMERS, NEWCOMERS_AT_ONCE, clock)
+        self.urgent = Bucket(URGENT, URGENT_AT_ONCE, clock)
         self.flows: list[tuple[float, int, Flow]] = []
         self.start = self.now = 0.0
         self.is_waiting = False
@@ -101,7 +86,8 @@ class _Caller:
 class _Lane:
     """Flows of one kind that wait, and the order in which they are next."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.known: WeakValueDictionary[str, _Caller] = WeakValueDictionary()
         self.waiting: list[tuple[float, int, _Caller]] = []
         self._numbers = count()
@@ -110,7 +96,7 @@ class _Lane:
     def caller(self, name: str) -> _Caller:
         found = self.known.get(name)
         if found is None:
-            found = self.known[name] = _Caller()
+            found = self.known[name] = _Caller(self._clock)
         return found
 
     def charge(self, flow: Flow, caller: _Caller, cost: float) -> None:
@@ -152,7 +138,7 @@ class FairQueue:
         """``cpu`` tells what a step costs; ``clock`` would also tell how long other processes had the core."""
         self._loop = loop
         self._clock, self._cpu = clock, cpu
-        self._prompt, self._greedy = _Lane(), _Lane()
+        self._prompt, self._greedy = _Lane(clock), _Lane(clock)
         self._own: deque[Flow] = deque()
         self._recent: deque[tuple[float, _Caller]] = deque(maxlen=4096)
         self._left = TURN
@@ -191,14 +177,14 @@ class FairQueue:
             self._recent.popleft()
         if not self._recent or self._recent[-1] != (now, found):
             self._recent.append((now, found))
-        if not found.newcomers.take(now):
+        if not found.newcomers.take():
             for flow in flows:
                 flow.budget, flow.is_greedy = 0.0, True
         return flows
 
     def take_urgent(self, flow: Flow, cost: float) -> bool:
         """Whether this flow may do at once what costs so much, before all others."""
-        if not flow.callers[0].urgent.take(self._clock()):
+        if not flow.callers[0].urgent.take():
             # Too many for that; but somebody's stop may be among them, and waits for no one beyond a budget.
             flow.budget, flow.is_greedy = flow.burst, False
             return False

@@ -1,12 +1,11 @@
-"""How much one caller may have of a server: connections at a time, and sessions in a minute."""
+"""How much one caller may have of a server: connections at a time, and so much a second of what costs something."""
 
 import ipaddress
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 from service.errors import TooManyRequests
 
@@ -74,21 +73,51 @@ class Connections:
         return self._open.total() + len(self._spare)
 
 
-class Rates(Protocol):
-    """So many at once and so many a second for each source; ``hooks.receiving.rates`` has them."""
+class Bucket:
+    """A token bucket: so much a second, and so much at once."""
 
-    def take(self, source: str, now: float) -> float:
+    __slots__ = ("_at", "_clock", "_left", "burst", "rate")
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic):
+        self.rate, self.burst = rate, burst
+        self._left, self._at, self._clock = float(burst), clock(), clock
+
+    def take(self, cost: float = 1.0) -> bool:
+        """Whether there was so much left; then it is taken."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._at) * self.rate, self.burst)
+        self._at = now
+        if self._left < cost:
+            return False
+        self._left -= cost
+        return True
+
+    def wait(self) -> float:
+        """Seconds until there is one again, after ``take`` found none."""
+        return (1 - self._left) / self.rate
+
+
+class Rates:
+    """A bucket of one size for each source; of too many, the one that was silent for longest is forgotten."""
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic, most: int = 4096):
+        self._rate, self._burst, self._clock, self._most = rate, burst, clock, most
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def take(self, source: str) -> float:
         """Seconds until this source may go on; 0 when it may now, which is counted."""
-        ...
+        bucket = self._buckets[source] = self._buckets.pop(source, None) or Bucket(self._rate, self._burst, self._clock)
+        if len(self._buckets) > self._most:
+            self._buckets.popitem(last=False)
+        return 0.0 if bucket.take() else bucket.wait()
 
 
 class Creates:
     """How often a caller may make a session: each loads and compiles a policy, which takes cores from the robots."""
 
-    def __init__(self, rates: Rates, is_local_limited: bool = False, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, rates: Rates, is_local_limited: bool = False):
         self._rates = rates
         self._is_local_limited = is_local_limited
-        self._clock = clock
 
     def take(self, key: str | None, address: str) -> None:
         """Count one.
@@ -102,7 +131,7 @@ class Creates:
         """
         if key is None and not self._is_local_limited and is_local(address):
             return
-        wait = self._rates.take(f"key {key}" if key is not None else source_of(address), self._clock())
+        wait = self._rates.take(f"key {key}" if key is not None else source_of(address))
         if wait > 0:
             raise TooManyRequests(
                 f"too many sessions were asked for in the last minute; the next may be made in {wait:.0f} s "

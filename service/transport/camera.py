@@ -15,8 +15,8 @@ from aiortc.rtp import AnyRtcpPacket, RtcpRtpfbPacket
 from av.frame import Frame
 from av.video.codeccontext import VideoCodecContext
 
+from service.edge.limits import Bucket
 from service.errors import TransportError
-from service.transport.datagrams import Bucket
 from service.transport.video import EXACT
 
 # A picture older than this is not sent to a peer that has just connected: it would arrive looking fresh.

@@ -15,7 +15,7 @@ from typing import Any
 from aiortc import RTCPeerConnection
 
 from service.edge.fair_queue import FairQueue, Flow
-from service.edge.limits import source_of
+from service.edge.limits import Bucket, source_of
 from service.transport.candidates import MAX_CANDIDATES, refusal
 
 MAX_DATAGRAM = 2048  # bytes; whoever sends media or a handshake keeps to 1500, the size of an Ethernet frame
@@ -30,26 +30,6 @@ STRANGERS = (50, 50)  # STUN of anybody else: the first check of a peer behind a
 MEDIA_TIME = (0.1, 0.05)
 MAX_SOURCES = 16  # SSRCs of one peer; a camera has one, its retransmissions a second. libsrtp keeps each for good
 COOKIE = b"\x21\x12\xa4\x42"  # stands at byte 4 of every STUN message (RFC 8489)
-
-
-class Bucket:
-    """A token bucket: so much a second, and so much at once."""
-
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic):
-        self._rate = rate
-        self._burst = self._left = float(burst)
-        self._clock = clock
-        self._at = clock()
-
-    def take(self, cost: float = 1.0) -> bool:
-        """Whether there was so much left; then it is taken."""
-        now = self._clock()
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if self._left < cost:
-            return False
-        self._left -= cost
-        return True
 
 
 class Intake:

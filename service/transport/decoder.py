@@ -14,7 +14,7 @@ from aiortc.jitterbuffer import JitterFrame
 from aiortc.rtcrtpparameters import RTCRtpCodecParameters
 from av.video.codeccontext import VideoCodecContext
 
-from service.transport.datagrams import Bucket
+from service.edge.limits import Bucket
 from service.transport.h264 import h264_pixels
 from service.transport.jitter import is_keyframe, vp8_pixels
 
@@ -23,7 +23,8 @@ MAX_DECLARED = 1920 * 1088
 MAX_PENDING = 64  # compressed pictures that wait: two seconds at 30 fps, of which all but the last are too old to show
 MAX_PENDING_BYTES = 8 << 20
 # Pictures of the largest size that are decoded, a second and at once: a black keyframe of 1080 lines is three packets,
-# and 7 ms of a decoder. Smaller ones are charged by their size, but never less than a quarter.
+# and 7 ms of a decoder. Smaller ones are charged by their size, but never less than half: beyond 120 a second it is
+# their number that counts, as each takes the interpreter's lock from the event loop a few times.
 PICTURES = (60, 30)
 # FFmpeg's names, and whose pictures they are; aiortc offers and answers with no others.
 CODECS: dict[str, tuple[str, Callable[[bytes], int]]] = {"VP8": ("libvpx", vp8_pixels), "H264": ("h264", h264_pixels)}
@@ -41,7 +42,7 @@ class Decoder:
     FFmpeg's, and is joined on the event loop when a BYE arrives: for 1.8 s with 118 pictures of 1080 lines waiting.
 
     Args:
-        show: takes a picture on the decoder's thread, and returns what is then run on the event loop.
+        show: takes a picture on the decoder's thread, and returns what is then run on the event loop, if anything is.
         failed: called on the decoder's thread for each picture that could not be decoded.
         skipped: called on the event loop for each picture that is not decoded: what follows is built on it, so that the
             stream goes on at a keyframe.
@@ -54,7 +55,7 @@ class Decoder:
     def __init__(
         self,
         receiver: RTCRtpReceiver,
-        show: Callable[[av.VideoFrame], Coroutine[Any, Any, None]],
+        show: Callable[[av.VideoFrame], Coroutine[Any, Any, None] | None],
         failed: Callable[[], None],
         skipped: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +88,7 @@ class Decoder:
         name, frame = task[0].name.upper(), task[1]
         if self._wants_keyframe and not is_keyframe(frame.data):
             self.overrun += 1
-        elif not self._rate.take(max(self._pixels, MAX_DECLARED / 4)):
+        elif not self._rate.take(max(self._pixels, MAX_DECLARED / 2)):
             self._drop(1)
         elif name not in CODECS or (declared := CODECS[name][1](frame.data)) > MAX_DECLARED:
             self.oversize += 1
@@ -145,7 +146,8 @@ class Decoder:
                 self._failed()
                 continue
             for frame in frames:
-                self._schedule(self._show(frame))
+                if (work := self._show(frame)) is not None:
+                    self._schedule(work)
         self._contexts.clear()
 
     def _next(self) -> tuple[str, JitterFrame] | None:

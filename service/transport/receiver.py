@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from service.edge.limits import Bucket
 from service.errors import TransportError
 from service.transport.base import EmergencyStop, Inbox, LinkDown, LinkUp
 from service.transport.candidates import EarlyCandidates, trimmed
 from service.transport.connection import RoomConnection
-from service.transport.datagrams import Bucket
 from service.transport.messages import EmergencyStop as StopMessage
 from service.transport.messages import Message, ParticipantLeft, WebrtcIce, WebrtcOffer
 from service.transport.pace import Pace

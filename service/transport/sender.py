@@ -5,11 +5,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from service.edge.limits import Bucket
 from service.errors import TransportError
 from service.transport.camera import Camera, CameraTrack
 from service.transport.candidates import EarlyCandidates, trimmed
 from service.transport.connection import RoomConnection
-from service.transport.datagrams import Bucket
 from service.transport.messages import (
     EmergencyStop,
     Message,

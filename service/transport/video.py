@@ -68,7 +68,7 @@ class Screen:
         self.frames = self.oversize = self.late = self.broken = self.superseded = 0
         self.size: tuple[int, int] | None = None
         self.shown_at: float | None = None
-        self.is_muted = False
+        self.is_muted = self._is_delivering = False
         self._show = show
         self._failed = failed
         self._newest: tuple[np.ndarray, float] | None = None
@@ -118,9 +118,15 @@ class Screen:
             await self._decoder.ended()
 
     def put(self, frame: Any) -> Any:
-        """Called on the decoder's thread with a picture, or None at the end; returns what it runs on the loop."""
+        """Called on the decoder's thread with a picture, or None at the end; returns what it runs on the loop.
+
+        None when that is on its way already, for the picture before.
+        """
         if isinstance(frame, av.VideoFrame):
             self._take(frame, time.monotonic())
+            if self._is_delivering:
+                return None
+            self._is_delivering = True
         return self._deliver()
 
     def _take(self, frame: av.VideoFrame, now: float) -> None:
@@ -139,6 +145,8 @@ class Screen:
             self._newest = (image, now)
 
     async def _deliver(self) -> None:
+        # First of all: what is taken from now on has a delivery of its own.
+        self._is_delivering = False
         newest, self._newest = self._newest, None
         if newest is None or self.is_muted:
             return

@@ -54,6 +54,22 @@ REQUESTS = {
     "sessions": b"GET /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
 }
 CHUNKS = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 100_000
+# Floods of sixty sockets by name: the kind, and where they go; ``{n}`` is a socket's number.
+ROOM = "/robotics/workspaces/w/rooms/r{n}/ws"
+FLOODS = {
+    "pings": ("pings", ROOM),
+    "heartbeats": ("heartbeats", ROOM),
+    "parts of a message": ("fragments", ROOM),
+    "joints to sixty who listen": ("joints", "/robotics/workspaces/w/rooms/r0/ws"),
+    "pings to a door": ("pings", "/sessions/door/stream"),
+    "messages to a door": ("door pings", "/sessions/door/stream"),
+    "requests": ("health", "/"),
+    "requests at once": ("pipelined", "/"),
+    "chunks of a byte": ("chunks", "/"),
+    "connections": ("connects", "/"),
+    "connections with a request": ("calls", "/"),
+    "connections with an upgrade": ("handshakes", "/robotics/workspaces/w/rooms/r0/ws"),
+}
 SLOW_HEAD = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 8000 + b"\r\n\r\n"
 
 

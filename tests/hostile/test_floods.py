@@ -25,26 +25,12 @@ from service.transport.memory import MemoryTransport
 from tests.faults.meter import stolen_seconds
 from tests.faults.processes import ROOT, server
 from tests.faults.script import Script
+from tests.hostile.flood import FLOODS, ROOM
 
 SOCKETS = 60
 PERIOD = 0.02  # of a robot with 50 commands a second
 STOP = 0.1
 TROUBLE = re.compile(r"Traceback|Task was|never retrieved|in its chamber| ERROR ")
-ROOM = "/robotics/workspaces/w/rooms/r{n}/ws"
-FLOODS = {
-    "pings": ("pings", ROOM),
-    "heartbeats": ("heartbeats", ROOM),
-    "parts of a message": ("fragments", ROOM),
-    "joints to sixty who listen": ("joints", "/robotics/workspaces/w/rooms/r0/ws"),
-    "pings to a door": ("pings", "/sessions/door/stream"),
-    "messages to a door": ("door pings", "/sessions/door/stream"),
-    "requests": ("health", "/"),
-    "requests at once": ("pipelined", "/"),
-    "chunks of a byte": ("chunks", "/"),
-    "connections": ("connects", "/"),
-    "connections with a request": ("calls", "/"),
-    "connections with an upgrade": ("handshakes", "/robotics/workspaces/w/rooms/r0/ws"),
-}
 SHORT = ("connects", "calls", "handshakes")
 
 

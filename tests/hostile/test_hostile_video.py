@@ -270,8 +270,9 @@ def test_the_media_of_peers_that_flood_leaves_the_loop_its_time_and_cameras_thei
         took = work.now - began
         for task in tasks:
             task.cancel()
-        assert work.longest <= TURN + 2 * cost, "of a turn of the loop, all peers together"
-        assert max(late) <= TURN + 2 * cost
+        most = 2 * TURN + 2 * cost + 1e-9  # what the turn before left, that of this one, and the rounding of sums
+        assert work.longest <= most, "of a turn of the loop, all peers together"
+        assert max(late) <= most
         read = [len(wire.late) * cost for wire in floods]
         assert sum(read) <= (SHARE + 4 * MEDIA_TIME[0]) * took, "seconds, of all who flood"
         assert min(read) > 0.05 * took
@@ -479,6 +480,25 @@ async def test_more_pictures_than_a_decoder_can_take_are_dropped_and_a_keyframe_
         now += 1 / PICTURES[0]
         decoder.put((vp8, key))  # type: ignore[arg-type]
         assert decoder.qsize() <= MAX_PENDING
+
+
+async def test_small_pictures_are_counted_and_behind_a_dropped_one_the_stream_goes_on_at_a_keyframe():
+    receiver, now = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None), 0.0
+    decoder = Decoder(receiver, lambda frame: None, lambda: None, lambda: None, clock=lambda: now)  # type: ignore[arg-type]
+    vp8 = SimpleNamespace(name="VP8")
+    key = JitterFrame(b"\x10\x02\x00\x9d\x01\x2a\x10\x00\x10\x00", 0)  # 16x16
+    built_on_it = JitterFrame(b"\x11\x02\x00", 0)
+    decoder.put((vp8, key))  # type: ignore[arg-type]
+    while not decoder.overrun:
+        decoder.put((vp8, built_on_it))  # type: ignore[arg-type]
+        assert decoder.qsize() <= 2 * PICTURES[1]
+    now, waiting = 10.0, decoder.qsize()
+    for _ in range(2):
+        decoder.put((vp8, built_on_it))  # type: ignore[arg-type]
+    assert (decoder.overrun, decoder.qsize()) == (3, waiting)
+    decoder.put((vp8, key))  # type: ignore[arg-type]
+    decoder.put((vp8, built_on_it))  # type: ignore[arg-type]
+    assert (decoder.overrun, decoder.qsize()) == (3, waiting + 2)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ import threading
 import time
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+import psutil
 import pylibsrtp
 from aiortc.codecs.h264 import H264Encoder
 from aiortc.codecs.vpx import Vp8Encoder
@@ -41,7 +41,7 @@ H264 = "a=rtpmap:99 H264/90000\r\na=rtcp-fb:99 nack pli\r\na=fmtp:99 packetizati
 
 def memory() -> float:
     """Resident MB of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+    return psutil.Process().memory_info().rss / 1e6
 
 
 def picture(shade: int, height: int = 48, width: int = 64) -> av.VideoFrame:

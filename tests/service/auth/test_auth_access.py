@@ -6,7 +6,7 @@ import re
 import time
 
 from service.api import ROUTES
-from service.auth.attempts import BURST
+from service.auth.guard import REFUSALS
 from service.auth.roles import Role
 from service.auth.tokens import SecretFile
 
@@ -169,7 +169,7 @@ async def test_refusals_say_how_and_are_limited_per_address_while_keys_go_on_wor
         assert answer.status == 401
         assert answer.headers["www-authenticate"] == "Bearer"
         assert "robojax token new" in (await answer.json())["detail"]
-    for _ in range(BURST - 1):
+    for _ in range(REFUSALS[1] - 1):
         assert (await server.call("GET", "/sessions", headers={"x-api-key": guess}))[0] == 401
     async with server.http.get("/sessions", headers={"x-api-key": guess}) as answer:
         assert answer.status == 429
@@ -179,7 +179,7 @@ async def test_refusals_say_how_and_are_limited_per_address_while_keys_go_on_wor
     status, told = await server.call("POST", "/debug/emergency_stop", headers={"x-api-key": over})
     assert (status, "has expired" in told["detail"]) == (401, True)
     refused = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
-    assert len(refused) == BURST
+    assert len(refused) == REFUSALS[1]
     assert guess not in caplog.text
     assert server.keys["alice"] not in caplog.text
 

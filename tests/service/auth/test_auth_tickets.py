@@ -1,4 +1,3 @@
-from service.auth.attempts import BURST, Attempts
 from service.auth.caller import Caller
 from service.auth.roles import Role
 from service.auth.tickets import MOST_OF_ONE, Tickets
@@ -31,11 +30,3 @@ def test_who_asks_for_many_tickets_loses_their_own_oldest():
     assert tickets.take(texts[0], 2.0) is None
     assert tickets.take(texts[1], 2.0)
     assert tickets.take(others, 2.0)
-
-
-def test_an_address_that_is_refused_often_has_to_wait_and_others_do_not():
-    attempts = Attempts()
-    assert [attempts.wait("a", 0.0) for _ in range(BURST)] == [0.0] * BURST
-    assert 0 < attempts.wait("a", 0.0) <= 6.0
-    assert attempts.wait("b", 0.0) == 0.0
-    assert attempts.wait("a", 6.1) == 0.0

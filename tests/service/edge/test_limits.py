@@ -6,9 +6,8 @@ import aiohttp
 import pytest
 from sanic.response import text
 
-from hooks.receiving.rates import Rates
 from service.app import create_app
-from service.edge.limits import ConnectionLimits, Connections, Creates, is_local, source_of
+from service.edge.limits import ConnectionLimits, Connections, Creates, Rates, is_local, source_of
 from service.engine.scripted_policy import ScriptedLoader
 from service.errors import TooManyRequests
 from service.serving import listen, serving
@@ -62,9 +61,25 @@ def test_an_address_in_another_form_and_a_neighbour_in_its_network_are_the_same_
     assert (source_of(address), is_local(address)) == (source, local)
 
 
+def test_each_source_has_a_rate_of_its_own_and_those_that_are_silent_are_forgotten():
+    now = [10.0]
+    rates = Rates(2.0, 3, lambda: now[0], most=2)
+    assert [rates.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert rates.take("b") == 0.0
+    now[0] = 10.4
+    assert rates.take("a") > 0
+    now[0] = 10.5
+    assert rates.take("a") == 0.0
+    now[0] = 1000.0
+    assert [rates.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    for source in ("b", "c"):
+        rates.take(source)
+    assert rates.take("a") == 0.0
+
+
 def test_a_caller_makes_so_many_sessions_a_minute_and_hears_when_it_may_again():
     now = [0.0]
-    creates = Creates(Rates(2 / 60, 2), clock=lambda: now[0])
+    creates = Creates(Rates(2 / 60, 2, lambda: now[0]))
     for key, address in ((None, "10.0.0.1"), ("anna", "127.0.0.1")):
         creates.take(key, address)
         creates.take(key, address)
@@ -79,7 +94,7 @@ def test_a_caller_makes_so_many_sessions_a_minute_and_hears_when_it_may_again():
 
 async def test_too_many_creates_are_429_with_a_time_to_come_back():
     async with server(creates_per_minute=2, limit_local=True) as (app, http, _):
-        app.ctx.creates._clock = lambda: 0.0
+        app.ctx.creates._rates._clock = lambda: 0.0
         statuses, told = [], {}
         for number in range(3):
             async with http.post("/sessions", json=BODY | {"session_id": f"arm{number}"}) as answer:

@@ -415,9 +415,10 @@ class Stage:
         self.screen = Screen(lambda image, at: self.shown.append(image), self.failures.append)
 
     async def put(self, *frames):
-        scheduled = [self.screen.put(frame) for frame in frames]
+        scheduled = [work for work in map(self.screen.put, frames) if work is not None]
         for each in scheduled:
             await each
+        return len(scheduled)
 
 
 def frame_of(colour, height=48, width=64):
@@ -426,7 +427,8 @@ def frame_of(colour, height=48, width=64):
 
 async def test_of_pictures_that_pile_up_only_the_newest_is_shown():
     stage = Stage()
-    await stage.put(frame_of(RED), frame_of(RED), frame_of(GREEN), None)
+    # The loop is woken once for all of them, and at the end.
+    assert await stage.put(frame_of(RED), frame_of(RED), frame_of(GREEN), None) == 2
     assert len(stage.shown) == 1
     assert is_colour(stage.shown[0], GREEN)
     assert stage.screen.counts() == {
