@@ -28,6 +28,9 @@ from hooks.payload import WebhookPayload
 
 logger = logging.getLogger(__name__)
 
+# Seconds for which a rollback that somebody asked for waits until it is written down.
+WRITING = 0.1
+
 
 class Deployments:
     """All of them. A webhook is a hint: what is deployed is the head of the ref at that time, by its sha.
@@ -168,9 +171,19 @@ class Deployments:
         self._lane.give_up(session_id, "rollback", WENT_BACK, is_asked=True)
         for asked in self._asked:
             asked.is_withdrawn |= asked.session == session_id
+        await asyncio.shield(self._start(self._go_back(record, session_id)))  # who asked may go away
+        return record
+
+    async def _go_back(self, record: Record, session_id: str) -> None:
         record.begin("swapping")
+        # A process that is killed here must not bring back what somebody wanted to be rid of. A disk that is slow, or
+        # away, is not waited for: the robot is what matters.
+        await asyncio.wait((self._start(self._journal.save(record)),), timeout=WRITING)
         try:
+            record.sha = self._standing.session(session_id).sha  # another one may have taken over meanwhile
             verdict = await self._rollout.rollback(session_id)
+        except SourceError as error:
+            record.end("failed", "gone", str(error))
         except Exception as error:
             logger.exception("deployment %s: the rollback of session %s crashed", record.id, session_id)
             record.end("failed", "crash", f"{type(error).__name__}; the service's log says more")
@@ -182,7 +195,6 @@ class Deployments:
                 record.end("rolled_back", "request", f"session {session_id} was rolled back by request")
                 await self._journal.isolate(record)
         await self._journal.finish(record)
-        return record
 
     async def reconcile(self) -> None:
         """Look at the head of everything that is followed; what is new is held like a delivery."""

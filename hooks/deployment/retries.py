@@ -14,7 +14,7 @@ class Retries:
     def failed(self, key: Hashable, now: float) -> None:
         """Wait, longer than the last time."""
         count = self._failed.get(key, (0, 0.0))[0]
-        self._failed[key] = (count + 1, now + min(self.first * 2**count, self.longest))
+        self._failed[key] = (count + 1, now + min(self.first * 2.0 ** min(count, 60), self.longest))
 
     def may(self, key: Hashable, now: float) -> bool:
         """Whether the wait is over, if there was any."""

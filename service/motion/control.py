@@ -8,7 +8,7 @@ from service.motion.actions import ActionQueue
 from service.motion.asking import Asking, InFlight
 from service.motion.buffer import Buffer, Lack
 from service.motion.grid import Grid
-from service.motion.holding import OF_POLICY, Hold, Holding
+from service.motion.holding import OF_POLICY, TOO_SLOW, Hold, Holding
 from service.motion.pace import Pace
 from service.motion.planning import planned
 from service.motion.prefix import prefix_of
@@ -161,6 +161,11 @@ class Control:
     def is_waiting(self) -> bool:
         """Whether an inference is in flight."""
         return self._asking.request is not None
+
+    @property
+    def stands_for_policy(self) -> bool:
+        """Whether the robot stands because the policy is too slow; not while one answers for the first time."""
+        return self.is_running and self.hold is not None and self.hold.code in TOO_SLOW
 
     def obstruct(self, code: str, text: str) -> None:
         """Something outside (a lost link, a compile) forbids motion until ``clear`` of the same code."""

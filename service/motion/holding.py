@@ -29,6 +29,8 @@ TRIES = 25
 
 # Holds that end when the policy gives a usable chunk; all others end when what they name is back.
 OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starved"})
+# Holds that say that the policy is too slow; one may give way to another while the robot stands all the time.
+TOO_SLOW = frozenset({"inference_slow", "action_stale", "policy_late", "starved"})
 
 
 class Holding:

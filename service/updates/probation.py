@@ -25,6 +25,8 @@ class ProbationSettings:
         step: how far a command may change from one tick to the next, as a part of the joint's range; at least 1.5 times
             what the policy before did.
         starvations: how often it may let the queue run dry.
+        standing: how long the robot may stand because of it, in all: a queue runs dry once, but a robot of which every
+            chunk comes too late does not move again.
         missed: part of all its ticks that may be missed (two in any case), be it at once: a machine that others use,
             too, stands still for a moment now and then, and a robot meanwhile.
     """
@@ -33,6 +35,7 @@ class ProbationSettings:
     patience: float = 60.0
     step: float = 0.15
     starvations: int = 2
+    standing: float = 2.0
     missed: float = 0.02
 
 
@@ -112,10 +115,12 @@ class Probation:
         """Code and text of why it must not stay, or None when its time is over. Only time in which it runs counts."""
         settings, drive, session = self._settings, self.drive, self._session
         pause = min(0.1, settings.seconds / 10)
-        ran, still_since = 0.0, time.monotonic()
+        ran, stood, still_since, looked_at = 0.0, 0.0, time.monotonic(), time.monotonic()
         try:
             while ran < settings.seconds:
                 done, _ = await asyncio.wait([self._trouble], timeout=pause)
+                # What this process itself slept is no policy's fault.
+                since, looked_at = min(time.monotonic() - looked_at, 2 * pause), time.monotonic()
                 if done:
                     return self._trouble.result()
                 if session.is_over or session.stage is Stage.DELETED:
@@ -124,8 +129,13 @@ class Probation:
                     return None
                 if (found := self._of_session() or self._of_figures()) is not None:
                     return found
-                if session.stage is Stage.RUNNING and drive.control.hold is None:
-                    ran, still_since = ran + pause, time.monotonic()
+                if session.stage is Stage.RUNNING and drive.control.stands_for_policy:
+                    stood, still_since = stood + since, looked_at
+                    if stood > settings.standing:
+                        text = f"the robot stood for {stood:.1f} s on its probation, because its actions came too late"
+                        return "starved", f"{text}; {settings.standing:g} s are allowed"
+                elif session.stage is Stage.RUNNING and drive.control.hold is None:
+                    ran, still_since = ran + pause, looked_at
                 elif time.monotonic() - still_since > settings.patience:
                     # A robot that stands still proves nothing, and must not keep other robots' policies waiting.
                     return None

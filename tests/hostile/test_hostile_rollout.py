@@ -20,6 +20,7 @@ QUICK = {
     "ROBOJAX_UPDATE_PROBATION": "2",
     "ROBOJAX_UPDATE_SLOW": "100",  # what a busy machine takes from an inference speaks against no policy here
     "ROBOJAX_UPDATE_POLL": "0",
+    "ROBOJAX_STUCK_AFTER": "2",
 }
 BUSY = "import time; end = time.monotonic() + 20\nwhile time.monotonic() < end: sum(range(10_000))"
 
@@ -104,9 +105,8 @@ async def test_a_rollback_under_load_costs_nobody_a_tick_and_the_next_push_comes
     policy = Pushed(tmp_path / "policy")
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
         arms: list[Arm] = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(4)]
-        for one in arms:
-            mode = "swap" if one in arms[:2] else "off"
-            await one.go(policy=str(policy.folder), auto_update=mode, rate=25)
+        modes = dict.fromkeys(arms[:2], "swap") | dict.fromkeys(arms[2:], "off")
+        await asyncio.gather(*(one.go(2, policy=str(policy.folder), auto_update=modes[one], rate=25) for one in arms))
 
         async def figures(name: str) -> dict[str, int]:
             return {one.id: (await server.get(f"/sessions/{one.id}"))["stats"][name] for one in arms}
@@ -142,6 +142,44 @@ async def test_a_rollback_under_load_costs_nobody_a_tick_and_the_next_push_comes
         assert kept_away == {bad["sha"]: "not_finite", worse["sha"]: "policy_failed"}
         for one in arms:
             await one.moves(2)
+
+
+# How a policy begins to fail on its probation -> why it is taken back.
+REASONS = {"wild": "wild", "jump": "jump", "late": "starved", "hang": "stuck"}
+
+
+async def test_whatever_a_policy_does_on_its_probation_it_goes_and_the_robots_beside_it_move_on(tmp_path: Path) -> None:
+    policy = Pushed(tmp_path / "policy")
+    async with serving(tmp_path) as server, AsyncExitStack() as stack:
+        trying, *others = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(3)]
+        modes = {trying: "swap"} | dict.fromkeys(others, "off")
+        await asyncio.gather(*(one.go(2, policy=str(policy.folder), auto_update=modes[one], rate=25) for one in modes))
+        first = (await server.get("/sessions/arm0"))["stats"]["policy_commit"]
+        expected = {}
+        with busy():
+            for count, (mode, reason) in enumerate(REASONS.items(), start=1):
+                policy.push(mode)
+                await server.until_on_probation(count)
+                began = time.monotonic()
+                before = {one.id: (await server.get(f"/sessions/{one.id}"))["stats"] for one in others}
+                policy.fail()
+                bad = await server.until_ended(count)
+                assert (bad["result"], bad["reason"]) == ("rolled_back", reason), bad
+                expected[bad["sha"]] = reason
+                assert (await server.get("/sessions/arm0"))["stats"]["policy_commit"] == first
+                for one in others:
+                    now = (await server.get(f"/sessions/{one.id}"))["stats"]
+                    missed = now["missed_ticks"] - before[one.id]["missed_ticks"]
+                    assert missed <= 25 * one.meter.lost(began) + 3, f"{mode}: {one.id} missed {missed} ticks"
+                    await one.moves(2)
+                if mode != "hang":
+                    await trying.moves(2)
+        assert {one["sha"]: one["reason"] for one in await server.get("/quarantine")} == expected
+        # Nobody knows what a policy that hangs has done to its robot: it goes on when somebody says so.
+        assert (await server.get("/sessions/arm0"))["status"] == "error"
+        await trying.ask("restart")
+        await trying.moves(2)
+        assert (await server.get("/sessions/arm0"))["stats"]["policy_commit"] == first
 
 
 async def test_a_server_that_is_killed_on_a_probation_does_not_come_back_with_what_it_tried(tmp_path: Path) -> None:

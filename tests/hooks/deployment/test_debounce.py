@@ -68,7 +68,7 @@ def test_refs_are_held_apart() -> None:
 
 
 def test_waits_after_failures_double_up_to_the_longest() -> None:
-    retries = Retries(10, 35)
+    retries = Retries(10.0, 35.0)
     assert retries.may("a", 0.0)
     ends = []
     for _ in range(4):
@@ -76,5 +76,7 @@ def test_waits_after_failures_double_up_to_the_longest() -> None:
         ends.append(next(end for end in range(100) if retries.may("a", end)))
     assert ends == [10, 20, 35, 35]
     assert retries.may("b", 0.0)
+    for _ in range(1100):  # of six weeks
+        retries.failed("a", 0.0)
     retries.forget("a")
     assert retries.may("a", 0.0)

@@ -1,5 +1,7 @@
 import asyncio
 import logging
+import shutil
+import sqlite3
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +15,7 @@ from hooks.deployment import FolderSource, HubLimits, HubSource
 from hooks.deployment.debounce import DELIVERIES
 from hooks.errors import SourceError, StoreError
 from tests.hooks.deployment.world import REPO, SETTINGS, Robot, Verdict, World, policy, pushed, until
-from tests.stub_hub import DeliveryPlan, Receiver
+from tests.stub_hub import DeliveryPlan, Failure, Receiver
 
 
 # The peer: delivers no policies; a handler that loads would load four times.
@@ -410,6 +412,84 @@ async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: 
     assert world.robots["a"].sha == first
     assert (await world.deployments.deploy("a", sha, force=True)).result == "swapped"
     assert world.deployments.quarantine.list() == []
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+async def test_a_process_that_is_killed_in_a_rollback_comes_back_without_what_ran(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
+    step, killed = "rollback" if is_asked else "probation", tmp_path / "killed"
+    go_back = getattr(world.robots, step)
+
+    async def die(*arguments: str) -> Verdict:
+        verdict = await go_back(*arguments)
+        # What is on the disk when the policy before has just taken over, as after a SIGKILL.
+        killed.mkdir()
+        for file in world.database.parent.glob(f"{world.database.name}*"):
+            shutil.copy(file, killed)
+        return verdict
+
+    if not is_asked:
+        world.robots["a"].verdicts["probation"] = Verdict("not_finite", "not a number")
+    monkeypatch.setattr(world.robots, step, die)
+    first, sha = world.robots["a"].sha, world.push(policy(1))
+    await world.idle()
+    if is_asked:
+        await world.deployments.rollback("a")
+    assert world.robots["a"].sha == first
+    monkeypatch.setattr(world, "database", killed / world.database.name)
+    found = world.opened()
+    assert [(one.sha, one.reason) for one in found.quarantine.list()] == [(sha, "interrupted")]
+    found.close()
+
+
+async def test_a_rollback_by_request_does_not_wait_for_a_disk_that_hangs(world: World) -> None:
+    first = world.robots["a"].sha
+    world.push(policy(1))
+    await world.idle()
+    locked = sqlite3.connect(world.database, isolation_level=None)
+    locked.execute("BEGIN IMMEDIATE")
+    asked = asyncio.create_task(world.deployments.rollback("a"))
+    await until(lambda: world.robots["a"].sha == first)
+    assert not asked.done()
+    locked.execute("ROLLBACK")
+    locked.close()
+    assert (await asked).result == "rolled_back"
+
+
+@pytest.mark.parametrize("how", [500, "drop", "hang"])
+async def test_a_rollback_needs_nothing_of_the_hub_and_the_next_push_after_it_is_back_arrives(
+    world: World, monkeypatch: pytest.MonkeyPatch, how: int | str
+) -> None:
+    first = world.robots["a"].sha
+    fail = world.robots.probation
+    away: list[Failure] = []
+
+    async def probation(session_id: str, sha: str) -> Verdict:
+        away.append(world.hub.script(".*", how, times=None))
+        world.robots["a"].verdicts["probation"] = Verdict("not_finite", "not a number")
+        return await fail(session_id, sha)
+
+    monkeypatch.setattr(world.robots, "probation", probation)
+    bad = world.push(policy(1))
+    await world.idle()
+    assert world.results == ["rolled_back"]
+    assert world.robots["a"].sha == first
+    assert away[0].met == 0
+    assert world.deployments.quarantine.get(REPO, bad) is not None
+    # Somebody pushes while nobody can ask what it is.
+    missed = world.push(policy(2))
+    await until(lambda: away[0].met > 0)
+    away[0].times = 0
+    away[0].released.set()
+    await world.idle()
+    monkeypatch.setattr(world.robots, "probation", fail)
+    world.robots["a"].verdicts.clear()
+    good = world.push(policy(3))
+    await world.idle()
+    assert world.results[-1] == "swapped"
+    assert world.robots["a"].sha == good
+    assert world.deployments.quarantine.get(REPO, missed) is None
 
 
 async def test_a_poll_finds_a_push_whose_webhook_was_lost(world: World) -> None:

@@ -107,10 +107,13 @@ async def rigged(
     fade: float = 0.2,
     step: float = 0.15,
     missed: float = 1e3,  # what a busy machine misses speaks against nobody here
+    standing: float = 1e3,  # nor how long it lets a robot wait
     limits: Limits | None = None,
     stuck_after: float = 5.0,
 ) -> AsyncIterator[Rig]:
-    probation = ProbationSettings(seconds=seconds, patience=patience, step=step, missed=missed, starvations=1_000)
+    probation = ProbationSettings(
+        seconds=seconds, patience=patience, step=step, missed=missed, standing=standing, starvations=1_000
+    )
     made = Rig(RolloutSettings(limits or UNHURRIED, patience=patience, fade=fade, probation=probation), stuck_after)
     try:
         yield made
@@ -377,6 +380,44 @@ async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_
         assert f"{allowed} may be" in verdict.text
         assert session.policies.running is not None
         assert session.policies.running.commit == SHA
+
+
+async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_one_whose_robot_stands() -> None:
+    async with rigged(seconds=30.0, patience=1.5, standing=0.5) as rig:
+        session = await rig.running()
+        late = ScriptedPolicy()
+        assert (await rig.prepare(late)).reason is None
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        assert session.drive is not None
+        # Each answer finds all actions of its chunk over, so the queue runs dry only once.
+        late.latency = 1.2 * session.drive.control.pace.chunk / session.drive.control.pace.action_rate
+        verdict = await rig.rollout.probation("s", NEXT)
+        assert verdict.reason == "starved", verdict
+        assert "0.5 s are allowed" in verdict.text
+        assert rig.rollout.followers()[0].sha == SHA
+        sent = len(rig.transport.link.sent)
+        await until(lambda: len(rig.transport.link.sent) > sent + 10)
+
+
+async def test_the_answer_that_ends_a_hold_of_other_things_may_take_its_time() -> None:
+    async with rigged(seconds=1.5, standing=0.1) as rig:
+        session = await rig.running()
+        slow = ScriptedPolicy()
+        assert (await rig.prepare(slow)).reason is None
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        assert session.drive is not None
+        control = session.drive.control
+        slow.latency = 0.5 * control.pace.chunk / control.pace.action_rate
+        judging = asyncio.ensure_future(rig.rollout.probation("s", NEXT))
+        for _ in range(3):
+            control.obstruct("away", "the link is down")
+            await until(lambda: control.hold is not None)
+            control.clear("away")
+            await until(lambda: control.hold is None and control.is_waiting)
+            await asyncio.sleep(slow.latency)
+        verdict = await judging
+        assert verdict.reason is None, verdict
+        assert session.policies.running.commit == NEXT
 
 
 async def test_a_failure_of_the_very_first_inference_is_the_new_policys(watched: Rig) -> None:
