@@ -36,7 +36,7 @@ from benchmarks.fleet_model import Link, Plan, simulate
 from benchmarks.fleet_pace import growing_with
 from benchmarks.measured import RESULTS, quietness, result, write
 from benchmarks.most_robots import most_without_a_miss
-from service.demo.leash import end_with_parent
+from service.leash import end_with_parent
 
 MEASURED = RESULTS / "robots_per_device.json"
 FLEETS = (10, 100, 1_000, 10_000, 100_000)

@@ -28,6 +28,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.malformed_requests import bytes_of, from_documents
 from benchmarks.measured import RESULTS, machine, write
 
@@ -160,17 +162,13 @@ def serve() -> None:
             while await reader.readline():
                 stats = session.status().stats
                 told = {name: stats[name] for name in ("ticks", "missed_ticks", "commands_sent", "tick_lateness_ms")}
-                print(json.dumps(told | {"stage": str(session.stage), "rss": resident()}), flush=True)
+                rss = round(psutil.Process().memory_info().rss / 1e6, 1)
+                print(json.dumps(told | {"stage": str(session.stage), "rss": rss}), flush=True)
 
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
-
-
-def resident() -> float:
-    """Megabytes of this process."""
-    return round(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
 
 
 class _EmptyHub(BaseHTTPRequestHandler):

@@ -12,10 +12,10 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.control_counts import counts_of
 from benchmarks.measured import percentiles
@@ -130,7 +130,7 @@ class Measurement:
             "inference_ms": percentiles(np.concatenate(inference)) if inference else {},
             "frame_age_ms": percentiles(np.concatenate([one.at_ticks.samples for one in ages])) if ages else {},
             "frame_way_ms": percentiles(np.concatenate([one.on_the_way.samples for one in ages])) if ages else {},
-            "rss_mb": round(_rss() / 1e6, 1),
+            "rss_mb": round(psutil.Process().memory_info().rss / 1e6, 1),
             "stood_still": self._standstill.taken(),
         }
 
@@ -142,10 +142,6 @@ def _counts(session: Any) -> dict[str, int]:
         **{f"holds_{reason}": count for reason, count in drive.control.holds.by_reason().items()},
         **{f"frames_{camera}": rate.count for camera, rate in drive.buffer.frames.items()},
     }
-
-
-def _rss() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def server(options: argparse.Namespace) -> None:

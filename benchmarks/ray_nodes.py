@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 PATIENCE = 60.0
 
@@ -86,8 +87,8 @@ class Nodes:
     def kill(self, number: int) -> None:
         """Kill everything of a node at once."""
         for pid in [*descendants(self._nodes[number].pid), self._nodes[number].pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
         self._nodes[number].wait()
 
     def node_of(self, pid: int) -> int | None:
@@ -101,24 +102,15 @@ class Nodes:
 
 def raylets() -> list[int]:
     """Processes of Ray's that look after a node each."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (entry / "cmdline").read_bytes().split(b"\0")[0].endswith(b"raylet/raylet"):
-                found.append(int(entry.name))
-    return found
+    found = psutil.process_iter(["cmdline"])
+    return [one.pid for one in found if (one.info["cmdline"] or [""])[0].endswith("raylet/raylet")]
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process, youngest last."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):
-            parents.setdefault(int(entry.read_text().rsplit(")", 1)[1].split()[1]), []).append(int(entry.parent.name))
-    found = list(parents.get(pid, ()))
-    for one in found:
-        found += parents.get(one, ())
-    return found
+    """Of a process, youngest last; none of one that is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return [one.pid for one in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def _free_port() -> int:

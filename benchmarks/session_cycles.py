@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 from sanic import HTTPResponse, Request
 
 from benchmarks.measured import RESULTS, machine, write
@@ -38,11 +39,6 @@ GROWTH = 0.05
 COUNTED = ("descriptors", "threads", "tasks", "rooms", "sessions")
 
 
-def resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 2)
-
-
 def serve(state: str, log: str, told: Connection) -> None:
     """The server, in a process of its own, with one route more that counts what it holds."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -52,12 +48,13 @@ def serve(state: str, log: str, told: Connection) -> None:
 
     async def count(request: Request[Any, Any]) -> HTTPResponse:
         gc.collect()
+        process = psutil.Process()
         assert app.ctx.table is not None
         return answer(
             {
-                "memory_mb": resident_mb(),
-                "descriptors": len(os.listdir("/proc/self/fd")),
-                "threads": len(os.listdir("/proc/self/task")),
+                "memory_mb": round(process.memory_info().rss / 1e6, 2),
+                "descriptors": process.num_fds(),
+                "threads": process.num_threads(),
                 "tasks": len(asyncio.all_tasks()),
                 "rooms": len(app.ctx.table.rooms),
                 "sessions": len(app.ctx.sessions.list()),

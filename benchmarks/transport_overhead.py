@@ -14,7 +14,6 @@ same bytes each time and unpack no answer (``ask_packed`` of the peer), so that 
 """
 
 import argparse
-import os
 import statistics
 import sys
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.measured import RESULTS, percentiles, quietness, result, write
 from benchmarks.pictures import bars
@@ -68,8 +68,7 @@ def serve() -> None:
 
 def cpu(process: Child) -> float:
     """Seconds of processor time that a process has used."""
-    after = Path(f"/proc/{process.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(after[11]) + int(after[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(psutil.Process(process.process.pid).cpu_times()[:2])
 
 
 def turn(server: Child, clients: list[Child], count: int) -> tuple[list[float], float, float]:

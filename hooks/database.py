@@ -8,10 +8,13 @@ import asyncio
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
+
+from filelock import FileLock, Timeout
 
 from hooks.errors import StoreError
 
@@ -22,6 +25,33 @@ Arguments = ParamSpec("Arguments")
 LOCK_PATIENCE = 10.0
 # The write-ahead log is cut to so many bytes when it begins anew; it would stay as long as it once was.
 LONGEST_LOG = 16 << 20
+
+
+@contextmanager
+def alone(database: Path | None, taken: str) -> Iterator[None]:
+    """Hold the database's lock file, which the system lets go of whenever this process ends.
+
+    Args:
+        taken: what is told when another process holds it.
+
+    Raises:
+        StoreError: another process holds it, or it cannot be made.
+    """
+    if database is None:
+        yield
+        return
+    path = database.with_name(database.name + ".lock")
+    # Inboxes are closed by other threads than those that opened them; a file whose being there is the lock would
+    # outlive a kill.
+    lock = FileLock(path, mode=0o600, blocking=False, thread_local=False, fallback_to_soft=False)
+    try:
+        held = lock.acquire()
+    except Timeout:
+        raise StoreError(f"database {str(database)!r}: {taken}") from None
+    except OSError as error:
+        raise StoreError(f"database {str(database)!r}: its lock file cannot be made ({error.strerror})") from error
+    with held:
+        yield
 
 
 class Database:

@@ -9,7 +9,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     """The package's ``__getattr__`` and ``__dir__`` (https://peps.python.org/pep-0562).
 
     Type checkers follow neither: the package imports the same names under ``TYPE_CHECKING``, and lists them in
-    ``__all__``.
+    ``__all__``. The package lazy_loader knows neither names that another package has nor errors that say what to
+    install, and its ``dir()`` has the public names alone.
 
     Args:
         package: its ``__name__``.

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # no such locks on this system
-    fcntl = None
+from filelock import FileLock, Timeout
 
 from service.auth.watched import FileUnusable, read_regular
 from service.settings import Settings, SettingsError
@@ -33,23 +30,21 @@ def alone_in(folder: Path) -> Iterator[None]:
     Raises:
         StateTaken: another one works on it, or it cannot be made.
     """
+    lock = FileLock(folder / "server.lock", mode=0o600, blocking=False, thread_local=False, fallback_to_soft=False)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        held = lock.acquire()
+    except Timeout:
+        raise StateTaken(
+            f"state folder {str(folder)!r}: another server works on it; end that one, or give this one a folder of "
+            "its own"
+        ) from None
     except OSError as error:
-        raise StateTaken(f"state folder {str(folder)!r}: {error.strerror}; name another one with --state") from error
-    try:
-        try:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StateTaken(
-                f"state folder {str(folder)!r}: another server works on it; end that one, or give this one a folder of "
-                "its own"
-            ) from None
+        raise StateTaken(
+            f"state folder {str(folder)!r}: its server.lock cannot be made ({error.strerror}); name another one with "
+            "--state"
+        ) from error
+    with held:
         yield
-    finally:
-        os.close(lock)
 
 
 def usual_state(port: int) -> str:

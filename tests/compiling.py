@@ -9,7 +9,9 @@ import jax._src.compiler
 
 # Fusions are written to LLVM directly and not through MLIR, and LLVM gets all of them at once: together with JAX's own
 # switch a seventh of the time to compile a step of training, the same mathematics.
-OPTIONS: dict[str, bool | int] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+OPTIONS: dict[str, bool | int] = {"xla_cpu_parallel_codegen_split_count": 1}
+if jax.__version_info__ < (0, 11):  # later ones always go through MLIR
+    OPTIONS["xla_cpu_use_fusion_emitters"] = False
 # The same for a process that a test starts.
 FLAGS = tuple(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 

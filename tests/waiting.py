@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+
 Found = TypeVar("Found")
 
 
@@ -15,3 +17,11 @@ async def until(claim: Callable[[], Found], within: float = 30.0) -> Found:
         assert time.monotonic() < end, f"it did not come true within {within:g} s"
         await asyncio.sleep(0.002)
     return found
+
+
+def lives(process: int) -> bool:
+    """Whether there is such a process, other than one that has ended and that nobody asked about."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

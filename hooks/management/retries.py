@@ -1,12 +1,12 @@
 """When a call that failed may be tried again: after how long, or never."""
 
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 
 from huggingface_hub.utils import parse_ratelimit_headers
 
 from hooks.errors import HubTrouble
 from hooks.management.trouble import HubRefused, HubSilent, HubUnreachable
+from hooks.sending.schedule import retry_after
 
 ATTEMPTS = 4
 FIRST_WAIT = 0.5  # seconds; doubled from attempt to attempt
@@ -45,10 +45,4 @@ def asked_to_wait(headers: Mapping[str, str], *, now: float) -> float | None:
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
-    asked = next((value.strip() for name, value in headers.items() if name.lower() == "retry-after"), "")
-    if asked.isascii() and asked.isdigit():
-        return float(asked)
-    try:
-        return max(parsedate_to_datetime(asked).timestamp() - now, 0.0)
-    except (ValueError, TypeError):
-        return None
+    return retry_after(next((value for name, value in headers.items() if name.lower() == "retry-after"), None), now)

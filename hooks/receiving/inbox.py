@@ -1,20 +1,15 @@
 """The log of events in a SQLite file, which a receiver writes and any other process may read and replay from."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
-from hooks.database import Database
-from hooks.errors import StoreError
+from hooks.database import Database, alone
 from hooks.receiving import ledger, records
 from hooks.receiving.event import Event
 from hooks.receiving.settings import DAY
-
-try:
-    import fcntl
-except ImportError:  # Windows has none; there, two receivers on one file are not found out
-    fcntl = None
 
 
 class Inbox:
@@ -29,7 +24,7 @@ class Inbox:
     def __init__(self, path: str | Path | None):
         self.path = None if path is None else Path(path)
         self.database = Database(path, records.SCHEMA)
-        self._lock: IO[str] | None = None
+        self._owned = ExitStack()
 
     def own(self) -> None:
         """Be the one receiver of this file, until it is closed or the process ends.
@@ -37,21 +32,8 @@ class Inbox:
         Raises:
             StoreError: another one has it: both would run the same events.
         """
-        if self.path is None or fcntl is None:
-            return
-        try:
-            lock = open(self.path.with_name(self.path.name + ".lock"), "a")  # noqa: SIM115 (held until close)
-        except OSError as error:
-            raise StoreError(f"database {str(self.path)!r}: its lock file cannot be made ({error.strerror})") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            raise StoreError(
-                f"database {str(self.path)!r}: another receiver works on it; end that one, give this one a file of its "
-                "own, and serve with one worker process"
-            ) from error
-        self._lock = lock
+        taken = "another receiver works on it; end that one, give this one a file of its own, and serve with one "
+        self._owned.enter_context(alone(self.path, taken + "worker process"))
 
     def list(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
@@ -87,9 +69,7 @@ class Inbox:
     def close(self) -> None:
         """Let go of the file."""
         self.database.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._owned.close()
 
     def __enter__(self) -> Self:
         return self

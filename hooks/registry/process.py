@@ -149,7 +149,10 @@ def _signal(group: int, number: int) -> bool:
 
 
 def _born(process: int) -> str:
-    """When a process began, in the kernel's ticks: a number and this together are never given twice."""
+    """When a process began, in the kernel's ticks: a number and this together are never given twice.
+
+    What psutil tells follows the system's clock, and is another number for the same process once that was set.
+    """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -10,11 +10,10 @@ from typing import Any
 
 from sanic import Blueprint
 
-from hooks.database import Database
+from hooks.database import Database, alone
 from hooks.errors import HooksError, StoreError
 from hooks.payload import WebhookPayload
 from hooks.registry import events
-from hooks.registry.alone import alone
 from hooks.registry.folder_log import note_content
 from hooks.registry.job_courier import JobCourier
 from hooks.registry.jobs import load_jobs
@@ -118,7 +117,9 @@ class Registry:
             StoreError: the database cannot be used, or another process uses it.
         """
         settings = self.settings
-        with alone(settings.database), closing(Database(settings.database, SCHEMA)) as database:
+        # Two senders on one queue would send everything twice.
+        taken = "another process sends from it; end that, run one process, or give this one another file"
+        with alone(settings.database, taken), closing(Database(settings.database, SCHEMA)) as database:
             aside = settings.database and settings.database.with_name(settings.database.name + ".jobs")
             posts = PostCourier(self._rules, timeout=settings.timeout, resolve=self._resolve)
             jobs = JobCourier(self._jobs, aside, settings.jobs_at_once)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
@@ -24,25 +25,15 @@ from jaxmodels.errors import DatasetError
 
 # How the folder of one that is not finished ends; before it are the folder's name and who writes it.
 PARTIAL = ".partial"
-_WRITER = re.compile(r"(\d{1,10})-[0-9a-f]{8}")
+_WRITER = re.compile(r"(\d{1,9})-[0-9a-f]{8}")
 
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what writers of this folder left that were killed; those at work on this machine keep theirs."""
     for path in folder.parent.glob(f"{glob.escape(folder.name)}.*{PARTIAL}"):
         who = _WRITER.fullmatch(path.name[len(folder.name) + 1 : -len(PARTIAL)])
-        if who is not None and not path.is_symlink() and not _is_alive(int(who[1])):
+        if who is not None and not path.is_symlink() and not psutil.pid_exists(int(who[1])):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    return True
 
 
 class DatasetWriter:

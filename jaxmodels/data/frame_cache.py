@@ -1,25 +1,20 @@
 """Decoded, resized frames of a dataset in one file per camera, mapped into memory; made once, then only read."""
 
-import contextlib
 import hashlib
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from jaxmodels.caches import cache_folder
 from jaxmodels.data.dataset import Dataset
 from jaxmodels.data.frames import resize_frames
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None
 
 VARIABLE = "ROBOJAX_FRAME_CACHE"
 # Of all datasets together. A 96x96 frame has 28 kB, one of 480x640 0.9 MB.
@@ -62,7 +57,7 @@ def cached_frames(
     wanted = int(np.prod(shape))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(path.with_suffix(".lock")):
+        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # two would decode everything twice
             if not (path.is_file() and path.stat().st_size == wanted):
                 if not _make_room(folder, wanted, limit):
                     logger.info("%s: %s is decoded anew for each batch: its frames have %d bytes and the cache's limit "
@@ -136,12 +131,3 @@ def _make_room(folder: Path, wanted: int, limit: int) -> bool:
         oldest.unlink(missing_ok=True)  # whoever reads it keeps what is mapped
         free += sizes.pop(oldest)
     return True
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While this process has the file: two would decode everything twice."""
-    with path.open("w") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -4,19 +4,18 @@ The file holds SHA-256 hashes. A key is 256 random bits, so there is nothing to 
 protect, and every request can afford to be checked.
 """
 
-import fcntl
 import hashlib
 import hmac
 import json
 import math
-import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from service.auth.caller import Caller
 from service.auth.roles import Role
@@ -143,24 +142,15 @@ class KeyFile:
         return gone[0]
 
     def _change(self, change: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
-        with self._alone():
-            keys = change(self.known())
-            write_private(self.path, json.dumps({"keys": [_entry(key) for key in keys]}, indent=1).encode() + b"\n")
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Two commands at a time must not lose each other's key."""
-        lock = self.path.with_name(f".{self.path.name}.lock")
+        # Two commands at a time must not lose each other's key.
+        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), mode=0o600, fallback_to_soft=False)
         try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600)
+            held = lock.acquire()
         except OSError as error:
             raise FileUnusable(f"the file of keys {str(self.path)!r} cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+        with held:
+            keys = change(self.known())
+            write_private(self.path, json.dumps({"keys": [_entry(key) for key in keys]}, indent=1).encode() + b"\n")
 
 
 def _entry(key: Key) -> dict[str, Any]:

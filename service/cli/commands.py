@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from service.cli.failure import Code, fail
+
 # name -> (module, what in it: a Typer app or a function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("service.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
@@ -40,6 +42,32 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("service.cli.train", "app", "Train a policy on a LeRobotDataset; flags as of lerobot-train."),
     "transport": ("service.cli.transport", "transport", "Run a rooms server alone."),
 }
+
+# What these need beside the package itself, and what of it can be missing.
+EXTRAS = {
+    "demo": "sim",
+    "record-demo": "sim,recording",
+    "eval": "sim",
+    "recordings": "recording",
+    "replay": "recording",
+    "train": "training",
+    "robot": "robot",
+}
+OPTIONAL = frozenset(
+    (
+        "cv2",
+        "lz4",
+        "matplotlib",
+        "mcap",
+        "mujoco",
+        "pyarrow",
+        "scservo_sdk",
+        "serial",
+        "tensorboardX",
+        "yaml",
+        "zstandard",
+    )
+)
 
 
 class Commands(TyperGroup):
@@ -87,7 +115,24 @@ def main() -> None:
     )
     app.callback()(robojax)
     command = typer.main.get_command(app)
-    sys.exit(command(prog_name="robojax"))
+    try:
+        sys.exit(command(prog_name="robojax"))
+    except ModuleNotFoundError as error:
+        called, missing = (
+            next((word for word in sys.argv[1:] if word in EXTRAS), None),
+            (error.name or "").split(".")[0],
+        )
+        if called is None or missing not in OPTIONAL:
+            raise
+        try:
+            fail(
+                Code.USAGE,
+                f"robojax {called} needs more than is installed",
+                f"{missing} is not there",
+                f"pip install 'robojax[{EXTRAS[called]}]'",
+            )
+        except typer.Exit as ended:
+            sys.exit(ended.exit_code)
 
 
 def robojax(

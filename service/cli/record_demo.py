@@ -58,10 +58,6 @@ def record_demo(
                 bar.advance(row)
     except KeyboardInterrupt:
         fail(Code.CHECK, "nothing was recorded", f"ended after {len(seeds)} of {episodes}", "run it again")
-    except ModuleNotFoundError as error:
-        fail(
-            Code.USAGE, "nothing was recorded", f"{error.name} is not installed", "pip install 'robojax[sim,recording]'"
-        )
     except JaxModelsError as error:
         fail(Code.USAGE, "nothing was recorded", str(error), "mend that, and run it again")
     except (OSError, RuntimeError) as error:

@@ -65,7 +65,7 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "service.demo.leash",
+            "service.leash",
             str(os.getpid()),
             module,
             *arguments,

@@ -17,9 +17,9 @@ import numpy as np
 
 from service.demo.arm import CAMERA, FRAME, RATE, Arm
 from service.demo.expert import Kinematics, plan, targets
-from service.demo.leash import end_with_parent
 from service.demo.tasks import TASKS, Task, TaskName
 from service.demo.units import JOINTS, to_radians, to_wire
+from service.leash import end_with_parent
 
 ROBOT = "so100_simulated"
 # The expert's hand is pushed while it reaches, and what is recorded is where it wanted to go: so the policy sees how

@@ -8,6 +8,7 @@ step, whatever it gives is dropped, and others go on without it.
 
 import asyncio
 import concurrent.futures
+import inspect
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 import jaxmodels
 from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError
+from service.leash import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +42,14 @@ ALONE = 10.0
 BESIDE = 4
 # What a child may write; of what a policy needs, a few thousand bytes.
 _TOLD = 1 << 18
-# The limits stand before anything is imported. It ends with the thread that waits for it, which its process' death is
-# the end of, too; and, where the system has no such signal, when nobody holds the other end of its input any more.
-_BEGINNING = """
-import os, resource, sys, threading
+# The limits stand before anything else is imported. It ends with the thread that waits for it, which its process' death
+# is the end of, too; and, where the system has no such signal, when nobody holds the other end of its input any more.
+_BEGINNING = f"""
+import ctypes, os, resource, signal, sys, threading
+{inspect.getsource(end_with_parent)}
 parent, memory, seconds, told = map(int, sys.argv[1:5])
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() != parent:
-    os._exit(1)
-def end_with_parent():
+end_with_parent(parent, signal.SIGKILL)
+def end_when_alone():
     while os.read(0, 1):
         pass
     os._exit(1)
@@ -61,7 +60,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 os.nice(5)
 threading.stack_size(1 << 18)
-threading.Thread(target=end_with_parent, daemon=True).start()
+threading.Thread(target=end_when_alone, daemon=True).start()
 sys.path[:] = sys.argv[5].split(chr(0x1f))
 """
 _READING = """

@@ -1,13 +1,14 @@
 """Policies' files on a machine that was sent them, in a folder each that is named by the hash of what is in it."""
 
-import fcntl
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+
+from filelock import FileLock
 
 from jaxmodels.errors import CheckpointError
 from service.policy_files.listing import Digest, Listing, is_like
@@ -32,10 +33,10 @@ def find_kept(cache: Path, listing: Listing, fetch: Callable[[str], Iterable[byt
     listing.check()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = cache / listing.sha
-    with _alone(cache / f".{listing.sha}.lock"):
+    with FileLock(cache / f".{listing.sha}.lock", fallback_to_soft=False):
         if not is_like(folder, listing):
             shutil.rmtree(folder, ignore_errors=True)  # damaged on the disk
-            with _alone(cache / ".room.lock"):
+            with FileLock(cache / ".room.lock", fallback_to_soft=False):
                 _make_room(cache, time.time())
             _write(listing, folder, fetch)
         os.utime(folder)
@@ -70,10 +71,3 @@ def _make_room(cache: Path, now: float) -> None:
         if there > KEPT and now - used_at > IN_USE:
             shutil.rmtree(folder, ignore_errors=True)
             there -= size
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -5,9 +5,9 @@ import os
 import platform
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
+import psutil
 from sanic import HTTPResponse
 
 from service.auth.caller import caller_of
@@ -103,7 +103,7 @@ async def get_system_info(request: Request) -> HTTPResponse:
             "load_average": [round(load, 2) for load in os.getloadavg()],
             "pid": os.getpid(),
             "threads": threading.active_count(),
-            "memory_mb": _resident_megabytes(),
+            "memory_mb": round(psutil.Process().memory_info().rss / 1e6, 1),
             "uptime": round(time.monotonic() - context.started_at, 3),
             "sessions": {session.id: str(session.stage) for session in context.sessions.list()},
             "engine": context.sessions.engine.facts(),
@@ -130,14 +130,6 @@ def _limit(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 100_000):
         raise InvalidRequest("limit should be a whole number from 1 to 100000", ("query", "limit"))
     return int(text)
-
-
-def _resident_megabytes() -> float | None:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # no /proc on this system
-        return None
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
 
 
 ROUTES = (

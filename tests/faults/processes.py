@@ -29,7 +29,7 @@ class Process:
     def __init__(self, log: Path, module: str, *arguments: str, env: dict[str, str] | None = None):
         self.log = log
         self.url = ""
-        self._command = [sys.executable, "-m", "service.demo.leash", str(os.getpid()), module, *arguments]
+        self._command = [sys.executable, "-m", "service.leash", str(os.getpid()), module, *arguments]
         self._env = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         self._running: subprocess.Popen[bytes] | None = None
         self.began_at = 0.0

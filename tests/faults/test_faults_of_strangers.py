@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.faults.arm import Arm, is_moving
@@ -192,7 +193,7 @@ async def test_f19_garbage_for_the_camera_is_nothing_to_a_robot_that_is_seen(
     arm: Arm = await arms(scripted, script())
     await arm.go()
     began = time.monotonic()
-    ports = _udp_ports(scripted.pid)
+    ports = [one.laddr.port for one in psutil.Process(scripted.pid).net_connections("udp")]
     assert ports
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
         for number in range(10_000):
@@ -204,22 +205,6 @@ async def test_f19_garbage_for_the_camera_is_nothing_to_a_robot_that_is_seen(
     await _is_unmoved(arm, time.monotonic() - 0.2)
     assert scripted.is_alive
     assert arm.history.statuses[-1].ended > began
-
-
-def _udp_ports(pid: int) -> list[int]:
-    """Ports that a process receives datagrams on."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(entry.readlink().name.removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    found = []
-    for line in Path("/proc/net/udp").read_text().splitlines()[1:]:
-        words = line.split()
-        if words[9] in inodes:
-            found.append(int(words[1].rsplit(":", 1)[1], 16))
-    return found
 
 
 async def test_f12_a_full_disk_ends_the_recording_and_never_the_control(

@@ -186,10 +186,7 @@ def test_a_client_closed_by_another_thread_is_opened_again(stub, client):
     [
         ({}, None),
         ({"Retry-After": "7"}, 7.0),
-        ({"retry-after": "0"}, 0.0),
-        ({"Retry-After": "Wed, 21 Oct 2015 07:28:10 GMT"}, 10.0),
-        ({"Retry-After": "Wed, 21 Oct 2015 07:27:00 GMT"}, 0.0),
-        ({"Retry-After": "soon"}, None),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:10 GMT"}, 10.0),
         ({"RateLimit": '"api";r=0;t=55', "Retry-After": "3"}, 55.0),
         ({"RateLimit": '"api";r=9;t=55'}, None),
     ],

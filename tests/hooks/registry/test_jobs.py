@@ -26,6 +26,7 @@ from hooks.sending.outcome import Destination, Outcome, Parcel
 from tests.hooks.registry.serving import settings
 from tests.hooks.sending.target import until
 from tests.pauses import Pauses
+from tests.waiting import lives
 
 PARCEL = Parcel("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -124,13 +125,6 @@ async def test_a_program_that_is_not_there_is_a_failed_attempt(tmp_path: Path) -
     assert outcome.error == "job 'old' is not in the operator's file any more"
 
 
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def sleepers(marks: Path) -> str:
     """A job that ignores the polite signal, with a child that does too; both say who they are."""
     return f"""
@@ -165,7 +159,7 @@ def test_the_time_limit_ends_the_whole_process_group(tmp_path: Path, monkeypatch
     assert b"asleep" in ended.output
     processes = [int(path.name) for path in (tmp_path / "marks").iterdir()]
     assert len(processes) == 2
-    assert not any(is_alive(process) for process in processes)
+    assert not any(lives(process) for process in processes)
 
 
 def test_what_a_job_leaves_in_the_background_ends_with_it(tmp_path: Path, pauses: Pauses) -> None:
@@ -175,7 +169,7 @@ def test_what_a_job_leaves_in_the_background_ends_with_it(tmp_path: Path, pauses
     ended = run_process((sys.executable, "-c", code), tmp_path, {}, timeout=30, max_output=100, stop=threading.Event())
     assert (ended.status, ended.error) == (0, None)
     assert pauses.running(began) < 5
-    assert not any(is_alive(int(path.name)) for path in (tmp_path / "marks").iterdir())
+    assert not any(lives(int(path.name)) for path in (tmp_path / "marks").iterdir())
 
 
 # Through the registry.
@@ -236,7 +230,7 @@ async def test_when_the_server_stops_its_jobs_end_within_two_seconds_and_are_run
         began = time.monotonic()
     assert pauses.running(began) < 2
     processes = [int(path.name) for path in (tmp_path / "marks").iterdir()]
-    assert not any(is_alive(process) for process in processes)
+    assert not any(lives(process) for process in processes)
     async with running(tmp_path, "print('again')") as (registry, webhook):
         entry = await finished(registry, webhook)
         assert [attempt["excerpt"] for attempt in entry["attempts"]] == ["again\n"]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -156,6 +157,6 @@ def test_it_ends_in_order_and_its_ray_with_it(server: Server) -> None:
     assert "Traceback" not in told
     assert "SIGTERM received" not in told
     deadline = time.monotonic() + 100
-    while any(Path(f"/proc/{pid}").exists() for pid in engines.values()):
+    while any(map(psutil.pid_exists, engines.values())):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -11,6 +11,7 @@ import pytest
 
 from service.demo import children
 from service.demo.children import ChildDied, child
+from tests.waiting import lives
 
 SLEEPER = "import time\nprint('up')\ntime.sleep(60)\n"
 
@@ -20,11 +21,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose modules children can run."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
-
-
-def is_gone(process_id: int) -> bool:
-    status = Path(f"/proc/{process_id}/stat")
-    return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 async def test_lines_arrive_as_they_are_written_and_end_with_the_child(modules: Path):
@@ -94,8 +90,8 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(modules: Path):
         orphan = int(parent.stdout.readline())
         parent.kill()
     deadline = time.monotonic() + 30
-    while not is_gone(orphan) and time.monotonic() < deadline:
+    while lives(orphan) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if not is_gone(orphan):
+    if lives(orphan):
         os.kill(orphan, signal.SIGKILL)
         pytest.fail("the child lives on")
