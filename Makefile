@@ -1,6 +1,8 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each sets up everything it needs, once.
 
-PYTHON ?= python3
+# The first of these that can run the demo: for Python 3.13 a package of the simulated arm has no wheel.
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+PYTHON ?= $(firstword $(foreach python,python3 python3.12 python3.11,$(shell $(python) -c '$(FITS)' 2>/dev/null && echo $(python))) python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 # Headless rendering of the simulated arm: EGL over Mesa's software rasteriser.
@@ -9,7 +11,7 @@ DEBIAN_PACKAGES := libegl1 libgles2 libgl1-mesa-dri
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint types setup setup-dev peers rendering clean
+.PHONY: help demo test faults lint licences types setup setup-dev peers rendering packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
@@ -58,6 +60,13 @@ lint: setup-dev ## ruff: style and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
+# An allowed word is not enough where another licence is added to it.
+LICENCES := MIT;Apache;BSD;PSF;Python Software Foundation;ISC;MPL;Mozilla;Unlicense;Zlib;CC0;Public Domain
+REFUSED := GPL;Affero;Proprietary;UNKNOWN
+licences: setup-dev ## whether all that is installed may be used by everybody (docs/dependencies.md)
+	@$(BIN)/pip-licenses --from=mixed --partial-match --allow-only='$(LICENCES)' >/dev/null
+	@$(BIN)/pip-licenses --from=mixed --partial-match --fail-on='$(REFUSED)' >/dev/null
+
 types: setup-dev ## pyright
 	@$(BIN)/pyright
 
@@ -65,7 +74,7 @@ setup: $(VENV)/.robojax-demo ## environment and packages for the demo
 setup-dev: $(VENV)/.robojax-dev ## the same with the tools of developers
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"robojax needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}. Try: make demo PYTHON=python3.12")'
+	@$(PYTHON) -c '$(FITS)' || { echo "robojax: the demo and the tests need Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version 2>&1). Install one of them, or name it: make demo PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "robojax: making the environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { echo "robojax: python's venv module failed; on Debian: apt-get install python3-venv"; exit 1; }
 
@@ -94,6 +103,9 @@ rendering: setup
 	  else \
 	    echo "robojax: no headless OpenGL here. On Debian or Ubuntu: sudo apt-get install $(DEBIAN_PACKAGES)"; \
 	  fi; }
+
+packages: ## a wheel and an sdist, installed in fresh environments, and the demo from the wheel alone
+	@.ci/packages
 
 clean: ## remove the environment and caches of this checkout
 	@rm -rf $(VENV) .pytest_cache .ruff_cache

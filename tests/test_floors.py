@@ -1,11 +1,15 @@
-"""Versions below which a dependency has a known vulnerability."""
+"""Versions below which a dependency has a known vulnerability, and the page that lists all dependencies."""
 
+import re
+import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+ROOT = Path(__file__).parent.parent
 FLOORS = {"aiohttp": "3.14.4", "av": "18.1", "PyJWT": "2.15", "huggingface_hub": "2.4"}
 
 
@@ -24,3 +28,18 @@ def test_the_distribution_asks_for_at_least_the_floor(package: str, floor: str) 
     lower = [Version(s.version) for s in ours[0].specifier if s.operator == ">="]
     assert lower, f"{ours[0]} has no floor"
     assert max(lower) >= Version(floor)
+
+
+def test_the_page_of_the_dependencies_lists_each_of_them_with_the_extras_that_have_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: texts for name, texts in project["optional-dependencies"].items() if name != "dev"}
+    wanted: dict[str, set[str]] = {Requirement(text).name: set() for text in project["dependencies"]}
+    for extra, texts in extras.items():
+        for name in (Requirement(text).name for text in texts):
+            if name not in wanted or wanted[name]:  # not what is always installed, and has an extra of its own
+                wanted.setdefault(name, set()).add(extra)
+    rows = re.findall(
+        r"^\| ([\w.-]+) \| ([^|]*)(?:\|[^|]*){4}\|$", (ROOT / "docs" / "dependencies.md").read_text(), re.M
+    )
+    told = {name: set(re.findall(r"`(\w+)`", why)) & set(extras) for name, why in rows if name != "Package"}
+    assert told == wanted

@@ -71,6 +71,32 @@ def test_the_version_is_told(robojax):
     assert (told.returncode, told.stdout.split()[0]) == (0, "robojax")
 
 
+# A module that is None cannot be imported, as one that is not installed cannot.
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+sys.argv = ["robojax", *sys.argv[2:]]
+from service.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("mujoco", ("demo", "--episodes", "1"), "sim"),
+        ("pyarrow", ("replay", "no.mcap", "--policy", "no"), "recording"),
+    ],
+)
+def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(environment, missing, arguments, extra):
+    command = [sys.executable, "-c", WITHOUT, missing, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"robojax[{extra}]" in done.stderr
+    assert missing in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments", [("fly",), ("serve", "--colour", "red"), ("check",), ("stop",), ("stop", "a", "--all")]
 )
