@@ -4,6 +4,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -15,11 +17,12 @@ import aiohttp
 import pytest
 
 from robojax.robot.follower import Follower, plain
+from service import signal_guard
 from service.app import create_app
 from service.serving import listen, serving
 from service.settings import Settings
 from tests.faults.arm import Arm, arm, is_moving
-from tests.faults.processes import Process, process, rooms, server
+from tests.faults.processes import ROOT, Process, process, rooms, server
 from tests.faults.proxy import fault_proxy
 from tests.faults.robot import JOINTS, PERIOD
 from tests.faults.script import Script, load, read
@@ -113,7 +116,8 @@ async def test_a_blocked_loop_is_logged_with_its_place_and_counted_while_the_rob
     assert held_at - began <= PATIENCE + 0.2 + arm.meter.worst(began)
     assert " in block (faults/scripted_server.py:" in await _until_logged(place, said, "loop is blocked since")
     await _until_logged(place, said, "loop was blocked for")
-    await arm.until(is_moving)
+    # The first look after the block may be answered before the first tick after it.
+    await arm.until(lambda session: is_moving(session) and "paused" in session["stats"]["holds"])
     after = await _figures(place.server.url)
     assert after["loop_blocked_total"] >= before["loop_blocked_total"] + 1
     # In C as long as the machine makes it: it counts.
@@ -264,3 +268,44 @@ def test_sigterm_ends_a_server_that_is_blocked_in_python_and_a_second_one_at_onc
         assert running.ended(30) == -signal.SIGKILL
         assert "its event loop is blocked, and it was asked again" in running.words()
         assert "in block" in running.words()
+
+
+# A process that hears of SIGTERM, or is too busy to, and never ends by itself; its guard has other times.
+DEAF = """
+import signal, sys, time
+from service import signal_guard
+
+signal_guard.__file__ = sys.argv[1]
+guard = signal_guard.SignalGuard()
+signal.signal(signal.SIGTERM, lambda *_: guard.acknowledge() if sys.argv[2] == "hears" else None)
+guard.start((signal.SIGTERM,))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "reaction", "end", "why"),
+    [("hears", 20.0, 0.3, "its end takes too long"), ("is busy", 0.3, 20.0, "its event loop is blocked")],
+)
+def test_who_is_asked_to_end_has_so_long_to_begin_and_so_long_to_be_done(
+    tmp_path: Path, what: str, reaction: float, end: float, why: str
+) -> None:
+    text = Path(signal_guard.__file__).read_text()
+    for name, before, after in (("REACTION", signal_guard.REACTION, reaction), ("END", signal_guard.END, end)):
+        line = f"\n{name} = {before}\n"
+        assert line in text
+        text = text.replace(line, f"\n{name} = {after}\n")
+    (tmp_path / "guard.py").write_text(text)
+    command = [sys.executable, "-c", DEAF, str(tmp_path / "guard.py"), what]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "ready\n"
+            running.send_signal(signal.SIGTERM)
+            _, said = running.communicate(timeout=10)
+        finally:
+            running.kill()
+    assert running.returncode == -signal.SIGKILL
+    assert f"robojax: {why}, so process {running.pid} is killed" in said

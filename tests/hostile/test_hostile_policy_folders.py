@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 import jaxmodels
@@ -27,7 +28,7 @@ from service.engine.scripted_policy import ScriptedPolicy
 from service.serving import listen, serving
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
-from tests.waiting import until
+from tests.waiting import lives, until
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "service" / "demo" / "policy"
@@ -38,17 +39,7 @@ STUCK = "import time; time.sleep(600)"
 
 def children() -> set[int]:
     """Processes of this one that live."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            found |= set(map(int, (task / "children").read_text().split()))
-    return {pid for pid in found if _is_alive(pid)}
-
-
-def _is_alive(pid: int) -> bool:
-    with suppress(OSError):
-        return (Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) not in "ZX"
-    return False
+    return {child.pid for child in psutil.Process().children() if lives(child.pid)}
 
 
 class Loader:
@@ -346,20 +337,14 @@ def test_a_child_ends_with_its_server_however_that_ends(tmp_path):
     server = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
     try:
         end = time.monotonic() + 30
-        while not (found := _children_of(server.pid)):
+        while not (found := psutil.Process(server.pid).children()):
             assert time.monotonic() < end
             time.sleep(0.01)
         time.sleep(0.3)  # it has begun
         server.send_signal(signal.SIGKILL)
         server.wait()
-        while any(map(_is_alive, found)):
+        while any(lives(child.pid) for child in found):
             assert time.monotonic() < end, "the child lives on"
             time.sleep(0.01)
     finally:
         server.kill()
-
-
-def _children_of(pid: int) -> set[int]:
-    with suppress(OSError):
-        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-    return set()

@@ -1,6 +1,7 @@
 """Files that claim more than they hold, pipes, damage at any byte, a process killed at any moment, two at once."""
 
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -10,11 +11,13 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lz4.frame as lz4
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -41,6 +44,8 @@ __all__ = ["record"]
 ROOT = Path(__file__).parents[2]
 # Bytes that a process may have more than it needs for its imports: what is claimed is far beyond.
 ROOM = 600 << 20
+# Bytes that a file's steps may take while they are read: a chunk of the largest size a few times.
+ENOUGH = 4 * mcap_reader.LARGEST_RECORD
 
 
 def built(*records: Any, about: dict[str, str] | None = None, ended: bool = True) -> bytes:
@@ -68,6 +73,13 @@ def zeros(size: int) -> bytes:
     packing = zstandard.ZstdCompressor(level=3).compressobj(size=size)
     pieces = [packing.compress(bytes(1 << 20)) for _ in range(size >> 20)]
     return b"".join([*pieces, packing.flush()])
+
+
+def windowed(content: bytes) -> bytes:
+    """A frame that wants 128 MiB to be decompressed in, whatever is in it."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=27)
+    packing = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return packing.compress(content) + packing.flush()
 
 
 def message(topic: str, data: bytes) -> bytes:
@@ -137,6 +149,12 @@ CLAIMS: dict[str, tuple[Callable[[], bytes], str]] = {
     "wide": (lambda: built(chunk(message("/events", b"[" + b"[]," * 1_000_000 + b"0]"))), "values; allowed"),
     "another compression": (lambda: built(chunk(b"x", data=b"x", compression="brotli")), "kind 120"),
     "many digits": (lambda: built(chunk(message("/events", b"9" * 100_000))), "digits"),
+    "lz4 of more than it claims": (
+        lambda: built(chunk(b"", 1000, data=lz4.compress(bytes(1 << 29)), compression="lz4")), "has more",
+    ),
+    "a window of 128 MiB": (lambda: built(chunk(b"", 1000, data=windowed(bytes(1000)))), "too much memory"),
+    "a chunk of zeros": (lambda: built(chunk(b"", 64 << 20, data=zeros(64 << 20))), "claims 67108864 bytes"),
+    "a record of 33 MiB": (lambda: built(long_record(5, 33 << 20) + bytes(33 << 20)), "a record of 34603008 bytes"),
 }  # fmt: skip
 
 
@@ -148,10 +166,15 @@ def test_what_a_file_claims_is_not_believed(tmp_path: Path, claim: str) -> None:
     source = McapSource(path)
     source.outcome = mcap_reader.Outcome("off")  # as if its end were whole
     found, said = [], ""
+    tracemalloc.start()
     try:
         found = list(source.steps())
     except RecordingError as error:
         said = str(error)
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < ENOUGH
     assert found == []
     said = said or source.damage or ""
     assert "a.mcap" in said
@@ -182,6 +205,41 @@ def test_what_a_file_is_about_is_checked_value_by_value(tmp_path: Path, name: st
     assert entry.state == "unreadable"
 
 
+def test_what_is_said_of_a_file_is_looked_for_so_far_and_read_up_to_a_size(tmp_path: Path) -> None:
+    path, about = tmp_path / "a.mcap", subject(cameras=()).to_metadata()
+    path.write_bytes(built(about={**about, "more": "a" * mcap_reader.LARGEST_METADATA}))
+    with pytest.raises(RecordingError, match=rf"allowed are {mcap_reader.LARGEST_METADATA}$"):
+        McapSource(path)
+    whole = built(about=about)
+    for count, is_found in ((100, True), (1100, False)):
+        path.write_bytes(whole[: len(MCAP0_MAGIC)] + long_record(0x80, 0) * count + whole[len(MCAP0_MAGIC) :])
+        if is_found:
+            assert McapSource(path).subject.cameras == ()
+        else:
+            with pytest.raises(RecordingError, match="does not say what it is about"):
+                McapSource(path)
+
+
+def test_an_index_at_the_end_has_a_size(tmp_path: Path) -> None:
+    path, start = tmp_path / "a.mcap", len(built(ended=False))
+    with path.open("wb") as file:  # a hole, which the disk keeps nothing of
+        file.write(built(ended=False))
+        file.seek(mcap_reader.LARGEST_SUMMARY + 1, os.SEEK_CUR)
+        end = RecordBuilder()
+        Footer(start, 0, 0).write(end)
+        file.write(end.end() + MCAP0_MAGIC)
+    with pytest.raises(RecordingError, match=f"its index has {mcap_reader.LARGEST_SUMMARY + 1} bytes"):
+        McapSource(path)
+
+
+def test_a_file_has_so_many_episodes(record, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = McapSource(record(episodes=3, size=(16, 16)))
+    assert len({step.episode for step in source.steps()}) == 3
+    monkeypatch.setattr(mcap_reader, "MOST_EPISODES", 2)
+    with pytest.raises(RecordingError, match="more episodes than the 2 allowed"):
+        list(source.steps())
+
+
 def test_gaps_of_years_are_not_filled_with_steps(record, tmp_path: Path) -> None:
     path = record(episodes=1)
     source = McapSource(path)
@@ -189,7 +247,7 @@ def test_gaps_of_years_are_not_filled_with_steps(record, tmp_path: Path) -> None
     late = [(topic, at + (10**18 if number > len(whole) // 2 else 0), found)
             for number, (topic, at, found) in enumerate(whole)]  # fmt: skip
     source.messages = lambda: iter(late)  # type: ignore[method-assign]
-    steps = list(source.steps())
+    steps = list(itertools.islice(source.steps(), 100))  # all of them would not fit into memory
     assert len(steps) == 12
     assert {step.episode for step in steps} == {0, 1}
 
@@ -216,6 +274,18 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
     reading.join(20)
     assert ended, "it waits for somebody to write"
     assert Library(tmp_path).entries() == []
+
+
+def test_of_a_pipe_nothing_is_taken(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "a.mcap")
+    content, pipe = built(), os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(pipe, content)
+        with pytest.raises(RecordingError):
+            McapSource(path)
+        assert os.read(pipe, 1 << 16) == content
+    finally:
+        os.close(pipe)
 
 
 def test_letters_that_drive_a_terminal_are_not_printed(tmp_path: Path) -> None:
@@ -324,8 +394,9 @@ def test_two_exports_into_one_folder_leave_one_whole_dataset_and_what_was_killed
     source, folder = McapSource(record(episodes=1)), tmp_path / "set"
     killed = tmp_path / "set.4194304-0123abcd.partial"  # no process has this number
     (killed / "meta").mkdir(parents=True)
-    foreign = tmp_path / "set.mine.partial"
-    foreign.mkdir()
+    foreign = {"set.mine.partial", "set.9999999999-0123abcd.partial"}  # no system has such a number
+    for name in foreign:
+        (tmp_path / name).mkdir()
     steps = list(source.steps())
     begun, go_on = threading.Event(), threading.Event()
     failures: list[str] = []
@@ -351,7 +422,7 @@ def test_two_exports_into_one_folder_leave_one_whole_dataset_and_what_was_killed
     assert len(failures) == 1
     assert "made by somebody else meanwhile" in failures[0]
     assert len(open_dataset(folder)) == len(steps)
-    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == [foreign.name]
+    assert {path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")} == foreign
 
 
 def test_a_table_that_unfolds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxmodels import memory
 from jaxmodels.checkpoints import diffusers
 from jaxmodels.checkpoints.diffusers_config import read_model_config
 from jaxmodels.checkpoints.diffusers_names import places
@@ -387,6 +388,17 @@ def test_more_layers_than_a_file_can_hold_are_refused_at_once(folder: Path) -> N
     edit(folder / "config.json", num_layers=1 << 60)
     with pytest.raises(ConfigError, match="num_layers is"):
         diffusers.read(folder)
+
+
+def test_weights_that_do_not_fit_into_memory_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(array.nbytes for array in random_weights(SMALL).values())
+    monkeypatch.setattr(memory, "SPARE", 0)
+    monkeypatch.setattr(memory, "free_on_host", lambda: size)
+    assert diffusers.read(folder)[1]
+    for dtype, free in ((None, size - 1), (ml_dtypes.bfloat16, size // 2 - 1)):
+        monkeypatch.setattr(memory, "free_on_host", lambda free=free: free)
+        with pytest.raises(ConfigError, match=r"the weights of model, \d+ tensors\); 0 MB are free on the machine"):
+            diffusers.read(folder, dtype=dtype)
 
 
 def test_configs_of_the_split_classes_have_their_own_defaults() -> None:

@@ -6,8 +6,10 @@ import os
 import shutil
 import struct
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 import jaxmodels
+from jaxmodels.checkpoints import folder as folder_module
 from jaxmodels.checkpoints import lerobot, orbax
 from jaxmodels.checkpoints.folder import PolicyFolder
 from jaxmodels.checkpoints.json_file import read_json
@@ -300,6 +303,69 @@ def test_a_folder_of_any_number_of_files_is_opened_up_to_a_number(policy: Path) 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_folder_with_more_names_than_a_policy_has_is_not_listed_to_its_end(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "ENTRIES", len(list(policy.iterdir())))
+    with PolicyFolder(policy) as opened:
+        assert lerobot.read(opened).weights
+    (policy / "one more").touch()
+    with pytest.raises(CheckpointError, match="entries; wanted a policy's folder"):
+        PolicyFolder(policy)
+
+
+def test_weights_have_the_size_that_the_operator_allows(policy: Path) -> None:
+    size = (policy / "model.safetensors").stat().st_size
+    assert jaxmodels.load_policy(policy, largest=size).needs.device > 0
+    for read in (PolicyFolder, jaxmodels.load_policy):
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {size} bytes, longer than {size - 1}"):
+            read(policy, largest=size - 1)
+
+
+def test_a_folder_is_in_the_roots_whoever_opens_it(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for read in (PolicyFolder, jaxmodels.load_policy, jaxmodels.read_requirements):
+        with pytest.raises(CheckpointError, match="leads out"):
+            read(policy, roots=[tmp_path / "elsewhere"])
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(CheckpointError, match="leads out"):  # not even what is in it is told
+        PolicyFolder(tmp_path / "bare", roots=[tmp_path / "elsewhere"])
+
+
+def test_a_pipe_is_not_even_opened(tmp_path: Path) -> None:
+    """To open a device may be to start it; a pipe lets its writer go on."""
+    pipe = tmp_path / "config.json"
+    os.mkfifo(pipe)
+    writing = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)), daemon=True)
+    writing.start()
+    writing.join(0.05)  # it waits for somebody to read
+    with pytest.raises(CheckpointError, match="wanted a regular file"):
+        folder_module.open_file(pipe)
+    writing.join(0.1)
+    assert writing.is_alive()
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+    writing.join(20)
+    assert not writing.is_alive()
+
+
+def test_a_file_that_becomes_a_pipe_before_it_is_opened_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, look = tmp_path / "config.json", os.stat
+    file.write_text("{}")
+
+    def look_and_exchange(*of: Any, **how: Any) -> os.stat_result:
+        found = look(*of, **how)
+        if Path(of[0]) == file:
+            file.unlink()
+            os.mkfifo(file)
+        return found
+
+    monkeypatch.setattr(os, "stat", look_and_exchange)
+    with pytest.raises(CheckpointError, match="wanted a regular file"):
+        folder_module.open_file(file)
+
+
 def test_weights_that_do_not_fit_the_config_are_refused_before_any_is_in_memory(policy: Path) -> None:
     count = 1 << 40  # 4 TB, had they been read
     header = json.dumps({"huge": entry([count], 0, 4 * count)}).encode()
@@ -373,7 +439,35 @@ def test_an_orbax_checkpoint_is_made_of_regular_files_and_folders(tmp_path: Path
         place.joinpath(*["d"] * 40).mkdir(parents=True)
     else:
         place.symlink_to(tmp_path / "outside" if spoil == "link to a folder" else __file__)
-    with pytest.raises(CheckpointError, match=r"wanted regular files and folders only|more than 32 deep"):
+    for read in (lambda: orbax.restore(tmp_path / "orbax", tree), lambda: orbax.float_dtypes(tmp_path / "orbax")):
+        with pytest.raises(CheckpointError, match=r"wanted regular files and folders only|more than 32 deep"):
+            read()
+
+
+def test_an_orbax_checkpoint_has_so_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orbax.save(tmp_path / "orbax", {"a": jnp.arange(4.0)})
+    monkeypatch.setattr(folder_module, "TREE_ENTRIES", len(folder_module.look_at_tree(tmp_path / "orbax")))
+    folder_module.look_at_tree(tmp_path / "orbax")
+    (tmp_path / "orbax" / "zz").touch()
+    with pytest.raises(CheckpointError, match="entries; wanted an Orbax checkpoint"):
+        folder_module.look_at_tree(tmp_path / "orbax")
+
+
+def test_an_orbax_checkpoint_that_is_changed_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, read = {"a": jnp.arange(4.0)}, ocp.StandardCheckpointer.restore
+    orbax.save(tmp_path / "orbax", tree)
+
+    def read_and_exchange(*of: Any, **how: Any) -> Any:
+        found = read(*of, **how)
+        path = next(path for path in sorted((tmp_path / "orbax").rglob("*")) if path.is_file())
+        path.with_name("other").write_bytes(path.read_bytes())
+        path.with_name("other").replace(path)
+        return found
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "restore", read_and_exchange)
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
         orbax.restore(tmp_path / "orbax", tree)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,17 @@ def test_a_number_outside_of_its_range_is_refused_by_name_and_costs_nothing(what
             tracemalloc.stop()
         assert peak < ENOUGH
         assert len(str(told.value)) < 1000
+
+
+@pytest.mark.parametrize(("what", "name"), READ.values(), ids=[f"{what}.{name}" for what, name in READ])
+def test_a_config_that_is_made_without_a_file_has_the_same_ranges(what: str, name: str) -> None:
+    made, number = read_config(what, {}), numbers_of(declared(what))[name]
+    wrong = [value for value in wrong_values(replace(number, count=None)) if isinstance(value, int | float)]
+    integers = [value for value in wrong if isinstance(value, int)]
+    values = integers if number.is_integer else [float(value) for value in wrong if value is not True]
+    for value in values if number.count is None else [(value,) * number.count for value in values]:
+        with pytest.raises(ConfigError, match=rf"\b{name} is "):
+            replace(made, **{name: value})
 
 
 @pytest.mark.parametrize("kind", policy_types())

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+from jaxmodels import memory
 from jaxmodels.checkpoints import lora as files
 from jaxmodels.errors import CheckpointError, ConfigError, InputError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, lora
@@ -281,6 +282,20 @@ def test_ranks_may_differ_between_weights(model, call, tmp_path: Path) -> None:
     assert (down.shape, up.shape) == ((2, 16, 3, 5), (2, 5, 3, 16))
     lora.load(model, path)
     np.testing.assert_allclose(sample(model, call), wanted, atol=2e-5)
+
+
+def test_adapters_that_do_not_fit_into_memory_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few factors of a large rank: all layers that are stacked with theirs get as many zeros."""
+    few = {"transformer_blocks.0.attn1.to_q": (16, 16)}
+    path = write(tmp_path / "adapter.safetensors", peft_names, factors_of(few, rank=64))
+    size = sum(down.nbytes + up.nbytes for down, up in files.read(path, CONFIG).values())
+    assert size > 2 * path.stat().st_size
+    monkeypatch.setattr(memory, "SPARE", 0)
+    monkeypatch.setattr(memory, "free_on_host", lambda: size - 1)
+    with pytest.raises(ConfigError, match=r"the adapters of adapter\.safetensors\); 0 MB are free"):
+        files.read(path, CONFIG)
+    monkeypatch.setattr(memory, "free_on_host", lambda: size)
+    assert files.read(path, CONFIG)
 
 
 def test_what_does_not_fit_is_refused_with_all_of_it(model, tmp_path: Path) -> None:

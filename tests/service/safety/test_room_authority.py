@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,6 +102,35 @@ def test_only_the_secret_of_the_session_commands_whatever_somebody_calls_himself
     assert arena.heard == [{"Jaw": 50.0}]
 
 
+def test_what_somebody_commanded_before_the_session_did_is_told_to_nobody() -> None:
+    """A client may move its robot to what it is told when it joins."""
+    arena = Arena(None)  # there is no session of this server yet, and the room is anybody's
+    assert arena.over_rest({"Jaw": 90.0}, OWN) is None
+    arena.session = Double()
+    assert arena.seat("session", OWN)
+    joined = arena.perform(arena.table.join("late", ARM, Join("late", Role.CONSUMER), 0.0))
+    assert messages.StateSync({}) in joined
+    assert not [message for message in joined if isinstance(message, messages.StateSync) and message.data]
+
+
+def test_nobody_else_makes_the_room_anew_and_what_was_commanded_is_told_to_nobody_while_it_does_not_move() -> None:
+    arena = seated()
+    assert arena.session is not None
+    arena.say("session", {"Jaw": 50.0})
+    join = Join("late", Role.CONSUMER)
+    assert messages.StateSync({"Jaw": 50.0}) in arena.perform(arena.table.join("late", ARM, join, 0.0))
+    arena.table.leave("late")
+    arena.session.stage = Stage.STOPPED
+    assert messages.StateSync({}) in arena.perform(arena.table.join("late", ARM, join, 0.0))
+    for who in ("late", "robot", "session"):
+        arena.table.leave(who)
+    with pytest.raises(CommandRefused):
+        arena.table.create(ARM, 1.0, claim=OTHER)
+    arena.table.create(ARM, 1.0, claim=OWN)
+    arena.session.stage, arena.session.new.dry_run = Stage.RUNNING, True
+    assert arena.over_rest({"Jaw": 50.0}, OWN) == "dry_run"
+
+
 def test_what_a_session_must_not_send_is_refused_with_its_code_and_counted_and_not_kept() -> None:
     arena = seated()
     assert arena.session is not None
@@ -135,6 +165,8 @@ def test_a_hold_is_a_pose_that_was_measured_just_now_wherever_that_is() -> None:
     assert arena.over_rest({"Rotation": 12.0}, OWN) == "position", "not further out than it is"
     assert arena.over_rest({"Rotation": 8.0}, OWN) is None, "led back"
     assert arena.over_rest({"Rotation": 4.0}, OWN) is None
+    arena.session.latch = "a hand"  # whatever its stage is
+    assert arena.over_rest({"Rotation": 4.0}, OWN) == "latched"
 
 
 def test_a_latch_outlives_its_session_and_another_owners_room_is_none_of_its_business() -> None:

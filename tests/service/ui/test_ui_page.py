@@ -181,6 +181,7 @@ async def test_a_held_robot_says_why_and_its_old_picture_is_not_shown_as_live(br
     arm = await server.create()
     async with opened(browser, server) as page:
         await page.click("#start:enabled")
+        await page.wait_for_selector("figure img")  # what is not there yet counts as hidden
         await page.wait_for_selector("figure .over", state="hidden")
         arm.is_seeing = False
         await until_text(page, "#reason[data-tone=warn]", "Held (camera_stale)")
