@@ -52,6 +52,7 @@ REQUESTS = {
     "nothing": b"GET /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "heads": b"HEAD /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "sessions": b"GET /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "stops": b"POST /sessions/door/emergency_stop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
 }
 CHUNKS = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 100_000
 # Floods of sixty sockets by name: the kind, and where they go; ``{n}`` is a socket's number.
@@ -64,6 +65,7 @@ FLOODS = {
     "pings to a door": ("pings", "/sessions/door/stream"),
     "messages to a door": ("door pings", "/sessions/door/stream"),
     "requests": ("health", "/"),
+    "stops": ("stops", "/"),
     "requests at once": ("pipelined", "/"),
     "chunks of a byte": ("chunks", "/"),
     "connections": ("connects", "/"),
