@@ -131,17 +131,24 @@ async def test_a_stop_pressed_while_the_loop_is_blocked_comes_before_any_motion(
 ) -> None:
     """Also of somebody who did not wait for the answer."""
     arm, _ = moving
-    began = place.block("sleep", BLOCK)
-    await asyncio.sleep(0.2)
-    pressing = arm.call("POST", f"/sessions/{arm.id}/emergency_stop", {"reason": "a hand"}, 0.3 if gives_up else 30)
-    if gives_up:
-        with pytest.raises(TimeoutError):
-            await pressing
-    else:
-        assert (await pressing)[0] == 200
-    session = await arm.until(lambda session: session["status"] == "stopped")
-    assert session["stats"]["emergency_stop"] == "a hand"
-    await asyncio.sleep(0.2)
+    for _ in range(10):
+        began = place.block("sleep", BLOCK)
+        await asyncio.sleep(0.2)
+        pressing = arm.call("POST", f"/sessions/{arm.id}/emergency_stop", {"reason": "a hand"}, 0.3 if gives_up else 30)
+        if gives_up:
+            with pytest.raises(TimeoutError):
+                await pressing
+        else:
+            assert (await pressing)[0] == 200
+        session = await arm.until(lambda session: session["status"] == "stopped")
+        assert session["stats"]["emergency_stop"] == "a hand"
+        await asyncio.sleep(0.2)
+        if arm.meter.worst(began) < 0.2 * BLOCK:
+            break
+        # Where this process stood still, nobody knows whether the stop was pressed before the block was over.
+        await arm.ask_debug("reset")
+        await arm.ask("start")
+        await arm.moves(3)
     assert arm.history.motions(began + 0.5 * BLOCK) == []
 
 

@@ -324,7 +324,8 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
     await engine.close()
 
 
-async def test_when_the_engine_ends_nobody_is_left_waiting() -> None:
+async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.lane.OVERDUE", 60.0)  # nobody goes on in another thread before it ends
     engine, never = Engine(stuck_after=60, switch_interval=None), threading.Event()
     policy = ScriptedPolicy(failures=[never])
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:

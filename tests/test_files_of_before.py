@@ -1,0 +1,107 @@
+"""Files that an earlier version wrote, in `tests/golden/files_of_0_1`, open in this one."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+import jaxmodels
+from hooks.registry.registry import Registry
+from hooks.registry.settings import RegistrySettings
+from jaxmodels.data import open_dataset
+from service.app import create_app
+from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
+from service.serving import listen, serving
+from service.settings import Settings
+from service.transport.memory import MemoryTransport
+
+FILES = Path(__file__).parent / "golden" / "files_of_0_1"
+TOKEN = "hf_" + "t" * 30
+DIRECT = {"policy_path": "user/act", "transport_server_url": "direct"}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A copy: whoever opens a database writes to it."""
+    return shutil.copytree(FILES, tmp_path / "files", symlinks=True)
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-m", "service.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+async def test_a_state_folder_of_a_server_that_was_killed_has_its_sessions_latches_and_events(files: Path) -> None:
+    (files / "keys.json").chmod(0o600)
+    app = create_app(
+        Settings(state=str(files / "state"), keys_file=str(files / "keys.json"), policy_owners=["user"]),
+        transport=MemoryTransport(),
+        load=ScriptedLoader(),
+        read_requirements=lambda path, revision: SO100_REQUIREMENTS,
+    )
+    headers = {"x-api-key": (files / "key.txt").read_text().strip()}
+    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url, headers=headers) as http:
+        async with http.get("/sessions") as answer:
+            found = {one["session_id"]: one for one in await answer.json()}
+        assert {name: one["status"] for name, one in found.items()} == dict.fromkeys(found, "interrupted")
+        assert set(found) == {"arm", "latched", "direct"}
+        assert found["latched"]["stats"]["emergency_stop"] == "of latched"
+        assert found["arm"]["camera_names"] == ["front"]
+        assert found["arm"]["rooms"]["joint_output_room_id"] == "arm-joint-output"
+        async with http.post("/sessions", json={"session_id": "deleted", **DIRECT}) as answer:
+            assert answer.status == 200, await answer.text()
+        async with http.get("/sessions/deleted") as answer:
+            assert (await answer.json())["stats"]["emergency_stop"] == "of deleted"
+        async with http.get("/deployments") as answer:
+            assert answer.status == 200, await answer.text()
+    told = json.loads(
+        run("webhooks", "events", "list", "--database", str(files / "state" / "events.sqlite3"), "--json")
+    )
+    assert [(event["repo"], event["status"]) for event in told] == [("lab/act", "done")]
+
+
+async def test_a_registry_has_its_webhooks_and_what_waits_to_be_delivered(files: Path) -> None:
+    settings = RegistrySettings(tokens=(TOKEN,), database=files / "registry.sqlite3", allowed_networks=("127.0.0.0/8",))
+    registry = Registry(settings)
+    async with registry.running():
+        found = {webhook.url.rpartition("/")[2]: webhook for webhook in await registry.management.list()}
+        assert {name: webhook.disabled for name, webhook in found.items()} == {
+            "taken": "", "refused": "", "off": "disabled",
+        }  # fmt: skip
+        (taken,) = await registry.management.deliveries(found["taken"].id, 10, None)
+        (waiting,) = await registry.management.deliveries(found["refused"].id, 10, None)
+        assert (taken["status"], waiting["status"]) == ("delivered", "waiting")
+
+
+def test_a_recording_and_a_dataset_are_read(files: Path) -> None:
+    (recording,) = (files / "recordings").glob("*.mcap")
+    assert "demo-arm" in run("recordings", "info", str(recording))
+    dataset = open_dataset(files / "dataset")
+    assert len(dataset.episodes) == 1
+    assert dataset.fps == 25
+
+
+def test_a_run_goes_on_to_the_policy_that_it_had(files: Path) -> None:
+    """From its checkpoint of two steps of four, by the command that made it."""
+    (files / "run" / "policy").rename(files / "before")
+    tiny = {
+        "chunk_size": 4, "n_action_steps": 2, "vision_backbone": "small_cnn", "dim_model": 8, "n_heads": 2,
+        "dim_feedforward": 8, "n_encoder_layers": 1, "latent_dim": 4, "n_vae_encoder_layers": 1,
+    }  # fmt: skip
+    run(
+        "train", "--policy.type=act", f"--dataset.root={files / 'dataset'}", f"--output_dir={files / 'run'}",
+        "--steps=4", "--save_freq=2", "--batch_size=2", "--image_size=32", "--log_freq=2", "--resume=true",
+        *(f"--policy.{name}={value}" for name, value in tiny.items()),
+    )  # fmt: skip
+    wanted = np.load(files / "run" / "chunk.npy")
+    state, picture = np.zeros((1, 6), np.float32), np.zeros((1, 32, 32, 3), np.uint8)
+    for folder in (files / "before", files / "run" / "policy"):
+        chunk = jaxmodels.load_policy(folder).act({"observation.state": state, "observation.images.front": picture})
+        np.testing.assert_allclose(chunk, wanted, atol=1e-4 * np.abs(wanted).max())
