@@ -1,8 +1,8 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each sets up everything it needs, once.
 
-# The first of these that can run the demo: for Python 3.13 a package of the simulated arm has no wheel.
-FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(firstword $(foreach python,python3 python3.12 python3.11,$(shell $(python) -c '$(FITS)' 2>/dev/null && echo $(python))) python3)
+# The first of these that was tried with all of it.
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11,$(shell $(python) -c '$(FITS)' 2>/dev/null && echo $(python))) python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 # Headless rendering of the simulated arm: EGL over Mesa's software rasteriser.
@@ -74,7 +74,7 @@ setup: $(VENV)/.robojax-demo ## environment and packages for the demo
 setup-dev: $(VENV)/.robojax-dev ## the same with the tools of developers
 
 $(BIN)/python:
-	@$(PYTHON) -c '$(FITS)' || { echo "robojax: the demo and the tests need Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version 2>&1). Install one of them, or name it: make demo PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c '$(FITS)' || { echo "robojax: the demo and the tests need Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1). Install one of them, or name it: make demo PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "robojax: making the environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { echo "robojax: python's venv module failed; on Debian: apt-get install python3-venv"; exit 1; }
 

@@ -1,4 +1,7 @@
-"""Processes that end with their parent, also when it was killed: ``-m service.leash PARENT MODULE ARGUMENTS``."""
+"""Processes that end with their parent, also when it was killed: ``-m service.leash PARENT MODULE ARGUMENTS``.
+
+psutil looks at processes and ends them, but has nothing that a killed parent leaves behind.
+"""
 
 import ctypes
 import os

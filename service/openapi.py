@@ -1,11 +1,11 @@
 """Two OpenAPI 3.1 documents from one route table: the specification's, and everything there is."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from sanic.helpers import STATUS_CODES
 
 from service.routes.route import Route
 from service.schemas import (
@@ -219,7 +219,7 @@ def _error(status: int) -> Json:
 
 
 def _response_name(status: int) -> str:
-    return HTTPStatus(status).phrase.title().replace(" ", "")
+    return STATUS_CODES[status].decode().title().replace(" ", "")
 
 
 def _tags(tags: Mapping[str, str]) -> list[Json]:

@@ -47,6 +47,8 @@ ONE_PLACE = {
 }
 # Modules of extras that are not in dev: where one is not installed, nothing else says whose it is.
 DISTRIBUTIONS = {"rerun": ["rerun-sdk"]}
+# Nobody imports these: commands, plug-ins of pytest, and what is named as a text.
+TOOLS = {"beartype", "jupyterlab", "pip-licenses", "pyright", "pytest-timeout", "pytest-xdist", "ruff"}
 
 
 def modules() -> list[Path]:
@@ -132,24 +134,24 @@ def test_the_service_uses_only_public_names_of_jaxmodels() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {name: wanted for name, wanted in project["optional-dependencies"].items() if name != "dev"}
-    declared = {
-        canonicalize_name(Requirement(text).name)
-        for texts in (project["dependencies"], *extras.values())
-        for text in texts
-    }
-    installed = DISTRIBUTIONS | dict(packages_distributions())
-    wrong = []
-    for path in modules():
+    wanted = {"": project["dependencies"], **project["optional-dependencies"]}
+    names_of = {extra: {canonicalize_name(Requirement(text).name) for text in texts} for extra, texts in wanted.items()}
+    declared = set().union(*(names for extra, names in names_of.items() if extra != "dev"))
+    installed = dict(packages_distributions()) | DISTRIBUTIONS
+    beside = [path for folder in ("tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
+    wrong, used = [], set(TOOLS)
+    for path in (*modules(), *beside):
         for line, name in imports(path):
             module = name.split(".")[0]
-            if module in sys.stdlib_module_names or module in (*OURS, "benchmarks"):  # of the checkout
-                continue
             names = {canonicalize_name(one) for one in installed.get(module, [module])}
-            if not names & declared:
+            used |= names
+            is_ours = module in sys.stdlib_module_names or module in (*OURS, "benchmarks")  # of the checkout
+            if path not in beside and not is_ours and not names & declared:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {sorted(names)} is not in pyproject.toml")
+    unused = sorted((declared | names_of["dev"]) - used)
+    wrong += [f"{name} is in pyproject.toml, and nobody imports it" for name in unused]
     assert not wrong, "\n".join(wrong)
 
 

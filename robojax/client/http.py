@@ -9,7 +9,8 @@ from robojax.client.errors import Unreachable
 
 T = TypeVar("T")
 PATIENCE = 10.0
-# Seconds before each further try of what may be sent twice.
+# Seconds before each further try of what may be sent twice. tenacity would be five lines less, for 30 ms at import and
+# 6 us a call (this: 0.06); most other backoffs of robojax are states that outlive a call, for which it has nothing.
 AGAIN = (0.1, 0.4)
 # A connection that was idle for so long is not used again: the server may be closing it just now, and then nobody could
 # say whether what was sent on it arrived.

@@ -1,4 +1,8 @@
-"""The flags of ``robojax train``, read strictly: a name that is not known is refused with the nearest one."""
+"""The flags of ``robojax train``, read strictly: a name that is not known is refused with the nearest one.
+
+Not by draccus, which reads LeRobot's: it takes the last of a flag that is there twice, stops at the first complaint,
+names no nearest flag, and refuses a bare --resume, 0-49 and 0,1,5; its wheel installs packages `tests` and `examples`.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -26,7 +26,8 @@ class Lacking:
         """It could not have it."""
         before = self._lacks.get((engine, handle))
         tries = 1 if before is None else before.tries + 1
-        self._lacks[engine, handle] = _Lack(why, tries, now, now + min(FIRST * 2.0 ** (tries - 1), MOST))
+        # After three days of tries the power alone would be more than a float can hold.
+        self._lacks[engine, handle] = _Lack(why, tries, now, now + min(FIRST * 2.0 ** min(tries - 1, 60), MOST))
 
     def has(self, engine: str, handle: str) -> None:
         """It has it now."""

