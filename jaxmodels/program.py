@@ -168,8 +168,9 @@ class Programs:
 
     def flatten(self, weights: Mapping[str, Any], scales: Scales) -> Weights:
         """Weights and scales on the device, in the order the executables want."""
-        # Those that are spread are cast here: whole on one device there may be no room for them.
-        cast = jnp.asarray if len(self._place.devices) == 1 else np.asarray
+        # Those that are spread are cast here: whole on one device there may be no room for them. On a CPU, too: what
+        # is float32 and aligned already is used where it lies (164 MB of ACT: 0.03 s instead of 0.35).
+        cast = jnp.asarray if len(self._place.devices) == 1 and not self._place.is_host else np.asarray
         arrays = [cast(weights[name], shape.dtype) for name, shape in self._weights.items()]
         everything = [*arrays, *jax.tree.leaves(scales)]
         places = [*(self._place.spread(np.shape(array)) for array in arrays)]

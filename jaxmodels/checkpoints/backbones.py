@@ -120,7 +120,7 @@ def _read(path: Path, architecture: str) -> dict[str, np.ndarray]:
         where=path.name,
         hint=f"wanted torchvision's or timm's tensors of a {architecture}",
     )
-    weights = read_tensors(table, {name: tensor.read() for name, tensor in stored.items()})
+    weights = read_tensors(table, lambda name: stored[name].read())
     if wrong := not_finite(weights):
         raise CheckpointError(f"{path.name}: a NaN or an infinity in {', '.join(sorted(wrong))}")
     return weights

@@ -69,7 +69,7 @@ def read_clip_text(folder: Path) -> ClipText:
     table = tensors(shapes)
     found = find_floats(folder / WEIGHTS, lambda name: not name.startswith(OTHERS) and name != _TABLE)
     check_fit({name: stored.shape for name, stored in found.items()}, their_shapes(table, shapes), where=WEIGHTS)
-    weights = read_tensors(table, {name: stored.read() for name, stored in found.items()})
+    weights = read_tensors(table, lambda name: found[name].read())
     if wrong := not_finite(weights):
         raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
     return ClipText(config, weights, read_tokenizer(folder))

@@ -30,6 +30,7 @@ SPARSE_BYTES = 64 << 20
 SPARSE_PART = 16
 ENTRIES = 10_000  # names in a folder; a policy's has ten
 STATE_FILES = 64
+ALIGNMENT = 64  # bytes, of an array that JAX need not copy for a program on a CPU
 TREE_ENTRIES = 100_000  # of an Orbax checkpoint
 TREE_DEPTH = 32
 ORBAX = "orbax"
@@ -50,6 +51,13 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+def empty_aligned(count: int) -> np.ndarray:
+    """So many bytes of memory, not written yet, from a multiple of `ALIGNMENT` on."""
+    raw = np.empty(count + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + count]
 
 
 class OpenFile:
@@ -88,7 +96,7 @@ class OpenFile:
         Raises:
             CheckpointError: it has not so many, or no longer.
         """
-        raw = np.empty(max(count, 0), np.uint8)
+        raw = empty_aligned(max(count, 0))
         view, done = raw.data, 0
         while done < count:
             got = os.preadv(self.descriptor, [view[done : done + (1 << 30)]], start + done)

@@ -6,6 +6,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxmodels.checkpoints.folder import ALIGNMENT, empty_aligned
+
 Shape: TypeAlias = tuple[int, ...]
 Index: TypeAlias = tuple[int | slice, ...]
 EVERY = slice(None)
@@ -82,15 +84,26 @@ class Place:
         return self.layout.write([np.asarray(array[self.index])])
 
 
-def read_tensors(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Their tensors as ours, float32; names and shapes must have been checked."""
+def read_tensors(table: Sequence[Tensor], read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+    """Their tensors as ours, float32; names and shapes must have been checked.
+
+    Args:
+        read: a tensor by its name; asked for one after the other, so that one at a time is in memory beside ours.
+    """
     weights: dict[str, np.ndarray] = {}
     for entry in table:
-        parts = entry.layout.read(tensors[entry.theirs])
-        weights |= {
-            name: np.ascontiguousarray(part, dtype=np.float32) for name, part in zip(entry.ours, parts, strict=True)
-        }
+        parts = entry.layout.read(read(entry.theirs))
+        weights |= {name: _aligned(part) for name, part in zip(entry.ours, parts, strict=True)}
     return weights
+
+
+def _aligned(part: np.ndarray) -> np.ndarray:
+    """Contiguous float32 where XLA's CPU programs can read it as it lies; JAX copies what begins elsewhere."""
+    if part.dtype == np.float32 and part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0:
+        return part
+    aligned = empty_aligned(4 * part.size).view(np.float32).reshape(part.shape)
+    aligned[...] = part
+    return aligned
 
 
 def write_tensors(table: Sequence[Tensor], weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -191,7 +191,7 @@ def _read_tensors(
         raise CheckpointError(f"{path.name}: {size} bytes of statistics; wanted at most {STATE_BYTES}")
     # Only now that they are known to be of the config's size: what is read is in memory.
     return (
-        read_tensors(table, {name: tensor.read() for name, tensor in tensors.items()}),
+        read_tensors(table, lambda name: tensors[name].read()),
         {name: tensor.read() for name, tensor in buffers.items()},
     )
 

@@ -1,5 +1,6 @@
 """The two-layer perceptron of a transformer block, with the activations that checkpoints ask for."""
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -7,10 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxmodels.layers.dropout import dropout
+from jaxmodels.layers.kernels.whole import split_queries
 
 
 def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -35,6 +38,12 @@ def _gate_by(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
         return value * function(gate)
 
     return gated
+
+
+# Numbers in the hidden layer up to which a CPU computes all tokens at once, and tokens at a time where there are more:
+# of 8192 tokens with 320 channels and 2560 hidden ones, 98 ms of processor time instead of 174.
+HIDDEN = 1 << 24
+ROWS = 512
 
 
 class Activation(NamedTuple):
@@ -100,10 +109,26 @@ class FeedForward(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b n d"], rngs: nnx.Rngs | None = None) -> Float[Array, "b n d"]:
+        if rngs is not None and self.rate > 0.0:
+            return self.down(dropout(self._activate(x), self.rate, rngs))
+        length = x.shape[0] * x.shape[1]
+        if length * self.up.out_features <= HIDDEN:
+            return self._forward(x)
+        return lax.platform_dependent(x, cpu=self._forward_in_parts, default=self._forward)
+
+    def _activate(self, x: Float[Array, "... d"]) -> Float[Array, "... f"]:
         hidden = self.up(x)
         # In float32: an activation of several operations would round after each of them.
-        active = self.activation(hidden.astype(jnp.float32)).astype(hidden.dtype)
-        return self.down(dropout(active, self.rate, rngs))
+        return self.activation(hidden.astype(jnp.float32)).astype(hidden.dtype)
+
+    def _forward(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        return self.down(self._activate(x))
+
+    def _forward_in_parts(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Some tokens after the other, whose hidden channels never leave the cache."""
+        tokens = x.reshape(-1, x.shape[-1])
+        parts = split_queries(tokens, 0, math.ceil(len(tokens) / ROWS))
+        return lax.map(self._forward, parts).reshape(-1, x.shape[-1])[: len(tokens)].reshape(x.shape)
 
 
 # Logical axes, for those who spread a model over devices (jaxmodels/sharding.py).

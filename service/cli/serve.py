@@ -25,6 +25,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     """
     import logging
 
+    from service.collector import collector_paused
     from service.logs import configure_logging
     from service.serving import CannotListen, listen, run
     from service.state import usual_state
@@ -42,10 +43,11 @@ def serve(config: Path | None, **flags: Any) -> None:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     close_to_strangers(listener.getsockname()[0], settings, "serve")
     # Most of what takes long to import is not needed to refuse.
-    from service.app import create_app
-    from service.doors.sockets import openpi_app
-    from service.errors import FrontNameTaken, ModelError, NoDevice, NoEngine
-    from service.updates.webhooks import StartFailed
+    with collector_paused():
+        from service.app import create_app
+        from service.doors.sockets import openpi_app
+        from service.errors import FrontNameTaken, ModelError, NoDevice, NoEngine
+        from service.updates.webhooks import StartFailed
 
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
     try:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxmodels
+from service.collector import collector_paused
 from service.edge.policy_places import copies_in, opened_in
 from service.engine.engine import LoadPolicy, Policy
 from service.engine.loading import Inspection
@@ -73,4 +74,9 @@ def import_ahead(app: App) -> None:
 
     @app.after_server_start
     async def begin(app: App) -> None:
-        app.ctx.importing = call_in_thread(lambda: jaxmodels.load_policy, "import-jax", niceness=5)
+        app.ctx.importing = call_in_thread(_import_jax, "import-jax", niceness=5)
+
+
+def _import_jax() -> None:
+    with collector_paused():
+        _ = jaxmodels.load_policy

@@ -4,11 +4,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import jaxmodels
 from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError, ObservationError
 from service.arrays.limits import DTYPES
@@ -16,6 +15,9 @@ from service.engine.served import IMAGES, Sizes
 from service.hosts.channel import Arrays, Words
 from service.hosts.crew import Crew
 from service.hosts.patience import QUIET
+
+if TYPE_CHECKING:
+    import jaxmodels  # a server of one host listens before it imports JAX
 
 
 class _Held:
@@ -38,7 +40,7 @@ class SharedPolicy:
         local: as above.
     """
 
-    def __init__(self, crew: Crew, local: jaxmodels.Policy, number: int):
+    def __init__(self, crew: Crew, local: "jaxmodels.Policy", number: int):
         self.commit: str | None = local.commit
         self.local = local
         self._crew = crew

@@ -59,7 +59,7 @@ class Training:
         keys = json.loads((folder / "keys.json").read_text())
         self.optimizer = keys["optimizer"]
         self.plan = blueprint(lambda rngs: Act(self.config, rngs=rngs))
-        self.start = read_tensors(names.tensors(self.plan.shapes), seeded_weights(keys))
+        self.start = read_tensors(names.tensors(self.plan.shapes), seeded_weights(keys).__getitem__)
         with np.load(folder / "batches.npz") as batches, np.load(folder / "training.npz") as found:
             self.batches, self.found = dict(batches), dict(found)
         self.noise = self.batches.pop("noise")

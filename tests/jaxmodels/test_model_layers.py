@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmodels.errors import WeightsMismatch
-from jaxmodels.layers import winograd
+from jaxmodels.layers import feed_forward, winograd
 from jaxmodels.layers.dropout import dropout
 from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
-from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS, FeedForward
+from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, LEROBOT_ACTIVATIONS, FeedForward
 from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm, LayerNorm
 from jaxmodels.layers.resnet import max_pool
 from jaxmodels.weights import blueprint, check_fit, flatten
@@ -143,3 +143,22 @@ def test_a_misfit_is_silent_only_when_there_is_none() -> None:
         "  unused: b [2]",
         "  misshaped: a: found [1], wanted [3]",
     ]
+
+
+def test_a_cpu_computes_many_tokens_in_parts_with_the_same_outputs_and_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = FeedForward(8, 64, DIFFUSERS_ACTIVATIONS["geglu"], rngs=nnx.Rngs(0))
+    x = numbers(2, 15, 8)
+
+    def run(layer: FeedForward, x: jax.Array) -> jax.Array:
+        return jnp.square(layer(x)).sum()
+
+    def pair() -> list[jax.Array]:
+        return jax.tree.leaves((layer(x), nnx.grad(run)(layer, x)))
+
+    whole = pair()
+    monkeypatch.setattr(feed_forward, "HIDDEN", 100)
+    monkeypatch.setattr(feed_forward, "ROWS", 7)  # the last part is not full
+    for part, other in zip(pair(), whole, strict=True):
+        np.testing.assert_allclose(part, other, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,6 @@ Source: https://arxiv.org/abs/2205.14135, jax.experimental.pallas.ops.tpu.flash_
 """
 
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
 from jaxtyping import Array, Float
 
 # Below, XLA's own fusion of the batched products is as good: the scores of a head fit the memory on the chip.
@@ -29,6 +28,9 @@ def attend(
     bias: None = None,
 ) -> Float[Array, "b n heads k"]:
     """Attention that holds one block of scores on the chip, forwards and backwards."""
+    # Here, as Pallas takes 0.16 s to import, and few policies have so many tokens.
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
+
     size = query.shape[-1]
     # The kernel works on whole rows of lanes; channels of zeros change neither scores nor the channels before them.
     channels = ((0, 0), (0, 0), (0, 0), (0, -size % LANES))
