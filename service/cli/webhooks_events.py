@@ -155,7 +155,7 @@ def _call(url: str, method: str, path: str, secret_file: Path | None, key: str |
     from urllib.request import ProxyHandler, Request, build_opener
 
     from hooks.errors import InvalidWebhook
-    from hooks.management.secret import find_secret
+    from hooks.management.webhook import find_secret
     from service.cli.sessions import base_url, credentials
 
     base = base_url(url)

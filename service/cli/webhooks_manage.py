@@ -355,7 +355,7 @@ def _watched(watch: list[str], any_type: bool) -> "list[WebhookWatchedItem]":
     import warnings
 
     from hooks.errors import InvalidWebhook
-    from hooks.management.arguments import read_watched
+    from hooks.management.webhook import read_watched
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if any_type else "error", UserWarning)
@@ -366,7 +366,7 @@ def _watched(watch: list[str], any_type: bool) -> "list[WebhookWatchedItem]":
 
 
 def _domains(domain: list[str] | None) -> list[str] | None:
-    from hooks.management.arguments import read_domains
+    from hooks.management.webhook import read_domains
 
     return read_domains(domain) if domain else None
 
@@ -385,16 +385,16 @@ def _shape(webhook: Any) -> dict[str, Any]:
     Args:
         webhook: ours, or huggingface_hub's.
     """
-    from hooks.management.webhooks import masked_job, masked_url, status_of
+    from hooks.management.webhook import mask_job, mask_url
 
-    job = None if webhook.job is None else {k: v for k, v in vars(masked_job(webhook.job)).items() if v is not None}
+    job = None if webhook.job is None else {k: v for k, v in vars(mask_job(webhook.job)).items() if v is not None}
     return {
         "id": webhook.id,
-        "url": None if webhook.url is None else masked_url(webhook.url),
+        "url": None if webhook.url is None else mask_url(webhook.url),
         **({} if job is None else {"job": job}),
         "watched": [{"type": item.type, "name": item.name} for item in webhook.watched],
         "domains": list(webhook.domains),
-        "has_secret": getattr(webhook, "has_secret", webhook.secret is not None),
+        "has_secret": webhook.has_secret,
         "disabled": webhook.disabled,
-        "status": status_of(webhook.disabled),
+        "status": webhook.status,
     }

@@ -39,7 +39,7 @@ def serve(
     from dataclasses import replace
 
     from hooks.errors import HooksError, InvalidWebhook, StoreError, TunnelFailed
-    from hooks.management.secret import find_secret
+    from hooks.management.webhook import find_secret
     from hooks.serving.loading import NoServer, load
 
     what = "the webhooks server cannot start"
@@ -88,7 +88,7 @@ def send(
     import os
 
     from hooks.errors import InvalidWebhook
-    from hooks.management.secret import find_secret
+    from hooks.management.webhook import find_secret
     from hooks.samples import SCOPES, sample
     from hooks.simulator import deliveries
 
