@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from hooks.database import insert
 from hooks.receiving.event import OPEN, Answer, Effect, Event, Status
 from hooks.receiving.records import event_of, get
 
@@ -92,28 +93,14 @@ def accept(
             (Status.SUPERSEDED, now, arrival.path, arrival.lane, Status.WAITING),
         )
     identity = f"id:{arrival.delivery_id}" if arrival.delivery_id is not None else f"{arrival.identity}:{arrival.id}"
-    connection.execute(
-        "INSERT INTO events (id, path, webhook_id, identity, lane, delivery_id, repo, repo_type, scope, action, status,"
-        " due, received_at, finished_at, size, headers, body) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        (
-            arrival.id,
-            arrival.path,
-            arrival.webhook_id,
-            identity,
-            arrival.lane,
-            arrival.delivery_id,
-            arrival.repo,
-            arrival.repo_type,
-            arrival.scope,
-            arrival.action,
-            arrival.status,
-            now,
-            now,
-            now if is_ignored else None,
-            len(arrival.body),
-            arrival.headers,
-            arrival.body,
-        ),
+    insert(
+        connection,
+        "events",
+        **vars(arrival) | {"identity": identity},
+        due=now,
+        received_at=now,
+        finished_at=now if is_ignored else None,
+        size=len(arrival.body),
     )
     return Verdict.NEW, get(connection, arrival.id)
 
