@@ -1,7 +1,6 @@
 """The log of deliveries: read, counted, and shortened."""
 
 import sqlite3
-from collections.abc import Sequence
 from typing import Any
 
 from hooks.sending.queue import marks
@@ -60,11 +59,11 @@ def entries(
             "id": row["id"],
             "webhookDeliveryId": f"msg_{row['id']}",
             "type": row["type"],
-            "subject": row["subject"],
-            "status": row["status"],
+            "subject": row["lane"],
+            "status": shown(row["status"]),
             "createdAt": iso(row["created_at"]),
             "finishedAt": iso(row["finished_at"]),
-            "nextAttemptAt": iso(row["due_at"]) if row["status"] == "waiting" else None,
+            "nextAttemptAt": iso(row["due"]) if shown(row["status"]) == "waiting" else None,
             "attempts": attempts[row["id"]],
         }
         for row in rows
@@ -85,5 +84,12 @@ def _attempt(row: sqlite3.Row) -> dict[str, Any]:
 
 def counts(connection: sqlite3.Connection) -> dict[str, int]:
     """How many deliveries of each status there are."""
-    counted: Sequence[sqlite3.Row] = connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1").fetchall()
-    return dict.fromkeys(STATES, 0) | {row[0]: row[1] for row in counted}
+    found: dict[str, int] = dict.fromkeys(STATES, 0)
+    for status, count in connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1"):
+        found[shown(status)] += count
+    return found
+
+
+def shown(status: str) -> str:
+    """The status as people see it: what is under way waits for its outcome."""
+    return "waiting" if status == "running" else status
