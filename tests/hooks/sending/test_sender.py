@@ -143,18 +143,6 @@ async def test_retry_after_is_waited_for(sending: Sending) -> None:
     assert len(sending.courier.got) == 2
 
 
-async def test_a_clock_that_is_set_back_delays_no_retry(sending: Sending) -> None:
-    sending.courier.answers = [Outcome(status=503, asked=90.0)]
-    await sending.put(1)
-    await sending.sender.runner.run_due()
-    sending.later(-3600)
-    await sending.sender.runner.run_due()
-    assert len(sending.courier.got) == 1
-    sending.later(91)
-    await sending.sender.runner.run_due()
-    assert len(sending.courier.got) == 2
-
-
 async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=500)]
     await sending.put(1, subject="model:a/b")
@@ -322,16 +310,3 @@ async def test_an_event_that_nobody_wants_leaves_nothing(sending: Sending) -> No
         lambda connection: connection.execute("SELECT count(*) FROM messages").fetchone()
     )
     assert counted[0] == 0
-
-
-async def test_a_wake_up_is_timed_by_what_is_due_next() -> None:
-    sending = Sending(schedule=Schedule(waits=(0.0, 0.05), jitter=0.0))
-    loop = asyncio.get_running_loop()
-    sending.clock.__class__ = type("Loop", (Clock,), {"__call__": lambda self: loop.time()})
-    sending.courier.answers = [Outcome(status=500)]
-    running = asyncio.create_task(sending.sender.run())
-    await sending.put(1)
-    await until(lambda: len(sending.courier.got) == 2)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    sending.database.close()
