@@ -3,6 +3,7 @@
 import sqlite3
 from typing import Any
 
+from hooks.queue import OPEN
 from hooks.sending.queue import marks
 from hooks.sending.schedule import iso
 
@@ -43,8 +44,12 @@ def entries(
     connection: sqlite3.Connection, webhook_id: str, limit: int, before: str | None = None
 ) -> list[dict[str, Any]]:
     """The newest deliveries of a webhook with their attempts, newest first; older than ``before`` when given."""
+    is_behind = (
+        "EXISTS (SELECT 1 FROM deliveries AS other WHERE other.webhook_id = deliveries.webhook_id "
+        f"AND other.lane = deliveries.lane AND other.number < deliveries.number AND other.{OPEN}) AS is_behind"
+    )
     rows = connection.execute(
-        "SELECT deliveries.*, type FROM deliveries JOIN messages ON messages.id = message_id "
+        f"SELECT deliveries.*, type, {is_behind} FROM deliveries JOIN messages ON messages.id = message_id "
         "WHERE webhook_id = ? AND number < coalesce((SELECT number FROM deliveries WHERE id = ?), ?) "
         "ORDER BY number DESC LIMIT ?",
         (webhook_id, before, 0 if before else 1 << 62, limit),
@@ -63,7 +68,7 @@ def entries(
             "status": shown(row["status"]),
             "createdAt": iso(row["created_at"]),
             "finishedAt": iso(row["finished_at"]),
-            "nextAttemptAt": iso(row["due"]) if shown(row["status"]) == "waiting" else None,
+            "nextAttemptAt": iso(row["due"]) if shown(row["status"]) == "waiting" and not row["is_behind"] else None,
             "attempts": attempts[row["id"]],
         }
         for row in rows

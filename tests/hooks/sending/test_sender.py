@@ -301,6 +301,8 @@ async def test_the_log_is_paged(sending: Sending) -> None:
     older = sending.database.run_now(delivery_log.entries, "one", 2, newest[-1]["id"])
     assert [entry["id"] for entry in newest + older] == [entry["id"] for entry in sending.log()][:4]
     assert sending.database.run_now(delivery_log.entries, "one", 2, "unknown") == []
+    # The others of a lane have no time of their own: they wait for the oldest.
+    assert [entry["nextAttemptAt"] is None for entry in sending.log()] == [True] * 4 + [False]
 
 
 async def test_an_event_that_nobody_wants_leaves_nothing(sending: Sending) -> None:
