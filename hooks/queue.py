@@ -46,17 +46,20 @@ class Queue:
 
     def take(
         self, connection: sqlite3.Connection, now: float, has_room: Callable[[str], bool]
-    ) -> tuple[list[sqlite3.Row], float | None]:
-        """Mark the rows that begin now, and give them in order; and when the next one is due.
+    ) -> tuple[list[sqlite3.Row], int, float | None]:
+        """Mark the rows that begin now.
 
         Args:
             has_room: whether one more of a group may run; asked once for each that would begin, and it does then.
+
+        Returns:
+            Those rows in order; how many more are due, and wait for others to end; and when the next one is due.
         """
-        found = connection.execute(
-            f"SELECT number, {self.group} FROM {self.table} AS one WHERE {OPEN} AND status = 'waiting' AND due <= ? "
-            f"AND {self.ready} AND NOT ({self.ordered} AND EXISTS (SELECT 1 FROM {self.table} AS other "
+        due = connection.execute(
+            f"SELECT number, {self.group}, NOT ({self.ordered} AND EXISTS (SELECT 1 FROM {self.table} AS other "
             f"WHERE other.{self.group} = one.{self.group} AND other.lane = one.lane AND other.{OPEN} "
-            "AND other.number <> one.number AND (other.number < one.number OR other.status = 'running'))) "
+            "AND other.number <> one.number AND (other.number < one.number OR other.status = 'running'))) AS is_next "
+            f"FROM {self.table} AS one WHERE {OPEN} AND status = 'waiting' AND due <= ? AND {self.ready} "
             "ORDER BY due, number",
             (now,),
         ).fetchall()
@@ -65,14 +68,14 @@ class Queue:
                 f"UPDATE {self.table} SET status = 'running', attempt = attempt + 1 WHERE number = ? RETURNING *",
                 (row["number"],),
             ).fetchone()
-            for row in found
-            if has_room(row[self.group])
+            for row in due
+            if row["is_next"] and has_room(row[self.group])
         ]
         (later,) = connection.execute(
             f"SELECT min(due) FROM {self.table} WHERE {OPEN} AND status = 'waiting' AND due > ? AND {self.ready}",
             (now,),
         ).fetchone()
-        return begun, later
+        return begun, len(due) - len(begun), later
 
     def release(self, connection: sqlite3.Connection) -> int:
         """What runs waits again, because the process that worked on it has ended or ends."""
@@ -96,7 +99,7 @@ class Runner:
         self,
         database: Database,
         queue: Queue,
-        work: Callable[[sqlite3.Row], Awaitable[object]],
+        work: Callable[[sqlite3.Row], Awaitable[bool | None]],
         limits: Callable[[str], Mapping[str, int]],
         *,
         clock: Callable[[], float] | None = None,
@@ -104,7 +107,7 @@ class Runner:
         """Make one; nothing begins before ``run``.
 
         Args:
-            work: works on a row, and writes down what became of it.
+            work: works on a row, and writes down what became of it; True when the row is not waiting again.
             limits: for a group, how many may run at once by the names of what they share; 0 for none at all.
             clock: seconds since 1970.
         """
@@ -116,7 +119,8 @@ class Runner:
         self._clock = clock or (lambda: time.time())  # looked up when it is called
         self._ahead = self._clock() - time.monotonic()
         self._woken = asyncio.Event()
-        self._under_way: dict[asyncio.Task[object], Collection[str]] = {}
+        self._under_way: dict[asyncio.Task[bool | None], Collection[str]] = {}
+        self._are_left = False  # rows that wait for others to end
         self._trouble = ""
 
     def wake(self) -> None:
@@ -146,27 +150,30 @@ class Runner:
                 busy.update(limits.keys())
             return is_free
 
+        self._are_left = True  # until it is known: what ends meanwhile may be what they wait for
         try:
             ahead = self._clock() - time.monotonic()
             if self._ahead - ahead > SET_BACK:
                 await self._database.run(self._queue.set_back, self._ahead - ahead)
             self._ahead = ahead
-            rows, later = await self._database.run(self._queue.take, self._clock(), has_room)
+            rows, left, later = await self._database.run(self._queue.take, self._clock(), has_room)
         except StoreError as error:
             self._complain(f"what waits cannot begin: {error}")
             return self._clock() + STORE_PAUSE
         self._trouble = ""
+        self._are_left = left > 0
         for row in rows:
             task = asyncio.ensure_future(self._work(row))
             self._under_way[task] = self._limits(row[self._queue.group]).keys()
             task.add_done_callback(self._end)
         return later
 
-    def _end(self, task: "asyncio.Task[object]") -> None:
+    def _end(self, task: "asyncio.Task[bool | None]") -> None:
         self._under_way.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None and not self.is_ending:
             log.critical("what became of a row of %s is unknown until a restart", self._queue.table, exc_info=error)
-        self.wake()
+        if self._are_left or task.cancelled() or task.exception() is not None or task.result() is not True:
+            self.wake()
 
     async def run_due(self) -> None:
         """Begin what is due and wait until it has ended, until nothing is due any more."""

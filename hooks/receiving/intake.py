@@ -77,11 +77,11 @@ class Intake:
         most = {"async": self.settings.concurrency} if endpoint.handler.is_async else {"sync": self.settings.threads}
         return most if endpoint.concurrency is None else most | {path: endpoint.concurrency}
 
-    async def _run(self, row: sqlite3.Row) -> None:
+    async def _run(self, row: sqlite3.Row) -> bool:
         event = records.event_of(row)
         reply, request = self._senders.pop(event.id, (None, None))
         try:
-            await self._runs.attempt(self._endpoints[event.path], event, reply, request and request())
+            return await self._runs.attempt(self._endpoints[event.path], event, reply, request and request())
         finally:
             if reply is not None:
                 reply.tell(answers.accepted(event.id))  # unless it was told

@@ -50,8 +50,8 @@ class Runs:
         """Let the threads end after what they do now."""
         self._threads.close()
 
-    async def attempt(self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None) -> None:
-        """One attempt.
+    async def attempt(self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None) -> bool:
+        """One attempt; whether the event is done.
 
         Args:
             reply: of the sender, if it waits.
@@ -62,7 +62,7 @@ class Runs:
             told = answers.value_of(endpoint.handler.name, value)
             if told.status >= 500:
                 await self._fail(endpoint, event, RuntimeError(f"it answered {told.status}"), reply, told)
-                return
+                return False
             await self._write(ledger.finish, event.id, answers.stored(told), tuple(event.effects), now=time.time())
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -79,6 +79,8 @@ class Runs:
         else:
             if reply is not None:
                 reply.tell(told)
+            return True
+        return False
 
     async def _call(self, endpoint: Endpoint, event: Event, request: Request | None) -> object:
         handler = endpoint.handler

@@ -40,7 +40,7 @@ class Rows:
             left[0] -= 1
             return left[0] >= 0
 
-        rows, later = self.database.run_now(QUEUE.take, NOW, has_room)
+        rows, _, later = self.database.run_now(QUEUE.take, NOW, has_room)
         return [row["number"] for row in rows], None if later is None else later - NOW
 
 

@@ -37,7 +37,7 @@ def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", *
 
 
 def begin(inbox: Inbox, event_id: str) -> Event | None:
-    rows, _ = inbox.database.run_now(records.QUEUE.take, NOW, lambda path: True)
+    rows, *_ = inbox.database.run_now(records.QUEUE.take, NOW, lambda path: True)
     return next((records.event_of(row) for row in rows if row["id"] == event_id), None)
 
 
