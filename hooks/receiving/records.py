@@ -42,7 +42,8 @@ CREATE INDEX events_open ON events (number) WHERE status IN ('waiting', 'running
 CREATE INDEX events_by_webhook ON events (webhook_id, received_at);
 CREATE INDEX events_by_status ON events (status, number);
 CREATE INDEX events_by_end ON events (finished_at)""",
-    "CREATE INDEX events_in_lanes ON events (path, lane, number) WHERE status IN ('waiting', 'running')",
+    """DROP INDEX events_open;
+CREATE INDEX events_in_lanes ON events (path, lane, number) WHERE status IN ('waiting', 'running')""",
 ]
 QUEUE = Queue("events", group="path", ordered="one.lane <> ''")
 BRIEF = (
