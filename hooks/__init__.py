@@ -47,47 +47,25 @@ if TYPE_CHECKING:
     from hooks.serving.endpoint import webhook_endpoint
     from hooks.serving.server import WebhooksServer
 
-_HOMES = {
-    "AsyncWebhooksClient": "hooks.management",
-    "Event": "hooks.receiving.event",
-    "Healing": "hooks.management",
-    "HooksError": "hooks.errors",
-    "HubRefused": "hooks.management",
-    "HubSilent": "hooks.management",
-    "HubTrouble": "hooks.errors",
-    "HubUnreachable": "hooks.management",
-    "InvalidWebhook": "hooks.errors",
-    "ObjectId": "hooks.payload",
-    "Receiver": "hooks.receiving.receiver",
-    "ReceiverSettings": "hooks.receiving.settings",
-    "RetryableError": "hooks.errors",
-    "UnknownWebhook": "hooks.errors",
-    "WebhookInfo": "hooks.management",
-    "WebhookPayload": "hooks.payload",
-    "WebhookPayloadComment": "hooks.payload",
-    "WebhookPayloadDiscussion": "hooks.payload",
-    "WebhookPayloadDiscussionChanges": "hooks.payload",
-    "WebhookPayloadEvent": "hooks.payload",
-    "WebhookPayloadMovedTo": "hooks.payload",
-    "WebhookPayloadRepo": "hooks.payload",
-    "WebhookPayloadUpdatedFile": "hooks.payload",
-    "WebhookPayloadUpdatedRef": "hooks.payload",
-    "WebhookPayloadUrl": "hooks.payload",
-    "WebhookPayloadWebhook": "hooks.payload",
-    "WebhookWatchedItem": "hooks.management",
-    "WebhooksClient": "hooks.management",
-    "WebhooksServer": "hooks.serving.server",
-    "create_webhook": "hooks.management",
-    "delete_webhook": "hooks.management",
-    "disable_webhook": "hooks.management",
-    "enable_webhook": "hooks.management",
-    "find_secret": "hooks.management",
-    "generate_secret": "hooks.management",
-    "get_webhook": "hooks.management",
-    "list_webhooks": "hooks.management",
-    "update_webhook": "hooks.management",
-    "webhook_endpoint": "hooks.serving.endpoint",
+_NAMES = {
+    "hooks.errors": ("HooksError HubTrouble InvalidWebhook RetryableError UnknownWebhook"),
+    "hooks.management": (
+        "AsyncWebhooksClient Healing HubRefused HubSilent HubUnreachable WebhookInfo WebhookWatchedItem "
+        "WebhooksClient create_webhook delete_webhook disable_webhook enable_webhook find_secret generate_secret "
+        "get_webhook list_webhooks update_webhook"
+    ),
+    "hooks.payload": (
+        "ObjectId WebhookPayload WebhookPayloadComment WebhookPayloadDiscussion WebhookPayloadDiscussionChanges "
+        "WebhookPayloadEvent WebhookPayloadMovedTo WebhookPayloadRepo WebhookPayloadUpdatedFile "
+        "WebhookPayloadUpdatedRef WebhookPayloadUrl WebhookPayloadWebhook"
+    ),
+    "hooks.receiving.event": ("Event"),
+    "hooks.receiving.receiver": ("Receiver"),
+    "hooks.receiving.settings": ("ReceiverSettings"),
+    "hooks.serving.endpoint": ("webhook_endpoint"),
+    "hooks.serving.server": ("WebhooksServer"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "AsyncWebhooksClient",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -52,6 +52,12 @@ def alone(database: Path | None, taken: str) -> Iterator[None]:
         raise StoreError(f"database {str(database)!r}: its lock file cannot be made ({error.strerror})") from error
     with held:
         yield
+
+
+def insert(connection: sqlite3.Connection, table: str, **values: Any) -> None:
+    """Add a row, by the names of its columns."""
+    marks = ", ".join(f":{name}" for name in values)
+    connection.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", values)
 
 
 class Database:

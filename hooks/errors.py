@@ -35,11 +35,15 @@ class HubTrouble(HooksError):
 
     Attributes:
         status: the HTTP status of its answer, or None when there was none.
+        was_sent: whether it may have got the request, and done it.
     """
 
-    def __init__(self, message: str, status: int | None = None):
+    was_sent = True
+
+    def __init__(self, message: str, status: int | None = None, *, was_sent: bool = True):
         super().__init__(message)
         self.status = status
+        self.was_sent = was_sent
 
 
 class UnknownWebhook(HubTrouble):

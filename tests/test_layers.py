@@ -28,8 +28,7 @@ COMPOSITION_ONLY = {
     "hooks": {
         "service/app.py",
         "service/updates/webhooks.py",  # the part of the composition that is about webhooks
-        "service/cli/webhooks_events.py",
-        "service/cli/webhooks_manage.py",
+        "service/cli/webhooks.py",
         "service/cli/webhooks_receive.py",
     },
 }

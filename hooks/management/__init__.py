@@ -1,8 +1,12 @@
 """Management of webhooks: huggingface_hub's operations, with limits, safe updates and secrets out of sight."""
 
-from hooks.management.aio import AsyncWebhooksClient
-from hooks.management.client import WebhooksClient
-from hooks.management.functions import (
+from hooks.management.client import (
+    AsyncWebhooksClient,
+    Healing,
+    HubRefused,
+    HubSilent,
+    HubUnreachable,
+    WebhooksClient,
     create_webhook,
     delete_webhook,
     disable_webhook,
@@ -11,10 +15,7 @@ from hooks.management.functions import (
     list_webhooks,
     update_webhook,
 )
-from hooks.management.secret import find_secret, generate_secret
-from hooks.management.self_test import Healing
-from hooks.management.trouble import HubRefused, HubSilent, HubUnreachable
-from hooks.management.webhooks import WebhookInfo, WebhookWatchedItem
+from hooks.management.webhook import WebhookInfo, WebhookWatchedItem, find_secret, generate_secret
 
 __all__ = [
     "AsyncWebhooksClient",

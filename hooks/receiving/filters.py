@@ -42,11 +42,6 @@ class Filter:
             }
         )
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it wants everything."""
-        return self == Filter()
-
     def wants(self, facts: Facts) -> bool:
         """Whether this delivery passes; one that does not say what is asked for does not."""
         scope, action = facts.scope or "", facts.action or ""

@@ -9,7 +9,6 @@ from typing import Self
 from hooks.database import Database, alone
 from hooks.receiving import ledger, records
 from hooks.receiving.event import Event
-from hooks.receiving.settings import DAY
 
 
 class Inbox:
@@ -61,10 +60,6 @@ class Inbox:
             UnknownEvent: there is none of this id.
         """
         return self.database.run_now(ledger.replay, event_id, now=time.time())
-
-    def counts(self, within: float = DAY) -> dict[str, int]:
-        """Deliveries of the last seconds by webhook id."""
-        return self.database.run_now(records.counts, since=time.time() - within)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import sqlite3
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
@@ -13,30 +14,42 @@ from typing import Any, Self
 from sanic import HTTPResponse, Request, Sanic
 
 from hooks.errors import StoreError
-from hooks.receiving import answers, body, ledger
+from hooks.queue import Runner
+from hooks.receiving import answers, body, ledger, records
 from hooks.receiving.arrivals import Refused, arrival_of, read
-from hooks.receiving.dispatch import Dispatch
 from hooks.receiving.endpoint import Endpoint
 from hooks.receiving.event import Answer, Event, Status
 from hooks.receiving.inbox import Inbox
 from hooks.receiving.keeper import Keeper
-from hooks.receiving.ledger import Arrival, Place, Verdict
+from hooks.receiving.ledger import Arrival, Verdict
 from hooks.receiving.payloads import is_quick
 from hooks.receiving.rates import Rates
 from hooks.receiving.reply import Reply
+from hooks.receiving.runs import Runs
 from hooks.receiving.settings import ReceiverSettings
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
 class Intake:
-    """What there is between a server's start and its stop."""
+    """What there is between a server's start and its stop; made on its loop."""
 
-    inbox: Inbox
-    dispatch: Dispatch
-    settings: ReceiverSettings
-    rates: Rates
+    def __init__(self, inbox: Inbox, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic | None):
+        self.inbox = inbox
+        self.settings = settings
+        self.rates = Rates(settings.rate, settings.burst)
+        self.runner = Runner(inbox.database, records.QUEUE, self._run, self._limits)
+        self._endpoints = endpoints
+        self._runs = Runs(inbox, settings, app, self.runner.write)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._beside = [
+            asyncio.create_task(self.runner.run(), name="webhook events"),
+            asyncio.create_task(Keeper(inbox, self.runner, settings).run(), name="webhook inbox"),
+        ]
+        self._is_ending = False
+        # Senders that wait, by event. Their requests are not kept for longer than they: a thousand events may wait,
+        # each with a large body.
+        self._senders: dict[str, tuple[Reply, weakref.ref[Request]]] = {}
 
     @classmethod
     async def open(cls, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic) -> Self:
@@ -48,33 +61,43 @@ class Intake:
         inbox = await asyncio.to_thread(Inbox, settings.database)
         try:
             inbox.own()
-            places = await inbox.database.run(ledger.resume, now=time.time(), crashes=settings.crashes)
+            waiting = await inbox.database.run(ledger.resume, now=time.time(), crashes=settings.crashes)
         except BaseException:
             inbox.close()
             raise
-        intake = cls(inbox, Dispatch(inbox, settings, endpoints, app), settings, Rates(settings.rate, settings.burst))
-        intake._begin(endpoints, places)
-        return intake
+        for path in sorted(set(waiting) - set(endpoints)):
+            log.warning("%d events wait for %s, which has no handler here; they wait on", waiting[path], path)
+        return cls(inbox, settings, endpoints, app)
 
-    def _begin(self, endpoints: Mapping[str, Endpoint], places: list[Place]) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._held = 0  # deliveries on their way into the inbox
-        self._is_ending = False
-        for place in places:
-            self.dispatch.push(place)
-        for path in sorted({place.path for place in places} - set(endpoints)):
-            count = sum(place.path == path for place in places)
-            log.warning("%d events wait for %s, which has no handler here; they wait on", count, path)
-        self._keeper = asyncio.create_task(Keeper(self.inbox, self.dispatch, self.settings).run(), name="webhook inbox")
+    def _limits(self, path: str) -> Mapping[str, int]:
+        """How many handlers may run at once: of this endpoint, and of those that are called like it."""
+        endpoint = self._endpoints.get(path)
+        if endpoint is None:
+            return {path: 0}
+        most = {"async": self.settings.concurrency} if endpoint.handler.is_async else {"sync": self.settings.threads}
+        return most if endpoint.concurrency is None else most | {path: endpoint.concurrency}
+
+    async def _run(self, row: sqlite3.Row) -> bool:
+        event = records.event_of(row)
+        reply, request = self._senders.pop(event.id, (None, None))
+        try:
+            return await self._runs.attempt(self._endpoints[event.path], event, reply, request and request())
+        finally:
+            if reply is not None:
+                reply.tell(answers.accepted(event.id))  # unless it was told
 
     async def close(self) -> None:
         """Take nothing more, let what runs end for a while, leave the rest to the next start."""
-        self._is_ending = True
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, *self._tasks, return_exceptions=True)
-        await self.dispatch.close()
+        self._is_ending = self.runner.is_ending = True
+        for task in self._beside:
+            task.cancel()
+        await asyncio.gather(*self._beside, *self._tasks, return_exceptions=True)
+        await self.runner.close(self.settings.stop_within)
+        self._runs.close()
+        for event_id, (reply, _) in self._senders.items():
+            reply.tell(answers.accepted(event_id))
         with suppress(StoreError):  # what could not be released is resumed anyway
-            await self.inbox.database.run(ledger.release)
+            await self.inbox.database.run(records.QUEUE.release)
         await asyncio.to_thread(self.inbox.close)
 
     @staticmethod
@@ -130,22 +153,24 @@ class Intake:
         self, endpoint: Endpoint, arrival: Arrival, reply: Reply | None, request: Request
     ) -> tuple[Answer | None, str]:
         """Log it and have it run; what its sender is told at once, if anything."""
-        is_full = len(self.dispatch.known) + self._held >= self.settings.max_waiting
-        self._held += 1
-        now = time.time()
-        try:
-            verdict, event = await self.inbox.database.run(
-                ledger.accept,
-                arrival,
-                now=now,
-                window=self.settings.same_body_within,
-                is_full=is_full,
-                coalesce=endpoint.is_coalesced,
-            )
-            if verdict in (Verdict.NEW, Verdict.AGAIN) and arrival.status is not Status.IGNORED:
-                self.dispatch.push(Place(event.id, event.path, arrival.lane, now), reply, request)
-        finally:
-            self._held -= 1
+        verdict, event, superseded = await self.inbox.database.run(
+            ledger.accept,
+            arrival,
+            now=time.time(),
+            window=self.settings.same_body_within,
+            coalesce=endpoint.is_coalesced,
+            max_waiting=self.settings.max_waiting,
+            paths=self._endpoints.keys(),
+        )
+        for event_id in superseded:
+            if event_id in self._senders:
+                told = answers.answer({"status": "superseded", "event_id": event_id})
+                self._senders.pop(event_id)[0].tell(told)
+        if verdict in (Verdict.NEW, Verdict.AGAIN) and arrival.status is not Status.IGNORED:
+            # The runner hears of the row after this: what was asked of the database first is answered first.
+            if reply is not None:
+                self._senders[event.id] = reply, weakref.ref(request)
+            self.runner.wake()
         return self._told(verdict, event), event.id
 
     def _told(self, verdict: Verdict, event: Event) -> Answer | None:
@@ -161,6 +186,5 @@ class Intake:
     async def replay(self, event_id: str) -> Event:
         """Have an event run again."""
         event = await self.inbox.database.run(ledger.replay, event_id, now=time.time())
-        for place in await self.inbox.database.run(ledger.waiting):
-            self.dispatch.push(place)
+        self.runner.wake()
         return event

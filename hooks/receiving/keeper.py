@@ -5,8 +5,8 @@ import logging
 import time
 
 from hooks.errors import StoreError
+from hooks.queue import Runner
 from hooks.receiving import ledger, records
-from hooks.receiving.dispatch import Dispatch
 from hooks.receiving.inbox import Inbox
 from hooks.receiving.settings import DAY, ReceiverSettings
 
@@ -21,9 +21,9 @@ WARNED_AT = 0.8  # of it
 class Keeper:
     """Runs beside the receiver."""
 
-    def __init__(self, inbox: Inbox, dispatch: Dispatch, settings: ReceiverSettings):
+    def __init__(self, inbox: Inbox, runner: Runner, settings: ReceiverSettings):
         self._inbox = inbox
-        self._dispatch = dispatch
+        self._runner = runner
         self._settings = settings
         self._warned: dict[str, float] = {}
 
@@ -33,12 +33,11 @@ class Keeper:
         tidied, told = 0.0, ""
         while True:
             try:
-                seen, places = await self._inbox.database.run(ledger.changed, seen)
-                for place in places or ():
-                    self._dispatch.push(place)
+                before, seen = seen, await self._inbox.database.run(ledger.version)
+                if seen != before:
+                    self._runner.wake()
                 if time.monotonic() - tidied > TIDY_EVERY:
                     tidied = time.monotonic()
-                    seen = None  # and look whether anything waits that nobody has
                     await self.tidy(time.time())
                 told = ""
             except StoreError as error:

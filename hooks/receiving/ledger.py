@@ -2,12 +2,14 @@
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from hooks.receiving.event import OPEN, Answer, Effect, Event, Status
+from hooks.database import insert
+from hooks.queue import OPEN
+from hooks.receiving.event import Answer, Effect, Event, Status
 from hooks.receiving.records import event_of, get
 
 
@@ -48,74 +50,63 @@ class Arrival:
     status: Status
 
 
-@dataclass(frozen=True)
-class Place:
-    """An event that is to run: which, where in order, and when (seconds since 1970)."""
-
-    id: str
-    path: str
-    lane: str
-    due: float
-
-
 def accept(
     connection: sqlite3.Connection,
     arrival: Arrival,
     *,
     now: float,
     window: float,
-    is_full: bool,
     coalesce: bool,
-) -> tuple[Verdict, Event]:
-    """Tell duplicates from new deliveries and keep a new one, in one transaction."""
+    max_waiting: int,
+    paths: Collection[str],
+) -> tuple[Verdict, Event, list[str]]:
+    """Tell duplicates from new deliveries and keep a new one, in one transaction.
+
+    Args:
+        paths: of the endpoints there are; those of them that are open count for ``max_waiting``.
+
+    Returns:
+        The event, and the ids of those that it supersedes.
+    """
+    (count,) = connection.execute(
+        f"SELECT count(*) FROM events WHERE {OPEN} AND path IN ({', '.join('?' * len(paths))})", tuple(paths)
+    ).fetchone()
+    is_full = count >= max_waiting
     known = _known(connection, arrival, now - window, now + window)
     if known is not None:
         status = Status(known["status"])
         if status is Status.FAILED:
             if is_full:
-                return Verdict.FULL, event_of(known)
+                return Verdict.FULL, event_of(known), []
             connection.execute(
                 "UPDATE events SET status=?, due=?, finished_at=NULL, is_acknowledged=0 WHERE number=?",
                 (Status.WAITING, now, known["number"]),
             )
-            return Verdict.AGAIN, event_of(known)
-        if status in OPEN:
+            return Verdict.AGAIN, event_of(known), []
+        if status in (Status.WAITING, Status.RUNNING):
             # The sender is told that it is accepted: a failure may not be handed back to it any more.
             connection.execute("UPDATE events SET is_acknowledged=1 WHERE number=?", (known["number"],))
-        return Verdict.DUPLICATE, event_of(known)
+        return Verdict.DUPLICATE, event_of(known), []
     is_ignored = arrival.status is Status.IGNORED
     if is_full and not is_ignored:
-        return Verdict.FULL, Event(arrival.id, 0, arrival.path, arrival.status, 0, now)
+        return Verdict.FULL, Event(arrival.id, 0, arrival.path, arrival.status, 0, now), []
+    superseded = []
     if coalesce and arrival.lane and not is_ignored:
-        connection.execute(
-            "UPDATE events SET status=?, finished_at=? WHERE path=? AND lane=? AND status=?",
+        superseded = connection.execute(
+            "UPDATE events SET status=?, finished_at=? WHERE path=? AND lane=? AND status=? RETURNING id",
             (Status.SUPERSEDED, now, arrival.path, arrival.lane, Status.WAITING),
-        )
+        ).fetchall()
     identity = f"id:{arrival.delivery_id}" if arrival.delivery_id is not None else f"{arrival.identity}:{arrival.id}"
-    connection.execute(
-        "INSERT INTO events (id, path, webhook_id, identity, lane, delivery_id, repo, repo_type, scope, action, status,"
-        " due, received_at, finished_at, size, headers, body) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        (
-            arrival.id,
-            arrival.path,
-            arrival.webhook_id,
-            identity,
-            arrival.lane,
-            arrival.delivery_id,
-            arrival.repo,
-            arrival.repo_type,
-            arrival.scope,
-            arrival.action,
-            arrival.status,
-            now,
-            now,
-            now if is_ignored else None,
-            len(arrival.body),
-            arrival.headers,
-            arrival.body,
-        ),
+    insert(
+        connection,
+        "events",
+        **vars(arrival) | {"identity": identity},
+        due=now,
+        received_at=now,
+        finished_at=now if is_ignored else None,
+        size=len(arrival.body),
     )
-    return Verdict.NEW, get(connection, arrival.id)
+    return Verdict.NEW, get(connection, arrival.id), [row["id"] for row in superseded]
 
 
 def _known(connection: sqlite3.Connection, arrival: Arrival, since: float, until: float) -> sqlite3.Row | None:
@@ -132,15 +123,6 @@ def _known(connection: sqlite3.Connection, arrival: Arrival, since: float, until
         " AND received_at<=? ORDER BY number DESC LIMIT 1",
         (*place, f"{arrival.identity}:", f"{arrival.identity};", since, until),
     ).fetchone()
-
-
-def begin(connection: sqlite3.Connection, event_id: str) -> Event | None:
-    """An event that begins to run; None when it does not wait any more."""
-    row = connection.execute(
-        "UPDATE events SET status=?, attempt=attempt+1 WHERE id=? AND status=? RETURNING *",
-        (Status.RUNNING, event_id, Status.WAITING),
-    ).fetchone()
-    return None if row is None else event_of(row)
 
 
 def finish(
@@ -222,41 +204,31 @@ def fail(
     return status
 
 
-def again(connection: sqlite3.Connection, event_id: str, *, now: float) -> Status:
+def again(connection: sqlite3.Connection, event_id: str, *, due: float) -> Status:
     """An event whose end could not be written runs again."""
-    connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (Status.WAITING, now, event_id))
+    connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (Status.WAITING, due, event_id))
     return Status.WAITING
 
 
-def resume(connection: sqlite3.Connection, *, now: float, crashes: int) -> list[Place]:
-    """All that wait, in order, after a start; what ran when the process ended waits again, too often and it is dead."""
+def resume(connection: sqlite3.Connection, *, now: float, crashes: int) -> dict[str, int]:
+    """After a start, what ran when the process ended waits again, or is dead where that happened too often.
+
+    Returns:
+        How many wait, by path.
+    """
     connection.execute(
         "UPDATE events SET crashes=crashes+1, status=CASE WHEN crashes+1>? THEN ? ELSE ? END,"
         " finished_at=CASE WHEN crashes+1>? THEN ? END,"
         " error='the process ended while it ran' WHERE status=?",
         (crashes, Status.DEAD, Status.WAITING, crashes, now, Status.RUNNING),
     )
-    return waiting(connection)
+    found = connection.execute(f"SELECT path, count(*) AS count FROM events WHERE {OPEN} GROUP BY path")
+    return {row["path"]: row["count"] for row in found}
 
 
-def changed(connection: sqlite3.Connection, seen: int | None) -> tuple[int, list[Place] | None]:
-    """What waits, if another process wrote since ``seen`` (which this returns for the next time), else None."""
-    version = connection.execute("PRAGMA data_version").fetchone()[0]
-    return version, None if version == seen else waiting(connection)
-
-
-def waiting(connection: sqlite3.Connection) -> list[Place]:
-    """All that wait, in order."""
-    found = connection.execute(
-        "SELECT id, path, lane, due FROM events WHERE status IN ('waiting', 'running') AND status=? ORDER BY number",
-        (Status.WAITING,),
-    )
-    return [Place(row["id"], row["path"], row["lane"], row["due"]) for row in found]
-
-
-def release(connection: sqlite3.Connection) -> int:
-    """What still runs when the server stops waits again."""
-    return connection.execute("UPDATE events SET status=? WHERE status=?", (Status.WAITING, Status.RUNNING)).rowcount
+def version(connection: sqlite3.Connection) -> int:
+    """A number that is another one after another process has written."""
+    return connection.execute("PRAGMA data_version").fetchone()[0]
 
 
 def replay(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:

@@ -4,6 +4,7 @@ import json
 import sqlite3
 
 from hooks.errors import UnknownEvent
+from hooks.queue import Queue
 from hooks.receiving.event import Answer, Event, Status
 
 SCHEMA = [
@@ -40,8 +41,11 @@ SCHEMA = [
 CREATE INDEX events_open ON events (number) WHERE status IN ('waiting', 'running');
 CREATE INDEX events_by_webhook ON events (webhook_id, received_at);
 CREATE INDEX events_by_status ON events (status, number);
-CREATE INDEX events_by_end ON events (finished_at)"""
+CREATE INDEX events_by_end ON events (finished_at)""",
+    """DROP INDEX events_open;
+CREATE INDEX events_in_lanes ON events (path, lane, number) WHERE status IN ('waiting', 'running')""",
 ]
+QUEUE = Queue("events", group="path", ordered="one.lane <> ''")
 BRIEF = (
     "number, id, path, webhook_id, delivery_id, repo, repo_type, scope, action, status, attempt, received_at, "
     "finished_at, error, failures, size"

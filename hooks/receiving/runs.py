@@ -4,10 +4,9 @@ import asyncio
 import functools
 import inspect
 import logging
-import sqlite3
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 from pydantic import BaseModel
 from sanic import Request, Sanic
@@ -24,12 +23,8 @@ from hooks.receiving.reply import Reply
 from hooks.receiving.settings import ReceiverSettings
 from hooks.receiving.threads import Threads
 
-Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
-
 log = logging.getLogger(__name__)
 
-STORE_PAUSE = 0.5  # seconds between attempts to write what became of an event
 LARGE = 1 << 18  # bytes of a body that is not read on the event loop
 
 
@@ -40,13 +35,13 @@ class StillRuns(Exception):
 class Runs:
     """Calls handlers.
 
-    Attributes:
-        is_ending: nothing is waited for any more.
+    Args:
+        write: writes what became of an event, for as long as that takes.
     """
 
-    def __init__(self, inbox: Inbox, settings: ReceiverSettings, app: Sanic | None):
-        self.is_ending = False
+    def __init__(self, inbox: Inbox, settings: ReceiverSettings, app: Sanic | None, write: Callable[..., Any]):
         self._inbox = inbox
+        self._write = write
         self._settings = settings
         self._app = app
         self._threads = Threads(settings.threads)
@@ -55,39 +50,37 @@ class Runs:
         """Let the threads end after what they do now."""
         self._threads.close()
 
-    async def attempt(
-        self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None
-    ) -> float | None:
-        """One attempt.
+    async def attempt(self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None) -> bool:
+        """One attempt; whether the event is done.
 
         Args:
             reply: of the sender, if it waits.
             request: of the sender, if it still waits.
-
-        Returns:
-            When the next attempt is due, seconds since 1970; None when there is none.
         """
         try:
             value = await self._call(endpoint, event, request)
             told = answers.value_of(endpoint.handler.name, value)
             if told.status >= 500:
-                return await self._fail(endpoint, event, RuntimeError(f"it answered {told.status}"), reply, told)
-            await self._finish(event, told)
+                await self._fail(endpoint, event, RuntimeError(f"it answered {told.status}"), reply, told)
+                return False
+            await self._write(ledger.finish, event.id, answers.stored(told), tuple(event.effects), now=time.time())
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # The handler's own; the lane goes on.
-            return await self._fail(endpoint, event, error, reply)
+            await self._fail(endpoint, event, error, reply)
         except EffectFailed as error:
-            return await self._fail(endpoint, event, error.__cause__ or error, reply)
+            await self._fail(endpoint, event, error.__cause__ or error, reply)
         except GeneratorExit:
             raise  # of this coroutine, when its loop has ended
         except BaseException as error:  # an exit or a panic of a library must not end the server, nor the lane
-            return await self._fail(endpoint, event, error, reply)
-        if reply is not None:
-            reply.tell(told)
-        return None
+            await self._fail(endpoint, event, error, reply)
+        else:
+            if reply is not None:
+                reply.tell(told)
+            return True
+        return False
 
     async def _call(self, endpoint: Endpoint, event: Event, request: Request | None) -> object:
         handler = endpoint.handler
@@ -109,12 +102,9 @@ class Runs:
         value = outcome.result()
         return await value if inspect.isawaitable(value) else value
 
-    async def _finish(self, event: Event, told: Answer) -> None:
-        await self._write(ledger.finish, event.id, answers.stored(told), tuple(event.effects), now=time.time())
-
     async def _fail(
         self, endpoint: Endpoint, event: Event, error: BaseException, reply: Reply | None, told: Answer | None = None
-    ) -> float | None:
+    ) -> None:
         log.error("event %s: handler %s failed", event.id, endpoint.handler.name, exc_info=error)
         now = time.time()
         # To run it again would be beside itself, or in vain.
@@ -139,33 +129,12 @@ class Runs:
             log.error("event %s: its end cannot be written, it runs again: %s", event.id, trouble)
             if reply is not None:
                 reply.tell(answers.busy("The event could not be written.", self._settings.retry_after))
-            status = await self._write(ledger.again, event.id, now=now)
+            status = await self._write(ledger.again, event.id, due=now + backoff(1, self._settings))
         if reply is not None:
             is_accepted = status is Status.WAITING
             reply.tell(answers.accepted(event.id) if is_accepted else told or answers.failed(event.id))
         if status is Status.DEAD:
             log.error("event %s of %s is a dead letter after %d attempts", event.id, event.path, event.attempt)
-        return now + (delay or backoff(1, self._settings)) if status is Status.WAITING else None
-
-    async def _write(
-        self,
-        transaction: Callable[Concatenate[sqlite3.Connection, str, Arguments], Result],
-        event_id: str,
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
-    ) -> Result:
-        """Write what became of an event, for as long as that takes: a disk may be full for a while."""
-        told = ""
-        while True:
-            try:
-                return await self._inbox.database.run(transaction, event_id, *arguments, **named)
-            except StoreError as error:
-                if str(error) != told:
-                    log.error("event %s: what became of it cannot be written yet: %s", event_id, error)
-                told = str(error)
-                if self.is_ending:
-                    raise  # it is run again at the next start
-                await asyncio.sleep(STORE_PAUSE)
 
 
 def _reason(error: BaseException) -> str:

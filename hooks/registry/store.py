@@ -31,7 +31,7 @@ CREATE TABLE folders (
     changed_at REAL NOT NULL
 ) STRICT;
 """
-SCHEMA = (WEBHOOKS + queue.SCHEMA,)
+SCHEMA = (WEBHOOKS + queue.SCHEMA, queue.LANES)
 
 
 class WebhookStore:

@@ -1,9 +1,9 @@
 """The log of deliveries: read, counted, and shortened."""
 
 import sqlite3
-from collections.abc import Sequence
 from typing import Any
 
+from hooks.queue import OPEN
 from hooks.sending.queue import marks
 from hooks.sending.schedule import iso
 
@@ -44,8 +44,12 @@ def entries(
     connection: sqlite3.Connection, webhook_id: str, limit: int, before: str | None = None
 ) -> list[dict[str, Any]]:
     """The newest deliveries of a webhook with their attempts, newest first; older than ``before`` when given."""
+    is_behind = (
+        "EXISTS (SELECT 1 FROM deliveries AS other WHERE other.webhook_id = deliveries.webhook_id "
+        f"AND other.lane = deliveries.lane AND other.number < deliveries.number AND other.{OPEN}) AS is_behind"
+    )
     rows = connection.execute(
-        "SELECT deliveries.*, type FROM deliveries JOIN messages ON messages.id = message_id "
+        f"SELECT deliveries.*, type, {is_behind} FROM deliveries JOIN messages ON messages.id = message_id "
         "WHERE webhook_id = ? AND number < coalesce((SELECT number FROM deliveries WHERE id = ?), ?) "
         "ORDER BY number DESC LIMIT ?",
         (webhook_id, before, 0 if before else 1 << 62, limit),
@@ -60,11 +64,11 @@ def entries(
             "id": row["id"],
             "webhookDeliveryId": f"msg_{row['id']}",
             "type": row["type"],
-            "subject": row["subject"],
-            "status": row["status"],
+            "subject": row["lane"],
+            "status": shown(row["status"]),
             "createdAt": iso(row["created_at"]),
             "finishedAt": iso(row["finished_at"]),
-            "nextAttemptAt": iso(row["due_at"]) if row["status"] == "waiting" else None,
+            "nextAttemptAt": iso(row["due"]) if shown(row["status"]) == "waiting" and not row["is_behind"] else None,
             "attempts": attempts[row["id"]],
         }
         for row in rows
@@ -85,5 +89,12 @@ def _attempt(row: sqlite3.Row) -> dict[str, Any]:
 
 def counts(connection: sqlite3.Connection) -> dict[str, int]:
     """How many deliveries of each status there are."""
-    counted: Sequence[sqlite3.Row] = connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1").fetchall()
-    return dict.fromkeys(STATES, 0) | {row[0]: row[1] for row in counted}
+    found: dict[str, int] = dict.fromkeys(STATES, 0)
+    for status, count in connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1"):
+        found[shown(status)] += count
+    return found
+
+
+def shown(status: str) -> str:
+    """The status as people see it: what is under way waits for its outcome."""
+    return "waiting" if status == "running" else status

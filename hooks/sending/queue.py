@@ -1,7 +1,6 @@
 """The deliveries that wait and the outcomes of those that were tried: transactions, with the time given.
 
-Order is kept per webhook and subject (a repo, a session): only the oldest waiting delivery of each has a ``due_at``,
-and the transaction that finishes it makes the next one due.
+Order is kept per webhook and subject (a repo, a session): each is a lane.
 """
 
 import json
@@ -11,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hooks.queue import OPEN, Queue
 from hooks.sending.outcome import Outcome, Parcel
 
 SCHEMA = """
@@ -53,6 +53,18 @@ CREATE INDEX of_delivery ON attempts (delivery_id, at);
 CREATE TABLE held (webhook_id TEXT PRIMARY KEY) STRICT;
 """
 
+# The second version of the schema: what waits has its time whether it is the oldest of its lane or not.
+LANES = """
+DROP INDEX due;
+DROP INDEX waiting;
+ALTER TABLE deliveries RENAME COLUMN subject TO lane;
+ALTER TABLE deliveries RENAME COLUMN due_at TO due;
+ALTER TABLE deliveries ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0;
+UPDATE deliveries SET due = created_at WHERE status = 'waiting' AND due IS NULL;
+CREATE INDEX deliveries_in_lanes ON deliveries (webhook_id, lane, number) WHERE status IN ('waiting', 'running');
+"""
+QUEUE = Queue("deliveries", group="webhook_id", ready="webhook_id NOT IN (SELECT webhook_id FROM held)")
+
 # Attempts of one delivery that are kept; replays may add any number.
 MAX_ATTEMPTS = 50
 
@@ -78,11 +90,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Due:
-    """A delivery whose time has come."""
+    """A delivery that is to be made."""
 
     id: str
     webhook_id: str
-    subject: str
     failed: int
     parcel: Parcel
 
@@ -112,11 +123,10 @@ def put(
     dropped = {}
     for webhook_id in webhook_ids:
         connection.execute(
-            "INSERT INTO deliveries (id, webhook_id, message_id, subject, status, created_at) "
-            "VALUES (?, ?, ?, ?, 'waiting', ?)",
-            (new_id(), webhook_id, message.id, message.subject, now),
+            "INSERT INTO deliveries (id, webhook_id, message_id, lane, status, due, created_at) "
+            "VALUES (?, ?, ?, ?, 'waiting', ?, ?)",
+            (new_id(), webhook_id, message.id, message.subject, now, now),
         )
-        _make_due(connection, webhook_id, message.subject, now)
         if count := _drop(connection, webhook_id, now, max_waiting):
             dropped[webhook_id] = count
     return len(webhook_ids), dropped
@@ -124,76 +134,17 @@ def put(
 
 def _drop(connection: sqlite3.Connection, webhook_id: str, now: float, max_waiting: int) -> int:
     """Give up the oldest ones above the limit."""
-    oldest = connection.execute(
-        "SELECT number, subject FROM deliveries WHERE webhook_id = ? AND status = 'waiting' "
-        "ORDER BY number DESC LIMIT -1 OFFSET ?",
-        (webhook_id, max_waiting),
-    ).fetchall()
-    for row in oldest:
-        connection.execute(
-            "UPDATE deliveries SET status = 'dropped', due_at = NULL, finished_at = ? WHERE number = ?",
-            (now, row["number"]),
-        )
-        _make_due(connection, webhook_id, row["subject"], now)
-    return len(oldest)
-
-
-def _make_due(connection: sqlite3.Connection, webhook_id: str, subject: str, now: float) -> None:
-    """The oldest waiting one of a webhook and subject is due now, unless it has its time already."""
-    connection.execute(
-        "UPDATE deliveries SET due_at = ? WHERE due_at IS NULL AND number = (SELECT number FROM deliveries "
-        "WHERE webhook_id = ? AND subject = ? AND status = 'waiting' ORDER BY number LIMIT 1)",
-        (now, webhook_id, subject),
-    )
-
-
-def due(
-    connection: sqlite3.Connection, now: float, busy: Mapping[str, Collection[str]], per_webhook: int
-) -> tuple[list[Due], float | None]:
-    """Deliveries to begin now, oldest first, and when the next one is due (None: not known of any).
-
-    Args:
-        busy: by webhook, the ids of the deliveries that are under way.
-        per_webhook: how many may be under way at once.
-    """
-    found: list[Due] = []
-    waiting = connection.execute(
-        "SELECT DISTINCT webhook_id FROM deliveries WHERE due_at <= ? AND webhook_id NOT IN (SELECT * FROM held)",
-        (now,),
-    ).fetchall()
-    for (webhook_id,) in waiting:
-        under_way = busy.get(webhook_id, ())
-        rows = connection.execute(
-            "SELECT deliveries.*, is_hub, body FROM deliveries JOIN messages ON messages.id = message_id "
-            f"WHERE webhook_id = ? AND due_at <= ? AND deliveries.id NOT IN ({marks(under_way)}) "
-            "ORDER BY due_at, number LIMIT ?",
-            (webhook_id, now, *under_way, max(per_webhook - len(under_way), 0)),
-        )
-        found += [_due(row) for row in rows]
-    (later,) = connection.execute(
-        "SELECT min(due_at) FROM deliveries WHERE due_at > ? AND webhook_id NOT IN (SELECT * FROM held)", (now,)
-    ).fetchone()
-    return found, later
-
-
-def set_back(connection: sqlite3.Connection, seconds: float) -> None:
-    """The clock was set back by so much: what waits does not wait longer."""
-    connection.execute("UPDATE deliveries SET due_at = due_at - ? WHERE due_at IS NOT NULL", (seconds,))
+    return connection.execute(
+        "UPDATE deliveries SET status = 'dropped', due = NULL, finished_at = ? WHERE number IN (SELECT number "
+        f"FROM deliveries WHERE webhook_id = ? AND {OPEN} AND status = 'waiting' "
+        "ORDER BY number DESC LIMIT -1 OFFSET ?)",
+        (now, webhook_id, max_waiting),
+    ).rowcount
 
 
 def marks(values: Collection[object]) -> str:
     """Placeholders for them in SQL."""
     return ", ".join("?" * len(values))
-
-
-def _due(row: sqlite3.Row) -> Due:
-    body = row["body"]
-    if row["is_hub"]:
-        # As text: a payload may have megabytes, and while JSON is read or written no other thread runs.
-        webhook = json.dumps({"id": row["webhook_id"], "version": 3}, separators=(",", ":"))
-        body = f'{body.removesuffix("}")},"webhook":{webhook}}}'
-    parcel = Parcel(f"msg_{row['id']}", body.encode(), bool(row["is_hub"]))
-    return Due(row["id"], row["webhook_id"], row["subject"], row["failed"], parcel)
 
 
 def one(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> Due | None:
@@ -203,7 +154,14 @@ def one(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> Du
         "WHERE deliveries.id = ? AND webhook_id = ?",
         (delivery_id, webhook_id),
     ).fetchone()
-    return None if row is None else _due(row)
+    if row is None:
+        return None
+    body = row["body"]
+    if row["is_hub"]:
+        # As text: a payload may have megabytes, and while JSON is read or written no other thread runs.
+        webhook = json.dumps({"id": webhook_id, "version": 3}, separators=(",", ":"))
+        body = f'{body.removesuffix("}")},"webhook":{webhook}}}'
+    return Due(delivery_id, webhook_id, row["failed"], Parcel(f"msg_{delivery_id}", body.encode(), bool(row["is_hub"])))
 
 
 def record(
@@ -243,20 +201,18 @@ def record(
         (delivery.id, delivery.id, MAX_ATTEMPTS),
     )
     if outcome.is_delivered:
-        status, due_at = "delivered", None
+        status, due = "delivered", None
     elif is_replay:
         return False  # a replay that fails leaves the delivery as it was
     elif wait is None:
-        status, due_at = "failed", None
+        status, due = "failed", None
     else:
-        status, due_at = "waiting", now + wait
+        status, due = "waiting", now + wait
     changed = connection.execute(
-        "UPDATE deliveries SET status = ?, due_at = ?, failed = failed + ?, finished_at = ? "
-        "WHERE id = ? AND (status = 'waiting' OR ? = 'delivered')",
-        (status, due_at, not outcome.is_delivered, None if status == "waiting" else now, delivery.id, status),
+        "UPDATE deliveries SET status = ?, due = ?, failed = failed + ?, finished_at = ? "
+        f"WHERE id = ? AND ({OPEN} OR ? = 'delivered')",
+        (status, due, not outcome.is_delivered, None if status == "waiting" else now, delivery.id, status),
     ).rowcount
-    if status != "waiting":
-        _make_due(connection, delivery.webhook_id, delivery.subject, now)
     return bool(changed) and status == "failed"
 
 
@@ -269,7 +225,7 @@ def release(connection: sqlite3.Connection, webhook_id: str, now: float) -> None
     """Send again, and what has waited at once."""
     if connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,)).rowcount:
         connection.execute(
-            "UPDATE deliveries SET due_at = ?, failed = 0 WHERE number IN (SELECT min(number) FROM deliveries "
-            "WHERE webhook_id = ? AND status = 'waiting' GROUP BY subject)",
+            "UPDATE deliveries SET due = min(due, ?), failed = 0 "
+            f"WHERE webhook_id = ? AND {OPEN} AND status = 'waiting'",
             (now, webhook_id),
         )

@@ -2,10 +2,11 @@
 
 import asyncio
 import socket
-import threading
 from collections.abc import Sequence
 
 from aiohttp.abc import AbstractResolver, ResolveResult
+
+from hooks.limits import begin
 
 PATIENCE = 5.0
 
@@ -19,36 +20,12 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     Raises:
         OSError: there is no such host, or nobody said so in time (``TimeoutError``).
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[list[str]] = loop.create_future()
-
-    def tell(found: list[str] | OSError) -> None:
-        if answer.done():
-            return
-        if isinstance(found, OSError):
-            answer.set_exception(found)
-        else:
-            answer.set_result(found)
-
-    def ask() -> None:
-        found: list[str] | OSError
-        try:
-            told = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            found = list(dict.fromkeys(str(address[0]) for *_, address in told))
-        except UnicodeError:
-            found = OSError(f"{host!r} is no name of a host")
-        except OSError as error:
-            found = error
-        try:
-            loop.call_soon_threadsafe(tell, found)
-        except RuntimeError:
-            # The loop has ended, and whoever waited with it.
-            if not loop.is_closed():
-                raise
-
-    threading.Thread(target=ask, name="resolve", daemon=True).start()
-    async with asyncio.timeout(PATIENCE):
-        return await answer
+    try:
+        async with asyncio.timeout(PATIENCE):
+            found = await asyncio.wrap_future(begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    except UnicodeError:
+        raise OSError(f"{host!r} is no name of a host") from None
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 class PinnedResolver(AbstractResolver):

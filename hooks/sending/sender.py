@@ -5,12 +5,14 @@ import logging
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from hooks.database import Database
 from hooks.errors import StoreError
+from hooks.queue import Runner
 from hooks.sending import delivery_log, queue
 from hooks.sending.outcome import Courier, Destination, Outcome
 from hooks.sending.queue import Due, Message
@@ -18,12 +20,9 @@ from hooks.sending.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
-# A database that cannot be written (disk full) would else make every delivery be sent again and again.
-STORE_PAUSE = 5.0
 PRUNE_EVERY = 600.0
 # An answer that comes this soon after the end is still written down, and not asked for twice.
 STOP_PATIENCE = 0.5
-SET_BACK = 1.0  # seconds; less is a clock that is corrected slowly
 
 
 class Subscribers(Protocol):
@@ -62,6 +61,7 @@ class Sender:
 
     Attributes:
         dropped: deliveries given up because too many waited, since the start.
+        runner: begins each when it is due.
     """
 
     def __init__(
@@ -87,10 +87,9 @@ class Sender:
         self._courier = courier
         self._settings = settings or SenderSettings()
         self._clock = clock
-        self._ahead = clock() - time.monotonic()
         self._chance = chance
-        self._woken = asyncio.Event()
-        self._under_way: dict[asyncio.Task[None], Due] = {}
+        self._replays: set[asyncio.Task[object]] = set()
+        self.runner = Runner(database, queue.QUEUE, self._deliver, self._limits, clock=clock)
 
     async def put(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
         """Queue an event; when this returns it is on the disk. For how many webhooks.
@@ -127,78 +126,33 @@ class Sender:
 
     def wake(self) -> None:
         """Look at the queue again; something of it was changed."""
-        self._woken.set()
+        self.runner.wake()
 
     async def run(self) -> None:
         """Send until cancelled. What is under way then is sent again at the next start, with the same id."""
         pruning = asyncio.create_task(self._prune(), name="webhooks prune")
         try:
-            while True:
-                self._woken.clear()
-                later = await self.begin_due()
-                wait = None if later is None else max(later - self._clock(), 0.0)
-                try:
-                    async with asyncio.timeout(wait):
-                        await self._woken.wait()
-                except TimeoutError:
-                    pass
+            await self.runner.write(queue.QUEUE.release)  # of a process that was killed
+            await self.runner.run()
         finally:
-            if self._under_way:
-                await asyncio.wait(list(self._under_way), timeout=STOP_PATIENCE)
-            tasks = [pruning, *self._under_way]
-            for task in tasks:
+            pruning.cancel()
+            await asyncio.gather(self.runner.close(STOP_PATIENCE), pruning, return_exceptions=True)
+            for task in self._replays:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._replays, return_exceptions=True)
+            with suppress(StoreError):  # they are released at the next start anyway
+                await self._database.run(queue.QUEUE.release)
 
-    async def begin_due(self) -> float | None:
-        """Begin every delivery whose time has come and for which there is room; when the next one is due."""
-        busy: dict[str, list[str]] = {}
-        for delivery in self._under_way.values():
-            busy.setdefault(delivery.webhook_id, []).append(delivery.id)
-        try:
-            await self._follow_clock()
-            found, later = await self._database.run(queue.due, self._clock(), busy, self._settings.per_webhook)
-        except StoreError as error:
-            logger.error("deliveries wait: %s", error)
-            return self._clock() + STORE_PAUSE
-        for delivery in found:
-            self._begin(delivery, self._deliver(delivery))
-        return later
+    def _limits(self, webhook_id: str) -> Mapping[str, int]:
+        return {webhook_id: self._settings.per_webhook}
 
-    async def _follow_clock(self) -> None:
-        """What waits is written down by a clock that may be set back; then its times are, too."""
-        ahead = self._clock() - time.monotonic()
-        if self._ahead - ahead > SET_BACK:
-            await self._database.run(queue.set_back, self._ahead - ahead)
-        self._ahead = ahead
-
-    def _begin(self, delivery: Due, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=f"webhook {delivery.webhook_id}")
-        self._under_way[task] = delivery
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._under_way.pop(task, None)
-        self.wake()
-
-    async def deliver_due(self) -> None:
-        """Begin what is due and wait until it has ended, until nothing is due any more."""
-        while True:
-            await self.begin_due()
-            if not self._under_way:
-                return
-            await asyncio.wait(list(self._under_way))
-            await asyncio.sleep(0)  # the callbacks that take them off the list
-
-    async def _deliver(self, delivery: Due, *, is_replay: bool = False) -> None:
-        try:
-            await self._attempt(delivery, is_replay=is_replay)
-        except StoreError as error:
-            logger.error("delivery %s: its outcome cannot be written down (%s); it is sent again", delivery.id, error)
-            await asyncio.sleep(STORE_PAUSE)
+    async def _deliver(self, row: sqlite3.Row) -> None:
+        delivery = await self.runner.write(queue.one, row["webhook_id"], row["id"])
+        if delivery is not None:
+            await self._attempt(delivery)
 
     async def _attempt(self, delivery: Due, *, is_replay: bool = False) -> Outcome | None:
-        destination = await self._database.run(self._subscribers.destination, delivery.webhook_id)
+        destination = await self.runner.write(self._subscribers.destination, delivery.webhook_id)
         if destination is None:
             return None
         at = self._clock()
@@ -211,7 +165,7 @@ class Sender:
         if outcome.is_interrupted:
             return outcome
         wait = self._settings.schedule.wait(delivery.failed + 1, self._chance, outcome.asked)
-        await self._database.run(self._record, delivery, outcome, at, self._clock(), wait, is_replay)
+        await self.runner.write(self._record, delivery, outcome, at, self._clock(), wait, is_replay)
         if not outcome.is_delivered:
             logger.warning(
                 "webhook %s, delivery %s, attempt %d: %s; %s",
@@ -221,6 +175,8 @@ class Sender:
                 outcome.text,
                 "it was a replay" if is_replay else "given up" if wait is None else f"next in {wait:.0f} s",
             )
+        if is_replay:
+            self.wake()  # what waits behind it may begin, if it was taken
         return outcome
 
     def _record(
@@ -255,7 +211,9 @@ class Sender:
             return None
         if is_awaited:
             return await self._attempt(delivery, is_replay=True)
-        self._begin(delivery, self._deliver(delivery, is_replay=True))
+        task = asyncio.ensure_future(self._attempt(delivery, is_replay=True))
+        self._replays.add(task)
+        task.add_done_callback(self._replays.discard)
         return Outcome(status=202)
 
     async def _prune(self) -> None:

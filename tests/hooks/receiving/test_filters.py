@@ -48,6 +48,5 @@ def test_everything_that_is_named_has_to_hold(wanted: dict, is_wanted: bool) -> 
 
 def test_a_delivery_that_does_not_say_is_not_wanted_by_a_filter_that_asks() -> None:
     assert Filter().wants(Facts())
-    assert Filter().is_empty
     for wanted in ({"repos": "*"}, {"repo_types": "model"}, {"scopes": "repo"}, {"refs": "*"}, {"events": "repo"}):
         assert Filter.of(**wanted).wants(Facts()) is ("repos" in wanted)

@@ -5,7 +5,8 @@ import sqlite3
 import time
 
 from hooks.errors import StoreError
-from hooks.receiving.dispatch import Dispatch
+from hooks.queue import Runner
+from hooks.receiving import records
 from hooks.receiving.inbox import Inbox
 from hooks.receiving.keeper import Keeper
 from hooks.receiving.receiver import Receiver
@@ -20,7 +21,7 @@ async def test_a_webhook_near_the_hubs_daily_limit_is_warned_of_once_a_day(
     receiver.add(lambda: None, "x")
     async with serving(receiver) as sender:
         running = receiver._running
-        keeper = Keeper(running.inbox, running.dispatch, ReceiverSettings())
+        keeper = Keeper(running.inbox, running.runner, ReceiverSettings())
         warned = []
         for number in range(5):
             await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": str(number)})
@@ -38,7 +39,7 @@ async def test_what_is_old_is_forgotten_while_it_runs(serving, make_payload) -> 
     async with serving(receiver) as sender:
         await sender.post("/webhooks/x", make_payload())
         running = receiver._running
-        keeper = Keeper(running.inbox, running.dispatch, receiver.settings)
+        keeper = Keeper(running.inbox, running.runner, receiver.settings)
         await keeper.tidy(time.time() + 5)
         assert len(await receiver.events()) == 1
         await keeper.tidy(time.time() + 15)
@@ -49,17 +50,20 @@ async def test_what_keeps_it_from_its_work_is_logged_once_until_it_is_over(monke
     monkeypatch.setattr("hooks.receiving.keeper.LOOK_EVERY", 0.0)
     troubles, is_over = ["full", "full", "", "full", "locked"], asyncio.Event()
 
-    def changed(connection: sqlite3.Connection, seen: int | None) -> tuple[int, None]:
+    def version(connection: sqlite3.Connection) -> int:
         if not troubles:
             is_over.set()
         elif trouble := troubles.pop(0):
             raise StoreError(trouble)
-        return 1, None
+        return 1
 
-    monkeypatch.setattr("hooks.receiving.ledger.changed", changed)
+    async def work(row: sqlite3.Row) -> None:
+        pass
+
+    monkeypatch.setattr("hooks.receiving.ledger.version", version)
     with Inbox(None) as inbox:
-        settings = ReceiverSettings()
-        keeping = asyncio.create_task(Keeper(inbox, Dispatch(inbox, settings, {}), settings).run())
+        runner = Runner(inbox.database, records.QUEUE, work, lambda path: {})
+        keeping = asyncio.create_task(Keeper(inbox, runner, ReceiverSettings()).run())
         async with asyncio.timeout(30):
             await is_over.wait()
         keeping.cancel()

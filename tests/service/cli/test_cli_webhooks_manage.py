@@ -7,10 +7,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from service.cli import webhooks_manage
+from service.cli import webhooks
 from tests.stub_hub import StubHub
 
 URL, SECRET, TOKEN = "https://example.com/hook", "a-long-enough-secret", "hf_token_of_the_tests"
@@ -33,11 +32,9 @@ def hub(request, monkeypatch, tmp_path) -> Iterator[StubHub]:
 @pytest.fixture
 def call(hub):
     """A command, in this process; none of them may show a secret."""
-    app = typer.Typer()
-    webhooks_manage.add_to(app)
 
     def call(*arguments: str, code: int = 0, **more) -> Result:
-        done = CliRunner().invoke(app, list(arguments), **more)
+        done = CliRunner().invoke(webhooks.app, list(arguments), **more)
         assert done.exit_code == code, done.output
         for secret in (SECRET, TOKEN, "of-the-job", "in-the-url"):
             assert secret not in done.output

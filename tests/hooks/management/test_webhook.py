@@ -1,0 +1,232 @@
+"""What a webhook may be made of, what is shown of one, where its secret comes from; and no secret in sight."""
+
+import copy
+import logging
+import pickle
+import stat
+from dataclasses import asdict
+
+import huggingface_hub
+import pytest
+
+from hooks.errors import HubTrouble, InvalidWebhook
+from hooks.management import WebhookWatchedItem, find_secret, generate_secret
+from hooks.management.webhook import check_webhook_id, make_body, mask_url, read_domains, read_watched, read_webhook
+from hooks.signatures import is_standard, sign_standard
+
+URL = "https://example.com/hook"
+ANSWER = {
+    "id": "654bbbc16f2ec14d77f109cc",
+    "url": "https://someone:pass-word-1@example.com/hook?a=1&secret=in-the-url",
+    "watched": [{"type": "model", "name": "someone/arm"}],
+    "domains": ["repo", "discussion"],
+    "secret": "very-secret-indeed",
+    "disabled": False,
+    "createdAt": "2026-09-01",
+}
+JOB = {"dockerImage": "python:3.12", "command": ["true"], "secrets": {"HF_TOKEN": "hf_of-the-job"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"url": URL, "job_id": "687f"}, "Set `url` or `job_id` but not both."),
+        ({}, "Missing argument for webhook: `url` or `job_id`."),
+        ({"job_id": " "}, "job_id is empty"),
+        ({"url": "ftp://example.com"}, "wanted https://host/path"),
+        ({"url": "https://"}, "wanted https://host/path"),
+        ({"url": "https://[::1"}, "cannot be read"),
+        ({"url": "https://example.com:port"}, "cannot be read"),
+        ({"url": "https://example.com/a b"}, "blanks"),
+        ({"url": "http://example.com/hook"}, "--allow-http example.com"),
+        ({"url": "http://10.1.2.3/hook"}, "allow_http=['10.1.2.3']"),
+        ({"url": "http://11.1.2.3/hook", "allow_http": ["10.0.0.0/8"]}, "is http"),
+        ({"url": "http://127.0.0.1.example.com"}, "is http"),
+        ({"url": URL, "watched": []}, "watched is empty"),
+        ({"url": URL, "watched": ["modle arm"]}, "'modle arm' cannot be read; wanted 'type:name'"),
+        ({"url": URL, "domains": []}, "domains is empty"),
+        ({"url": URL, "domains": ["repos"]}, "did you mean 'repo'"),
+        ({"url": URL, "domains": [""]}, "known:"),
+        ({"url": URL, "secrets": {"HF_TOKEN": "hf_value"}}, "`secrets` can only be set together with `job_id`."),
+        ({"job_id": "687f", "secrets": {"HF_TOKEN": 5}}, "wanted a name and a text"),
+        ({"url": URL, "secret": ""}, "at least 16 visible ASCII characters"),
+        ({"url": URL, "secret": "short"}, "at least 16 visible ASCII characters"),
+        ({"url": URL, "secret": "with a blank in it all"}, "at least 16 visible ASCII characters"),
+        ({"url": URL, "secret": "übermäßig-geheim-und-lang"}, "at least 16 visible ASCII characters"),
+        ({"url": URL, "secret": "line\nbreak" * 4}, "at least 16 visible ASCII characters"),
+        ({"url": URL, "secret": "my-secret", "shortest_secret": 16}, "at least 16 visible ASCII characters"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_and_no_secret_is_told(given, message):
+    with pytest.raises(InvalidWebhook) as caught:
+        make_body(**given, is_new=True)
+    assert message in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert not given.get("secret") or given["secret"] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"url": URL},
+        {"url": "http://127.0.0.1:8001/x"},
+        {"url": "http://localhost/x"},
+        {"url": "http://[::1]:80/x"},
+        {"url": "http://robot.local/x", "allow_http": ["other", "robot.local"]},
+        {"url": "http://robot.local/x", "allow_http": ["ROBOT.local"]},
+        {"url": "http://robot.local/x", "allow_http": ["*"]},
+        {"url": "http://10.1.2.3/x", "allow_http": ["10.0.0.0/8"]},
+        {"url": URL, "secret": "x" * 16},
+        {"job_id": "687f", "secrets": {"HF_TOKEN": "", "OTHER": "x"}},
+        {"is_new": False},
+        {"is_new": False, "watched": [], "allow_empty": True},
+    ],
+)
+def test_what_can_be_used_is_sent_as_it_was_given(given, caplog):
+    sent = {"jobSourceId" if name == "job_id" else name: value for name, value in given.items()}
+    options = {"is_new", "allow_http", "allow_empty"}
+    assert make_body(**{"is_new": True} | given) == {name: sent[name] for name in set(sent) - options}
+    assert not caplog.records
+
+
+def test_a_short_secret_is_warned_of_in_the_log_without_it(caplog):
+    with caplog.at_level(logging.WARNING):
+        make_body(url=URL, secret="my-secret", is_new=True)
+    assert "9 characters" in caplog.text
+    assert "my-secret" not in caplog.text
+
+
+def test_watched_items_are_read_in_any_form_each_once():
+    theirs = huggingface_hub.WebhookWatchedItem("model", "someone/arm")
+    ours = WebhookWatchedItem("dataset", "someone/cubes")
+    forms = ["model:someone/arm", {"type": "org", "name": "someone"}, theirs, ours, "org:someone"]
+    found = read_watched(forms)
+    assert [str(item) for item in found] == ["model:someone/arm", "org:someone", "dataset:someone/cubes"]
+    assert found[0] == theirs
+    assert theirs == found[0]
+    assert found[0] != huggingface_hub.WebhookWatchedItem("dataset", "someone/arm")
+    for one in forms:
+        assert len(read_watched(one)) == 1
+
+
+@pytest.mark.parametrize("item", ["arm", ":arm", "model:", "model: arm", {"type": "model"}, {}, 5, None])
+def test_a_watched_item_that_cannot_be_read_is_quoted(item):
+    with pytest.raises(InvalidWebhook, match="wanted 'type:name'") as caught:
+        read_watched([item])
+    assert repr(item) in str(caught.value)
+
+
+def test_a_type_that_is_not_known_is_warned_of_and_kept():
+    read_watched([f"{kind}:name" for kind in ("bucket", "dataset", "kernel", "model", "org", "space", "user")])
+    with pytest.warns(UserWarning, match=r"'modle' is not known \(did you mean 'model'\?\)"):
+        assert [str(item) for item in read_watched(["modle:arm"])] == ["modle:arm"]
+
+
+def test_domains_are_read_each_once_and_the_old_name_is_put_right():
+    assert read_domains(["discussions", "repo", "discussion"]) == ["discussion", "repo"]
+    assert read_domains("repo") == ["repo"]
+
+
+@pytest.mark.parametrize("webhook_id", ["", ".", "..", "a/b", "a?b", "a b", "%2e", "ä", "a\n", None])
+def test_an_id_that_would_be_another_path_is_refused(webhook_id):
+    with pytest.raises(InvalidWebhook):
+        check_webhook_id(webhook_id)
+
+
+def test_a_webhook_is_huggingface_hubs_with_more_and_copies_like_it():
+    webhook = read_webhook(ANSWER | {"job": JOB})
+    assert isinstance(webhook, huggingface_hub.WebhookInfo)
+    assert (webhook.id, webhook.url, webhook.secret) == (ANSWER["id"], ANSWER["url"], ANSWER["secret"])
+    assert (webhook.has_secret, webhook.status, webhook.raw["createdAt"]) == (True, "enabled", "2026-09-01")
+    assert read_webhook(ANSWER).job is None
+    for other in (copy.deepcopy(webhook), pickle.loads(pickle.dumps(webhook))):
+        assert (other, other.raw, other.status) == (webhook, webhook.raw, "enabled")
+    assert asdict(webhook)["watched"] == ANSWER["watched"]
+    assert asdict(webhook)["raw"]["secret"] == "********"
+
+
+def test_no_secret_is_in_what_is_printed():
+    webhook = read_webhook(ANSWER | {"job": JOB})
+    for text in (repr(webhook), str(webhook), f"{webhook}", repr([webhook]), repr(webhook.raw)):
+        for secret in ("very-secret-indeed", "pass-word-1", "in-the-url", "hf_of-the-job"):
+            assert secret not in text
+        assert "example.com/hook" in text
+        assert "HF_TOKEN" in text
+    assert webhook.job is not None
+    assert webhook.job.secrets == {"HF_TOKEN": "hf_of-the-job"}
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "value"),
+    [
+        ({"hasSecret": True}, "has_secret", True),  # newer Hubs tell only whether there is a secret
+        ({"hasSecret": False}, "has_secret", False),
+        ({}, "has_secret", False),
+        ({"disabled": True}, "status", "disabled"),
+        ({"disabled": "suspended-after-failure"}, "status", "suspended"),
+        ({"disabled": "by-an-admin"}, "status", "disabled"),
+    ],
+)
+def test_the_state_comes_from_a_bool_or_text(more, name, value):
+    webhook = read_webhook({name: told for name, told in ANSWER.items() if name != "secret"} | more)
+    assert (webhook.secret, getattr(webhook, name)) == (None, value)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, [], "webhook", {}, ANSWER | {"watched": [5]}, ANSWER | {"job": {"expose": 5}}]
+)
+def test_what_is_no_webhook_is_refused(answer):
+    with pytest.raises(HubTrouble, match="the Hub answered"):
+        read_webhook(answer)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://example.com/hook?a=%20b", "https://example.com/hook?a=%20b"),
+        ("https://example.com:99/hook?Secret=x&b=2", "https://example.com:99/hook?Secret=********&b=2"),
+        ("https://me:word@example.com:99/", "https://me:********@example.com:99/"),
+        ("https://[::1", "********"),
+    ],
+)
+def test_an_address_is_shown_without_what_is_secret_in_it(url, shown):
+    assert mask_url(url) == shown
+
+
+def test_a_generated_secret_is_good_and_another_each_time(caplog):
+    one, other = generate_secret(), generate_secret()
+    assert make_body(url=URL, secret=one, is_new=True, shortest_secret=40)["secret"] == one != other
+    signature = sign_standard(one, "id", 1000, b"{}")
+    assert is_standard([one], "id", "1000", signature, b"{}", now=1000)
+    assert not is_standard([other], "id", "1000", signature, b"{}", now=1000)
+
+
+def test_a_secret_comes_from_the_place_that_was_named(tmp_path):
+    (tmp_path / "secret").write_text(" of-the-file\n")
+    assert find_secret() is None
+    assert find_secret("given") == "given"
+    assert find_secret(file=tmp_path / "secret") == "of-the-file"
+    assert find_secret(variable="HOOK", environment={"HOOK": "of-the-environment"}) == "of-the-environment"
+    made = find_secret(file=tmp_path / "new", generate=True)
+    assert find_secret(file=tmp_path / "new", generate=True) == made == (tmp_path / "new").read_text().strip()
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"given": "one", "variable": "TWO"}, "by secret and by variable"),
+        ({"variable": "NOT_SET"}, "NOT_SET has no secret"),
+        ({"generate": True}, "name the file"),
+        ({"file": "not-there"}, "let it be made"),
+        ({"file": "no/folder", "generate": True}, "cannot be made"),
+        ({"file": "empty"}, "is empty"),
+        ({"file": "binary"}, "not ASCII"),
+    ],
+)
+def test_a_place_without_a_secret_is_said(named, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidWebhook, match=message):
+        find_secret(**named, environment={})
