@@ -76,15 +76,16 @@ def _write(array: np.ndarray, pieces: list[str]) -> None:
     pieces.append("]")
 
 
-def _parse(body: bytes) -> Any:
-    def refuse(literal: str) -> NoReturn:
-        raise ValueError(f"{literal} is no JSON")
+def _refuse(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is no JSON")
 
+
+def _parse(body: bytes) -> Any:
     try:
         text = as_text(body)
         if has_many_values(text, _VALUES):
-            return loads_slowly(text, parse_constant=refuse)
-        return loads(text, _VALUES, parse_constant=refuse)
+            return loads_slowly(text, parse_constant=_refuse)
+        return loads(text, _VALUES, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("JSON decode error; wanted JSON, whose numbers are finite", ("body",)) from error
 

@@ -84,8 +84,10 @@ class Consultation:
         Raises:
             MoveRefused: the session cannot be asked.
         """
-        drive, cameras = self.link()[1], self.session.new.camera_names
-        known = self._wanted
+        return self._wanted_by(self.link()[1])
+
+    def _wanted_by(self, drive: Drive) -> Wanted:
+        known, cameras = self._wanted, self.session.new.camera_names
         if known is None or known.joints is not drive.table or known.cameras is not cameras:
             known = self._wanted = Wanted(cameras, drive.table, self._pixels)
         return known
@@ -188,8 +190,8 @@ class Consultation:
 
     async def _think(self, link: DirectLink, drive: Drive, seen: Observation, trail: np.ndarray) -> Thought:
         began = time.monotonic()
-        instruction = await self.prompted(seen)
-        wanted = self.wanted()
+        instruction = await self.prompted(seen, drive)
+        wanted = self._wanted_by(drive)
         pose, odd = seen.pose(wanted)
         frames = await seen.decoded(wanted)
         now = time.monotonic()
@@ -298,7 +300,7 @@ class Consultation:
         self._given_at = time.monotonic()
         return action, min(steps, len(self._plan)) - self._given, thought
 
-    async def prompted(self, seen: Observation) -> str | None:
+    async def prompted(self, seen: Observation, drive: Drive) -> str | None:
         """What is to be done about this: what the client says, else what it or somebody else said last.
 
         It is the session's instruction from now on, and what recordings call it.
@@ -311,7 +313,7 @@ class Consultation:
             said = session.new.language_instruction
         elif isinstance(session, Session):
             await session.tell(said)
-        if (why := complaint(self.link()[1].thinking.served.requirements, said)) is not None:
+        if (why := complaint(drive.thinking.served.requirements, said)) is not None:
             raise InvalidRequest(why, ("body", "prompt"))
         return said
 

@@ -60,6 +60,18 @@ class Incoming:
             return self._target[self._filled :]
         return self._scratch[self._end :]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing that came waits to be read."""
+        return self._start == self._end
+
+    def fill(self, count: int) -> bool:
+        """So many came, if they do not complete the frame that is coming; else nothing is done, and it is False."""
+        if self._head is None or self._filled + count >= len(self._target):
+            return False
+        self._filled += count
+        return True
+
     def put(self, count: int) -> bool:
         """So many came; False as long as a frame that was begun is not whole.
 

@@ -151,11 +151,11 @@ def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) 
     if values.dtype.kind not in "iuf" or values.shape != (len(table),):
         wrong.append(f"state: {values.dtype.name} {list(values.shape)}; wanted {len(table)} numbers")
         return {}
-    values = values.astype(np.float64)
-    if not (np.abs(values) <= _LARGEST).all():
+    found = [float(value) for value in values]
+    if not all(-_LARGEST <= value <= _LARGEST for value in found):  # false of NaN
         wrong.append("state holds NaN, infinity or what is as good as that")
         return {}
-    return {name: float(value) for name, value in zip(table.names, values, strict=True)}
+    return dict(zip(table.names, found, strict=True))
 
 
 def _named(state: Mapping[Any, Any], table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:

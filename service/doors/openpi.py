@@ -14,6 +14,7 @@ from service.doors import observation, packing
 from service.doors.consultation import Consultation
 from service.doors.naming import Naming
 from service.doors.socket import DoorSocket, SocketClosed
+from service.edge.fair_queue import measured
 from service.errors import InvalidRequest, ServiceError
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,14 @@ class OpenpiDoor:
 
     async def attend(self) -> None:
         """Serve it until its socket ends, or something goes wrong."""
+        self._socket.spent = 0.0
+        await measured(self._serve(), self._count)
+
+    def _count(self, seconds: float) -> None:
+        assert self._socket.spent is not None
+        self._socket.spent += seconds
+
+    async def _serve(self) -> None:
         try:
             self._socket.send(packing.pack_openpi(dict(self._consultation.about())))
             while True:

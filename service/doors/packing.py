@@ -40,6 +40,7 @@ _BY_CODE: Mapping[object, np.dtype] = {
     for kind in _BY_NAME.values()
     for code in ({kind.str} if kind.itemsize == 1 else {f"<{kind.str[1:]}", f">{kind.str[1:]}"})
 }
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=np.ndarray.tolist)
 _OURS = {"dtype", "shape", "data"}
 _OPENPIS = {b"__ndarray__", b"data", b"dtype", b"shape"}
 _SCALAR = {b"__npgeneric__", b"data", b"dtype"}
@@ -178,7 +179,7 @@ def pack_json(message: Mapping[Any, Any]) -> str:
     Raises:
         ValueError: a number is NaN or infinite, which JSON does not have.
     """
-    return json.dumps(message, allow_nan=False, separators=(",", ":"), default=np.ndarray.tolist)
+    return _ENCODER.encode(message)
 
 
 def _made(key: object, found: dict[Any, Any]) -> Any:

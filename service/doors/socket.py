@@ -61,12 +61,16 @@ class DoorSocket(asyncio.BufferedProtocol):
     Attributes:
         heard_at: monotonic time of the newest bytes.
         refused: messages that were not taken because the peer does not read.
+        spent: seconds of the loop's time since the newest message was taken, if whoever takes them counts them
+            (``service.edge.fair_queue.measured``); else the queue goes by what it reckons for one.
     """
 
     def __init__(self, limits: SocketLimits, gone: Callable[[Exception | None], None] = lambda error: None):
         """``gone`` is called when the connection is."""
         self.heard_at = time.monotonic()
         self.refused = 0
+        self.spent: float | None = None
+        self._reckoned = 0.0  # for the newest message, if it was beyond the budget
         self._limits = limits
         self._gone = gone
         self._loop = asyncio.get_running_loop()
@@ -120,7 +124,12 @@ class DoorSocket(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """So many came."""
         self.heard_at = time.monotonic()
-        if not self._incoming.is_over and self._understand(lambda: self._incoming.put(nbytes)):
+        incoming = self._incoming
+        if incoming.fill(nbytes):
+            return
+        if not incoming.is_over and self._understand(partial(incoming.put, nbytes)):
+            if incoming.is_empty and len(incoming.messages) < _WAITING:
+                return  # nothing came behind the message
             self._is_pausing = True
             self._queue.enter(self._flow)
             if (self._is_pausing or self._is_waiting) and self._transport is not None:
@@ -247,6 +256,8 @@ class DoorSocket(asyncio.BufferedProtocol):
             SocketClosed: there is none any more.
         """
         messages = self._incoming.messages
+        if self._reckoned and self.spent is not None:
+            self._queue.correct(self.spent - self._reckoned)
         if messages:
             # Else a client that sends hundreds of small ones at once has the loop to itself until all are read.
             await asyncio.sleep(0)
@@ -261,6 +272,9 @@ class DoorSocket(asyncio.BufferedProtocol):
                 self._waiter = None
             await self._queue.turn(self._taking, MESSAGE)
         message = messages.popleft()
+        self._reckoned = MESSAGE if self._taking.is_greedy else 0.0
+        if self.spent is not None:
+            self.spent = 0.0
         if self._is_waiting and not self._is_pausing:
             self._is_waiting = False
             self._queue.enter(self._flow)

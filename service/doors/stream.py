@@ -146,7 +146,7 @@ class Stream:
         if number is not None:
             self._seen = (number, now)
         if seen.prompt is not None:
-            await self._consultation.prompted(seen)
+            await self._consultation.prompted(seen, self._consultation.link()[1])
         seen_at = now - age / 1e3
         if seen.files:
             # Decoded in a thread, one observation at a time; of those that come meanwhile the newest is next.

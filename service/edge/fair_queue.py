@@ -11,9 +11,10 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from itertools import count
-from typing import ClassVar
+from types import coroutine
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from service.edge.limits import Bucket
@@ -30,6 +31,7 @@ BUDGET, BURST = 0.03, 0.015
 # read. Whoever floods has as much waiting as the kernel holds.
 UNREAD = 16_384
 # What is done later of a message, a request and a connection that were let in, in seconds: parsed, answered, relayed.
+# Where it is counted (``measured``), the difference is made good by ``FairQueue.correct``.
 MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
 # Of one caller: new connections that ask something, each with a budget of its own, a second and at once. A robot with
 # eight cameras has about twenty in all; whoever connects ever anew has no new budget each time.
@@ -207,24 +209,26 @@ class FairQueue:
 
     async def turn(self, flow: Flow, cost: float, is_idle: bool = True) -> None:
         """Wait until this flow may do what costs so much; ``is_idle`` as for ``enter``."""
-        waiter: asyncio.Future[None] | None = None
-        is_due = False
+        self._look_at_budget(flow, is_idle)
+        if self._is_free(flow):
+            self._charge(flow, cost)
+            return
+        waiter: asyncio.Future[None] = self._loop.create_future()
 
         def go() -> tuple[float, bool]:
-            nonlocal is_due
-            is_due = True
-            if waiter is None:
-                return cost, False
             if waiter.done():
                 return 0.0, False  # who waited was cancelled
             waiter.set_result(None)
             return cost, False
 
         flow.step = go
-        self.enter(flow, is_idle)
-        if not is_due:
-            waiter = self._loop.create_future()
-            await waiter
+        self._push(flow)
+        self._plan()
+        await waiter
+
+    def correct(self, difference: float) -> None:
+        """What a flow beyond its budget did took so much more than its turn was given out for, or less."""
+        self._credit = min(self._credit - difference, CREDIT)
 
     def spend(self, cost: float) -> None:
         """Count work of this turn that no flow asked for."""
@@ -265,13 +269,17 @@ class FairQueue:
 
     def _run(self, flow: Flow) -> bool:
         """Do one piece of it; whether there is more."""
-        lane, caller = self._lane_of(flow)
         began = self._cpu()
         later, is_more = flow.step()
-        cost = self._cpu() - began + later
+        self._charge(flow, self._cpu() - began + later)
+        return is_more
+
+    def _charge(self, flow: Flow, cost: float) -> None:
+        """Count what it did."""
         self.spend(cost)
         if flow.is_own:
-            return is_more
+            return
+        lane, caller = self._lane_of(flow)
         lane.charge(flow, caller, cost)
         flow.budget -= cost
         if flow.is_greedy:
@@ -280,7 +288,6 @@ class FairQueue:
         elif flow.budget < 0:
             flow.is_greedy, flow.start = True, 0.0
         self._look_at_budget(flow, is_idle=False)
-        return is_more
 
     def _lane_of(self, flow: Flow) -> tuple[_Lane, _Caller]:
         return (self._greedy, flow.callers[1]) if flow.is_greedy else (self._prompt, flow.callers[0])
@@ -335,3 +342,22 @@ class FairQueue:
         finally:
             if is_more and not flow.is_waiting:
                 self._push(flow)
+
+
+@coroutine
+def measured(work: Coroutine[Any, Any, None], spend: Callable[[float], None]) -> Generator[Any, Any, None]:
+    """Do this, and tell what each step of it, from one await to the next, takes of this thread's processor time."""
+    step: Callable[[Any], Any] = work.send
+    value: Any = None
+    while True:
+        began = time.thread_time()
+        try:
+            awaited = step(value)
+        except StopIteration:
+            return
+        finally:
+            spend(time.thread_time() - began)
+        try:
+            step, value = work.send, (yield awaited)
+        except BaseException as error:  # it is for what is done here, be it a cancellation
+            step, value = work.throw, error

@@ -202,7 +202,8 @@ class Engine:
             PolicyFailed: the policy raised.
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
         """
-        async with self._askers.turn(asker) as is_alone:
+
+        async def ask(is_alone: bool) -> Inference:
             self._asked += 1
             self._idle.clear()
             try:
@@ -212,6 +213,8 @@ class Engine:
                 self._asked_at = time.monotonic()
                 if not self._asked:
                     self._idle.set()
+
+        return await self._askers.ask(asker, ask)
 
     def admit(self, served: Served, per_second: float, *, seen: Seen, who: object = None) -> Admission:
         """Whether there is time for so many more inferences per second of this policy; promises nothing.

@@ -1,6 +1,7 @@
 """What a policy is told and shown: an instruction as a part of an observation, and the parts that a policy reads."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,12 +20,20 @@ def told(instruction: str | None) -> dict[str, np.ndarray]:
     Args:
         instruction: of at most ``LONGEST`` characters.
     """
-    return {} if instruction is None else {TASK: np.array([instruction], f"<U{LONGEST}")}
+    return {} if instruction is None else {TASK: _written(instruction)}
+
+
+@lru_cache(maxsize=64)
+def _written(instruction: str) -> np.ndarray:
+    """(1,) of 16 KiB, which nobody may write to: robots are told the same over and over."""
+    text = np.array([instruction], f"<U{LONGEST}")
+    text.flags.writeable = False
+    return text
 
 
 def readable(needs: Requirements, seen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What this policy reads of it; pictures are compared elsewhere."""
-    unread = {name for name, is_read in ((STATE, needs.state is not None), (TASK, needs.language)) if not is_read}
+    unread = (None if needs.state is not None else STATE, None if needs.language else TASK)
     return {name: value for name, value in seen.items() if name not in unread}
 
 

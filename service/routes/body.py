@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from sanic.headers import parse_content_header
@@ -122,26 +122,29 @@ def _values(sent: BaseModel) -> Iterator[tuple[str, str | float]]:
             yield from ((f"{name}.{position}", part) for position, part in enumerate(value))
 
 
+class _Constant(ValueError):
+    """NaN or Infinity, which Python would take."""
+
+
+def _refuse(literal: str) -> NoReturn:
+    raise _Constant(literal)
+
+
 def _decode(raw: bytes) -> Any:
-    constants: list[str] = []
-
-    def refuse(literal: str) -> None:
-        constants.append(literal)
-        raise ValueError(literal)
-
     try:
         # Not brackets: as many of them as there can be take 5 ms.
-        return loads(raw, VALUES, counted=",{", parse_constant=refuse, object_pairs_hook=once)
+        return loads(raw, VALUES, counted=",{", parse_constant=_refuse, object_pairs_hook=once)
     except TooManyValues as error:
         raise _invalid("too_long", f"Body should have at most {VALUES} values") from error
     except Repeated as error:
         raise _invalid("json_invalid", f"JSON decode error: {error}") from None
     except json.JSONDecodeError as error:
         raise _invalid("json_invalid", "JSON decode error", error.pos) from None
-    except (ValueError, RecursionError):
-        # NaN and Infinity, which Python would take; numbers too long to read; not UTF-8; nested too deep. Of these only
-        # the first two are looked for, in what was read up to them.
-        found = next((match for match in _CONSTANT.finditer(raw) if match[1]), None) if constants else None
+    except (ValueError, RecursionError) as error:
+        # NaN and Infinity; numbers too long to read; not UTF-8; nested too deep. Of these only the first two are looked
+        # for, in what was read up to them.
+        is_looked_for = isinstance(error, _Constant)
+        found = next((match for match in _CONSTANT.finditer(raw) if match[1]), None) if is_looked_for else None
         raise _invalid("json_invalid", "JSON decode error", found.start() if found else 0) from None
 
 

@@ -3,6 +3,11 @@
 One WebSocket text frame is one JSON object. Its numbers are finite or the frame is refused: Python's JSON
 would let NaN through, and a browser cannot read it. A ``WireError`` carries the message type where there was
 one, since a server's answer depends on it (a broken joint_update gets an error back, broken JSON nothing).
+
+A discriminated union of pydantic 2.14 reads an update of six joints in 0.45 of the time (3.4 us; 7.5 here) and makes
+and writes it in 0.8 (4.5 us; 5.8). It is not used because joints are relayed as they came, which its models do not:
+they order what they know before what they do not. And its parser refuses half a surrogate pair, with it an emergency
+stop that has one in its reason, and takes 1e999 for infinity in what is passed on unread.
 """
 
 import json
@@ -36,6 +41,13 @@ class WireError(TransportError):
         super().__init__(text)
         self.type = type
         self.position = position
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ``json.dumps`` would make one of each frame
+
+
+class _NotFinite(Exception):
+    """A number is infinite or NaN."""
 
 
 # Fields that stand on the wire as null; every other None is left out.
@@ -73,7 +85,7 @@ def encode(found: object, kind: str | None = None) -> str:
         WireError: it cannot be written as such.
     """
     try:
-        return json.dumps(found, allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(found)
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"{kind or 'frame'} cannot be written as JSON: {error}", kind) from error
 
@@ -131,18 +143,21 @@ def decode(raw: str | bytes) -> Any:
 
 def _object(raw: str | bytes) -> tuple[Json, bool]:
     """The JSON object, and whether all its numbers are finite (``1e999`` is not)."""
-    endless: list[str] = []
-
-    def number(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value):
-            endless.append(text)
-        return value
-
-    found = _decode(raw, number)
+    is_finite = True
+    try:
+        found = _decode(raw, _finite)
+    except _NotFinite:
+        found, is_finite = _decode(raw, float), False
     if not isinstance(found, dict):
         raise WireError(f"frame is a JSON {type(found).__name__}; an object was wanted")
-    return found, not endless
+    return found, is_finite
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _NotFinite
+    return value
 
 
 def _decode(raw: str | bytes, number: Callable[[str], float]) -> Any:

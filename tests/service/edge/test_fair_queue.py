@@ -1,7 +1,10 @@
 import asyncio
 import gc
+import time
 from collections import Counter
 from typing import Any, cast
+
+import pytest
 
 from service.edge.fair_queue import (
     BUDGET,
@@ -14,6 +17,7 @@ from service.edge.fair_queue import (
     URGENT,
     URGENT_AT_ONCE,
     FairQueue,
+    measured,
 )
 
 COST = 0.0005
@@ -257,3 +261,47 @@ def test_what_is_urgent_goes_before_all_others_so_often_and_then_waits_as_they_d
     assert loop.queue.take_urgent(loop.queue.flow("elsewhere"), COST)
     loop.now += 0.1
     assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT / 10
+
+
+@pytest.mark.parametrize(("took", "least"), [(10 * COST, 1), (COST, 8)])
+def test_those_beyond_their_budgets_are_slowed_down_by_what_they_took_not_by_what_was_reckoned(took, least):
+    loop, read = Loop(), 0
+
+    def step():
+        nonlocal read
+        read += 1
+        loop.now += COST
+        loop.queue.correct(took - 10 * COST)
+        return 9 * COST, True
+
+    loop.queue.enter(loop.queue.flow("here", step))
+    loop.until(2.0)
+    by_reckoning = (2.0 * SHARE + CREDIT + BURST) / (10 * COST)
+    assert 0.9 * least * by_reckoning <= read <= 1.1 * (2.0 * SHARE + CREDIT + BURST) / took
+
+
+async def test_the_processor_time_of_each_step_is_told_and_a_cancellation_reaches_what_is_done():
+    spent, ended = [], []
+
+    async def work():
+        try:
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+            await asyncio.sleep(0)
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def do():
+        await measured(work(), spent.append)
+
+    task = asyncio.create_task(do())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended
+    assert len(spent) == 3
+    assert spent[0] >= 0.02 > spent[1] + spent[2]

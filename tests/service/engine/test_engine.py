@@ -495,3 +495,12 @@ def test_sizes_are_said_in_words() -> None:
 
 def teardown_module() -> None:
     gc.unfreeze()
+
+
+async def test_an_engine_that_is_closed_leaves_no_descriptor_open():
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    for _ in range(8):
+        await Engine(switch_interval=None).close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
