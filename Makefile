@@ -27,7 +27,7 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/robojax tests/test_deploy.py $(patsubst %,tests/test_%.py,docs floors layers notebooks) \
   $(addprefix tests/service/,arrays auth cli doors recording routes ui safety/test_bad_input.py \
-    $(patsubst %,cluster/test_%.py,cluster_settings directory parcels places remote_policy scaling) \
+    $(patsubst %,cluster/test_%.py,cluster_settings parcels places remote_policy scaling) \
     transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
     $(patsubst %,engine/test_%.py,admission batching devices loading real_policy) \
     $(patsubst %,sessions/test_%.py,interrupted records)) \

@@ -204,9 +204,17 @@ class NoEngine(NoDevice):
 
 
 class FrontNameTaken(NoEngine):
-    """Another server of the cluster has the name that this one is to have."""
+    """Another server that shares the database has the name that this one is to have."""
 
+    status = 503
     code = "front_name_taken"
+
+
+class NoDatabase(ServiceError):
+    """The database in which servers share their sessions cannot be used."""
+
+    status = 503
+    code = "no_directory"
 
 
 class ModelError(ServiceError):
