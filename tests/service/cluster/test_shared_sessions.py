@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from benchmarks.postgres import PostgresServer
+from robojax.client import AsyncClient, Client, Refused
 from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
@@ -24,7 +26,10 @@ from service.engine.scripted_policy import ScriptedLoader
 from service.errors import FrontNameTaken, NoDatabase
 from service.serving import listen, serving
 from service.settings import Settings
+from service.transport.address import Address
 from service.transport.memory import MemoryTransport
+from service.transport.rest import RoomsApi, http_session
+from service.transport.robot import Answer, SessionLatch
 
 KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root": Role.ADMIN}
 
@@ -87,8 +92,11 @@ class Servers:
     async def beat(self) -> None:
         """Each says that it lives."""
         for one in (self.a, self.b):
-            await one.front._beat()
-            self.forget_places(one)
+            await self.beat_of(one)
+
+    async def beat_of(self, one: Server) -> None:
+        await one.front._beat()
+        self.forget_places(one)
 
     def forget_places(self, one: Server) -> None:
         one.app.ctx.others._places.clear()  # type: ignore[union-attr]
@@ -515,6 +523,75 @@ async def test_a_deletion_that_the_database_was_not_told_of_outlives_a_kill(
             assert (await one.call("POST", "/sessions/arm/emergency_stop"))[0] == 200
             assert (await one.call("DELETE", "/sessions/arm"))[0] == 200
             assert len(database.sql("SELECT id FROM robojax_sessions")) == 2
+
+
+async def test_the_client_follows_to_the_server_that_a_session_is_on(
+    bare: Servers, keys: tuple[str, dict[str, str]]
+) -> None:
+    servers = await bare.begin(keys[0])
+    async with AsyncClient(servers.a.url, key=keys[1]["alice"]) as first:
+        await first.create("arm", "policies/act", camera_names=("front",), rate=50.0)
+    pictures, pose = {"front": np.zeros((48, 64, 3), np.uint8)}, [0.0] * 6
+    async with AsyncClient(servers.b.url, key=keys[1]["alice"]) as client:
+        session = client.session("arm")
+        assert len((await session.act(pictures, pose, reset=True)).actions) > 1
+        async with session.stream() as stream:
+            assert len(stream.welcome.joint_names) == 6
+        await session.emergency_stop("a hand")
+        await session.reset()
+        assert await asyncio.to_thread(ask_without_a_loop, servers.b.url, keys[1]["alice"]) == "stopped"
+        # It is another one's meanwhile: what was remembered is forgotten.
+        servers.a.app.ctx.sessions.begin_close()
+        await servers.a.front.close()
+        await servers.beat_of(servers.b)
+        assert (await session.status()).stats["front"] == "a"
+        assert (await client.request("POST", "/sessions/arm/adopt"))["status"] == "interrupted"
+        assert "front" not in (await session.status()).stats
+        await session.delete()
+
+
+def ask_without_a_loop(url: str, key: str) -> str:
+    with Client(url, key=key) as client:
+        with client.session("arm").stream() as stream:
+            assert len(stream.welcome.joint_names) == 6
+        return client.session("arm").status().status
+
+
+@pytest.mark.parametrize("where", ["an address that is not of the database", "another path"])
+async def test_a_key_goes_to_no_address_that_the_named_server_does_not_list(servers: Servers, where: str) -> None:
+    heard: list[str] = []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        heard.append(head.split()[1])
+        path = "/sessions/arm" if where.startswith("an address") else "/elsewhere"
+        body = b'{"code": "on_another_server", "detail": "it is elsewhere"}'
+        status = f"307 Temporary Redirect\r\nLocation: {servers.b.url}{path}"
+        if "/cluster" in head:
+            status, body = "200 OK", b'{"front": {"others": [{"name": "b", "url": "http://127.0.0.1:9"}]}}'
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        writer.close()
+
+    async with await asyncio.start_server(hear, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with AsyncClient(url, key="rjk_secret") as client:
+            with pytest.raises(Refused, match="it is elsewhere") as refused:
+                await client.session("arm").delete()
+    assert refused.value.status == 307
+    assert heard == ["/sessions/arm"] if where == "another path" else ["/sessions/arm", "/cluster"]
+
+
+async def test_a_robot_in_rooms_learns_of_a_stop_on_another_server(servers: Servers) -> None:
+    await servers.a.create("arm")
+    await servers.a.call("POST", "/sessions/arm/emergency_stop", json={"reason": "a hand"})
+    async with http_session() as http:
+        address = Address.parse(servers.b.url)
+        latch = SessionLatch(RoomsApi(http, address), address, "arm")
+        assert await latch.look() == Answer("a hand")
+        await servers.a.call("POST", "/debug/sessions/arm/reset")
+        assert await latch.look() == Answer(None)
+        await latch.stop("mine")
+    assert servers.a.app.ctx.sessions.get("arm").latch == "mine"
 
 
 @pytest.mark.parametrize(
