@@ -85,10 +85,11 @@ class Places:
             return None
         told = yield self.base, plain("GET", "/cluster")
         try:
-            others = [one["url"] for one in json.loads(told.body)["front"]["others"]]
+            front = json.loads(told.body)["front"]
+            servers = [one["url"] for one in (front, *front["others"])]  # behind a proxy it may be any that answers
         except (ValueError, TypeError, KeyError):
             return None
-        return there if there in [url + urlsplit(self.base).path for url in others] else None
+        return there if there in [url + urlsplit(self.base).path for url in servers] else None
 
 
 def _is_moved(answer: Answer) -> bool:

@@ -80,7 +80,7 @@ class FrontOfCluster:
             DatabaseAway: the database has not answered for a minute.
             DatabaseUnusable: it never will.
         """
-        known = await self._found()
+        known = await self._in_time(lambda: self._database.run(ANSWER, session_table.front, self.name))
         # Whatever listens at this server's own address is this process.
         is_other = known is not None and not known.has_ended and known.url != self.url
         if known is not None and is_other and await probe(known, self._machine) == "answers":
@@ -92,11 +92,12 @@ class FrontOfCluster:
         self._sessions.share(self)
         self._life = asyncio.create_task(self._run(), name="front")
 
-    async def _found(self) -> Front | None:
+    async def _in_time(self, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """What the database says, which may be away for a while."""
         until = asyncio.get_running_loop().time() + FINDING
         while True:
             try:
-                return await self._database.run(ANSWER, session_table.front, self.name)
+                return await ask()
             except DatabaseUnusable:
                 raise
             except DatabaseAway as error:
@@ -110,7 +111,7 @@ class FrontOfCluster:
         until = asyncio.get_running_loop().time() + LEASE + 2 * PERIOD
         while True:
             try:
-                return await self._beat()
+                return await self._in_time(self._beat)
             except FrontNameTaken:
                 if asyncio.get_running_loop().time() > until:
                     raise
@@ -264,8 +265,7 @@ class FrontOfCluster:
             latch = await self._change(ANSWER, session_table.claim, self.name, self._process, new.session_id, new.owner)
         except DatabaseAway as error:
             raise NotKept(f"{AWAY}, so another one may have a session of this id; try again when it does") from error
-        if latch is not None:
-            self._sessions.take_latch(new.session_id, latch)
+        self._sessions.take_latch(new.session_id, latch)
 
     async def forget_latch(self, session_id: str, caller: Caller) -> bool:
         """Reset the emergency stop of an id whose session is gone, whichever server it was on.

@@ -47,7 +47,7 @@ class Redirects:
         self.front: FrontOfCluster | None = None
         self._origins = origins
         self._stops: set[asyncio.Task[Any]] = set()
-        self._places: dict[str, tuple[float, tuple[Entry, Front | None] | None]] = {}
+        self._places: dict[str, tuple[float, tuple[Entry, Front | None]]] = {}
 
     async def answer(self, request: Request) -> HTTPResponse | None:
         """Where to ask, or what is known here; None: this server answers."""
@@ -85,10 +85,13 @@ class Redirects:
     async def _find(self, front: FrontOfCluster, session_id: str) -> tuple[Entry, Front | None] | None:
         now = time.monotonic()
         kept = self._places.get(session_id)
-        if kept is None or now - kept[0] > REMEMBERED:
-            self._places = {id: place for id, place in self._places.items() if now - place[0] <= REMEMBERED}
-            kept = self._places[session_id] = now, await front.find(session_id)
-        return kept[1]
+        if kept is not None and now - kept[0] <= REMEMBERED:
+            return kept[1]
+        self._places = {id: place for id, place in self._places.items() if now - place[0] <= REMEMBERED}
+        found = await front.find(session_id)
+        if found is not None:  # what is not there may be made at any moment
+            self._places[session_id] = now, found
+        return found
 
     async def _of_the_dead(self, request: Request, front: FrontOfCluster, entry: Entry) -> HTTPResponse:
         """What can be said and done of a session whose server died."""

@@ -318,9 +318,11 @@ class Sessions:
         """The emergency stop of this id that nobody has reset, also when its session is gone."""
         return self._ledger.latch(session_id)
 
-    def take_latch(self, session_id: str, latch: Latch) -> None:
-        """The next session of this id begins with the emergency stop of one that another server had."""
-        if self._ledger.latch(session_id) is None:
+    def take_latch(self, session_id: str, latch: Latch | None) -> None:
+        """The next session of this id begins with the emergency stop that other servers know of, or without one."""
+        if latch is None and session_id not in self._sessions:
+            self._ledger.unlatch(session_id)  # it was reset elsewhere
+        elif latch is not None and self._ledger.latch(session_id) is None:
             self._ledger.take_latch(session_id, latch)
 
     async def take_in(self, record: SessionRecord, latch: str | None) -> Listed:

@@ -568,7 +568,10 @@ async def test_a_key_goes_to_no_address_that_the_named_server_does_not_list(serv
         body = b'{"code": "on_another_server", "detail": "it is elsewhere"}'
         status = f"307 Temporary Redirect\r\nLocation: {servers.b.url}{path}"
         if "/cluster" in head:
-            status, body = "200 OK", b'{"front": {"others": [{"name": "b", "url": "http://127.0.0.1:9"}]}}'
+            status, body = (
+                "200 OK",
+                b'{"front": {"url": "http://127.0.0.1:8", "others": [{"url": "http://127.0.0.1:9"}]}}',
+            )
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
         writer.close()
 
