@@ -63,7 +63,7 @@ class FrontOfCluster:
         self._told: dict[str, Entry] = {}
         self._unreadable: dict[str, Latch | None] = {}
         self._turn = 0
-        self._beats = 0
+        self._beats = self._told_beat = 0  # how many were begun, and the last that was told
         self._life: asyncio.Task[None] | None = None
         self._beating = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -174,20 +174,23 @@ class FrontOfCluster:
         """Tell all that changed.
 
         Args:
-            after: whoever waits for the same shares one: nothing is told where one began after that many had begun.
+            after: whoever waits for the same shares one: nothing is told where one that began after so many was told.
         """
         async with self._beating:
-            if self._sessions.is_closing or (after is not None and self._beats > after):
+            if self._sessions.is_closing or (after is not None and self._told_beat > after):
                 return
             self._beats += 1
-            listed = self._sessions.list()
-            news = await self._news(listed)
-            held = [session.id for session in listed]
+            number = self._beats
+            news = await self._news(self._sessions.list())
+            # Now: sessions came and went meanwhile.
+            held = [session.id for session in self._sessions.list()]
+            news = [entry for entry in news if entry.id in held]
             ended = {**self._unreadable, **self._sessions.ended()}
+            ended = {id: latch for id, latch in ended.items() if id not in held}
             said = Front(self.name, self.url, self._machine, self._process)
             self._heard = heard = await self._change(ANSWER, session_table.beat, said, held, news, ended)
             self._sessions.forget_ends(ended)
-            self._unreadable = {}
+            self._unreadable, self._told_beat = {}, number
             self._told = {id: entry for id, entry in self._told.items() if id in held}
             self._told |= {entry.id: entry for entry in news}
             for session_id, front in heard.lost:

@@ -168,7 +168,7 @@ async def beat(
         elif one.status:
             # Its session was made with it, and it was reset there.
             await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {_HAS}", one.id, said.name)
-    for session_id, latch in sorted((one for one in ended.items() if one[0] not in held), key=lambda one: one[0]):
+    for session_id, latch in sorted(ended.items(), key=lambda one: one[0]):
         await _end(sql, session_id, said.name, latch)
     lost = await sql.fetch(
         "SELECT id, front FROM robojax_sessions WHERE id = ANY($1::text[]) AND front <> $2", list(held), said.name

@@ -621,3 +621,23 @@ async def test_a_database_that_cannot_be_used_is_said_at_once(
         with pytest.raises(NoDatabase, match=says) as refused:
             await Server("a", url, tmp_path).begin(stack)
     assert "secret" not in str(refused.value)
+
+
+async def test_what_goes_while_others_are_told_is_told_next(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    for session_id in ("arm", "leg"):
+        await servers.a.create(session_id)
+    entry, sessions = servers.a.front._entry, servers.a.app.ctx.sessions
+
+    def slow(session: Any) -> Any:
+        found = entry(session)
+        if session.id == "leg":  # the first of them is gone before the others are looked at
+            monkeypatch.setattr(servers.a.front, "_entry", entry)
+            session.begin_end()
+            sessions._ledger.delete(session)
+        return found
+
+    monkeypatch.setattr(servers.a.front, "_entry", slow)
+    await servers.a.front._beat()
+    assert servers.database.sql("SELECT id FROM robojax_sessions") == [["arm"]]
+    await servers.a.front._beat()
+    assert servers.a.own() == {"arm": "ready"}
