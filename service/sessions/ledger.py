@@ -85,7 +85,9 @@ class Ledger:
     def take_in(self, record: SessionRecord, latch: str | None) -> None:
         """A session of another server is this one's from now on."""
         self._records.put(record)
-        if latch is not None:
+        if latch is None:
+            self.unlatch(record.new.session_id)  # of one that was here before, and was reset elsewhere
+        else:
             self.take_latch(record.new.session_id, Latch(latch, record.new.owner))
 
     def take_latch(self, session_id: str, latch: Latch) -> None:

@@ -473,6 +473,15 @@ async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers:
     assert (await servers.b.call("POST", "/debug/sessions/leg/reset"))[0] == 404
     assert (await servers.b.create("leg"))[0] == 200
     assert (await servers.b.listed())["leg"] == "ready"
+    # What was reset elsewhere is not latched where it was before: neither adopted nor made anew.
+    await servers.lose(servers.b)
+    assert (await servers.a.call("POST", "/sessions/leg/adopt", json={"force": True}))[0] == 200
+    assert not servers.a.app.ctx.sessions.get("leg").is_latched
+    await servers.b.front._beat()
+    await asyncio.gather(*servers.b.front._leaving)
+    assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
+    assert (await servers.a.create("arm"))[0] == 200
+    assert not servers.a.app.ctx.sessions.get("arm").is_latched
 
 
 async def test_without_the_database_own_sessions_go_on_and_it_hears_of_all_afterwards(servers: Servers) -> None:
