@@ -159,7 +159,7 @@ class FrontOfCluster:
         except DatabaseAway as error:
             if self.trouble is None:
                 logger.warning("%s (%s); what happens is told when it does", AWAY, error)
-            self.trouble = AWAY
+            self.trouble = self.trouble or AWAY
         except FrontNameTaken as error:
             self._stand_back(str(error))
         except Exception:
@@ -179,9 +179,12 @@ class FrontOfCluster:
         async with self._beating:
             if self._sessions.is_closing or (after is not None and self._told_beat > after):
                 return
+            if after is not None and self.trouble is not None:
+                raise DatabaseAway(self.trouble)  # one that waited longer has found out
             self._beats += 1
             number = self._beats
-            news = await self._news(self._sessions.list())
+            # Whoever waits for an answer does not wait for figures.
+            news = await self._news(self._sessions.list(), TOLD if after is None else 0)
             # Now: sessions came and went meanwhile.
             held = [session.id for session in self._sessions.list()]
             news = [entry for entry in news if entry.id in held]
@@ -230,9 +233,9 @@ class FrontOfCluster:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
 
-    async def _news(self, listed: Sequence[Listed]) -> Sequence[Entry]:
-        first, self._turn = self._turn, (self._turn + TOLD) % max(len(listed), 1)
-        due = {(first + step) % len(listed) for step in range(TOLD)} if listed else set()
+    async def _news(self, listed: Sequence[Listed], figures: int) -> Sequence[Entry]:
+        first, self._turn = self._turn, (self._turn + figures) % max(len(listed), 1)
+        due = {(first + step) % len(listed) for step in range(figures)} if listed else set()
         news = []
         for number, session in enumerate(listed):
             entry, before = self._entry(session), self._told.get(session.id)
