@@ -48,15 +48,17 @@ class FrontOfCluster:
     Args:
         name: tells servers apart, and is the same after a restart.
         url: where other servers, and clients that are sent on, reach this one.
+        database: by which it says that it lives.
+        lookups: likewise, for what anybody may ask as often as they like; heartbeats do not wait for it.
 
     Attributes:
         trouble: why the others cannot be told anything now, or None.
     """
 
-    def __init__(self, name: str, url: str, sessions: Sessions, database: Postgres):
+    def __init__(self, name: str, url: str, sessions: Sessions, database: Postgres, lookups: Postgres):
         self.name, self.url = name, url
         self._sessions = sessions
-        self._database = database
+        self._database, self._lookups = database, lookups
         self._heard = Heard()
         self._machine = machine_of_loopback()
         self._process = uuid4().hex
@@ -290,7 +292,7 @@ class FrontOfCluster:
         Raises:
             NoDatabase: the database does not answer.
         """
-        found = await self._ask(session_table.list_sessions)
+        found = await self._look_up(session_table.list_sessions)
         mine = {session.id for session in self._sessions.list()}
         return [
             status_of(entry)
@@ -304,7 +306,7 @@ class FrontOfCluster:
         Raises:
             NoDatabase: the database does not answer.
         """
-        found = await self._ask(session_table.find, session_id)
+        found = await self._look_up(session_table.find, session_id)
         return None if found is None or found[0].front == self.name else found
 
     async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> Listed:
@@ -363,6 +365,17 @@ class FrontOfCluster:
             NoDatabase: the database does not answer.
         """
         await self._ask(session_table.forget, session_id)
+
+    async def _look_up(
+        self,
+        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        try:
+            return await self._lookups.run(ANSWER, transaction, *arguments, **named)
+        except DatabaseAway as error:
+            raise NoDatabase(f"{AWAY}; try again when it does") from error
 
     async def _ask(
         self,

@@ -68,8 +68,9 @@ class SharedDatabase:
         from service.cluster.postgres import DatabaseAway, DatabaseUnusable, Postgres
 
         context = self._app.ctx
-        database = Postgres(context.settings.database or "", session_table.SCHEMA, session_table.PREFIX)
-        front = FrontOfCluster(front_name(self._app), front_url(self._app), sessions, database)
+        url = context.settings.database or ""
+        database, lookups = (Postgres(url, session_table.SCHEMA, session_table.PREFIX) for _ in range(2))
+        front = FrontOfCluster(front_name(self._app), front_url(self._app), sessions, database, lookups)
         try:
             try:
                 await front.open()
@@ -84,6 +85,7 @@ class SharedDatabase:
             await self._redirects.close()
             await front.close()
             await database.close()
+            await lookups.close()
 
 
 def front_name(app: App) -> str:

@@ -112,7 +112,7 @@ class Servers:
         """A second one of a name, with the sessions of another server."""
         database = Postgres(self.database.url, session_table.SCHEMA, session_table.PREFIX)
         self._stack.push_async_callback(database.close)
-        return FrontOfCluster(name, url, of.app.ctx.sessions, database)
+        return FrontOfCluster(name, url, of.app.ctx.sessions, database, database)
 
 
 def where(name: str) -> str:
