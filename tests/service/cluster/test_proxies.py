@@ -105,16 +105,15 @@ async def proxied(request: pytest.FixtureRequest, database: PostgresServer, tmp_
 
 
 async def test_a_session_is_made_and_asked_for_at_one_server(proxied: Proxied) -> None:
-    places = set()
     async with AsyncClient(proxied.url) as client:
-        for number in range(6):
+        for number in range(3):
             session = await client.create(f"arm-{number}", "policies/act", camera_names=("front",), rate=50.0)
             asked = {await proxied.server_of(f"{prefix}/sessions/arm-{number}") for prefix in ("", "/api")}
             assert len(asked) == 1
             assert "front" not in (await session.status()).stats
             assert client._http.places._there == {}, "nobody was sent on"
-            places |= asked
-    assert places == {"a", "b"}, "of six, some are on each"
+    # Ports are others in every run, and with them the hash.
+    assert {await proxied.server_of(f"/sessions/leg-{number}") for number in range(40)} == {"a", "b"}
 
 
 async def test_one_that_is_elsewhere_is_reached_with_all_that_is_asked(
