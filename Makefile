@@ -7,11 +7,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Headless rendering of the simulated arm: EGL over Mesa's software rasteriser.
 DEBIAN_PACKAGES := libegl1 libgles2 libgl1-mesa-dri
+# Servers that share a database, and proxies in front of them: tests start the real programs, and are skipped without.
+SERVERS := postgresql nginx-light caddy
 # Passed on to `robojax demo`, e.g. make demo ARGS="--episodes 0" to run until Ctrl-C.
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint licences types setup setup-dev peers rendering packages clean
+.PHONY: help demo test faults lint licences types setup setup-dev peers rendering servers packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
@@ -27,7 +29,7 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/robojax tests/test_deploy.py $(patsubst %,tests/test_%.py,docs floors layers notebooks) \
   $(addprefix tests/service/,arrays auth cli doors recording routes ui safety/test_bad_input.py \
-    $(patsubst %,cluster/test_%.py,cluster_settings directory parcels places remote_policy scaling) \
+    $(patsubst %,cluster/test_%.py,cluster_settings parcels places remote_policy scaling) \
     transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
     $(patsubst %,engine/test_%.py,admission batching devices loading real_policy) \
     $(patsubst %,sessions/test_%.py,interrupted records)) \
@@ -102,6 +104,16 @@ rendering: setup
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(DEBIAN_PACKAGES) >/dev/null; \
 	  else \
 	    echo "robojax: no headless OpenGL here. On Debian or Ubuntu: sudo apt-get install $(DEBIAN_PACKAGES)"; \
+	  fi; }
+
+# All there already: nothing to do. Debian starts a PostgreSQL of its own with its package, which nobody needs here.
+servers: ## PostgreSQL, nginx and Caddy, without which their tests are skipped
+	@{ ls /usr/lib/postgresql/*/bin/initdb && command -v nginx && command -v caddy; } >/dev/null 2>&1 || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "robojax: installing $(SERVERS) for tests"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SERVERS) >/dev/null; \
+	  else \
+	    echo "robojax: no PostgreSQL, nginx or Caddy here. On Debian or Ubuntu: sudo apt-get install $(SERVERS)"; \
 	  fi; }
 
 packages: ## a wheel and an sdist, installed in fresh environments, and the demo from the wheel alone

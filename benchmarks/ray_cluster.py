@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import pictures
 from benchmarks.measured import RESULTS, SHIPPED, quietness, result, write
+from benchmarks.postgres import postgres
 from benchmarks.processes import Child, Refused, call, child
 from benchmarks.ray_nodes import Nodes
 from benchmarks.ray_robots import ObedientRobot, summary
@@ -32,9 +33,11 @@ DOWN = 30.0
 # What robots see.
 
 
-def front(name: str, environment: Mapping[str, str], folder: Path) -> Child:
-    """A front server that joins the cluster."""
-    flags = ("--engine", "ray-auto", "--engines", "3", "--front-name", name, "--state", str(folder / name))
+def front(name: str, environment: Mapping[str, str], folder: Path, database: str | None = None) -> Child:
+    """A front server that joins the cluster, and shares its sessions where there is a database."""
+    flags = ("--engine", "ray-auto", "--engines", "3", "--state", str(folder / name))
+    if database is not None:
+        flags += ("--front-name", name, "--database", database)
     return Child("-m", "service.cli", "serve", "--port", "0", *flags, env=environment)
 
 
@@ -64,9 +67,10 @@ async def started(url: str, robots: Sequence[ObedientRobot]) -> None:
 async def broken(nodes: Nodes, seconds: float, folder: Path) -> dict[str, Any]:
     """Two fronts, a killed node, a killed front."""
     with ExitStack() as stack:
+        database = stack.enter_context(postgres()).url
         fronts = []
         for name in ("a", "b"):
-            fronts.append(front(name, nodes.environment, folder))
+            fronts.append(front(name, nodes.environment, folder, database))
             stack.callback(fronts[-1].end)
         a, b = (one.url() for one in fronts)
         async with asyncio.timeout(120):

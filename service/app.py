@@ -20,6 +20,7 @@ from service.composition.engine_source import engine_source
 from service.composition.life import hold_first, live
 from service.composition.loaders import import_ahead, model_loader, requirements_reader
 from service.composition.rooms import destinations_of, rooms_transport
+from service.composition.shared_sessions import SharedDatabase
 from service.composition.versions import versions
 from service.doors.direct import ByAddress
 from service.doors.doors import Doors
@@ -87,7 +88,8 @@ def create_app(
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
     watch(app)
     context.guard.watch(app)
-    # After the guard and before the doors: one of a cluster refuses whatever session is not here.
+    # After the guard and before the doors: whatever session is not here is sent on.
+    shared = SharedDatabase(app)
     source = engine_source(app, lambda: context.sessions.engine.first_device)
     install_errors(app)
     origins = Origins(settings.origins)
@@ -106,6 +108,7 @@ def create_app(
     live(
         app,
         source=source,
+        shared=shared,
         transport=ByAddress(context.doors.direct, transport or rooms_transport(app, destinations)),
         load=context.places.guarded(webhooks.identified(load or source.load)),
         load_model=load_model or model_loader(settings),
@@ -167,9 +170,9 @@ def _documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
 
 @contextmanager
 def _records(settings: Settings) -> Iterator[SessionRecords]:
-    folder = state_folder(settings)
+    folder, is_shared = state_folder(settings), settings.database is not None
     if folder is None:
-        yield SessionRecords()
+        yield SessionRecords(is_shared=is_shared)
         return
     with alone_in(folder):
-        yield SessionRecords(Database(folder / "sessions.sqlite3", SCHEMA), StoreError)
+        yield SessionRecords(Database(folder / "sessions.sqlite3", SCHEMA), StoreError, is_shared=is_shared)

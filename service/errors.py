@@ -24,6 +24,7 @@ ServiceError                  500 internal
 ├── UnknownRecording          404 unknown_recording
 ├── RecordingRefused          409 recording_refused  this server, or this session, cannot be recorded now
 ├── NotKept                   503 not_kept         it cannot be written down, so it would be lost with the process
+├── NoDatabase                503 no_directory     the database in which servers share their sessions does not answer
 ├── Compiling                 503 compiling        a policy is made ready for pictures of a new size
 ├── ModelBusy                 503 model_busy       as many forward passes are asked for as are allowed, or one took long
 ├── UnknownForm               415 unknown_form     a body in a form that is not read
@@ -204,9 +205,17 @@ class NoEngine(NoDevice):
 
 
 class FrontNameTaken(NoEngine):
-    """Another server of the cluster has the name that this one is to have."""
+    """Another server that shares the database has the name that this one is to have."""
 
+    status = 503
     code = "front_name_taken"
+
+
+class NoDatabase(ServiceError):
+    """The database in which servers share their sessions cannot be used."""
+
+    status = 503
+    code = "no_directory"
 
 
 class ModelError(ServiceError):

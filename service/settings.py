@@ -30,6 +30,7 @@ __all__ = ["FILE", "GROUPS", "PREFIX", "Settings", "SettingsError", "load_settin
 
 FILE = "robojax.toml"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
+_SECRET = {"database"}  # what was found is not told again
 KEY_VARIABLE = f"{PREFIX}KEY"  # no setting of a server: what commands send to one
 
 # As they stand in the help and in the file; each setting is in exactly one of them.
@@ -133,6 +134,10 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
             f"{where}: found {settings.hosts_count} and {settings.engine}; wanted one of the two: a policy over "
             "several hosts, or engines of a cluster"
         )
+    alone = [name for name in ("front_name", "front_url") if getattr(settings, name) is not None]
+    if alone and settings.database is None:
+        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in alone)
+        raise SettingsError(f"{where}: found without database; wanted --database postgresql://... for all servers, too")
     if settings.rate > settings.max_rate:
         where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))
         raise SettingsError(f"{where}: found {settings.rate:g} and {settings.max_rate:g}; wanted rate <= max_rate")
@@ -177,7 +182,7 @@ def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
             lines.append(f"{name} ({origin.get(name, 'unknown')}): no such setting; {hint}")
             continue
         wanted = entry["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        found = repr(entry["input"])
+        found = "another value" if name in _SECRET else repr(entry["input"])
         lines.append(
             f"{'.'.join([name, *inside])} ({origin.get(name, 'default')}): found {found[:80]}; wanted {wanted}"
         )

@@ -1,8 +1,8 @@
 """A server's sessions, from a program with an event loop: the same names, awaited."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -142,11 +142,16 @@ class AsyncSession:
         self._is_new = False
         return told
 
-    def stream(self, *, ticket: str | None = None) -> AbstractAsyncContextManager[AsyncStream]:
-        """Its stream, as a context manager."""
-        headers = self.client._headers if ticket is None else {}
-        url = socket_url(self.client.url, session_path(self.id, "/stream"), ticket)
-        return open_async_stream(url, headers, self.client._timeout)
+    @asynccontextmanager
+    async def stream(self, *, ticket: str | None = None) -> AsyncIterator[AsyncStream]:
+        """Its stream, as a context manager; see ``Session.stream``."""
+        headers = {}
+        if ticket is None:
+            headers = self.client._headers
+            await self.status()  # on which server it is
+        url = socket_url(self.client._http.places.of(self.id), session_path(self.id, "/stream"), ticket)
+        async with open_async_stream(url, headers, self.client._timeout) as opened:
+            yield opened
 
     async def robot(self, transport_server_url: str, **more: Any) -> "AbstractAsyncContextManager[Robot]":
         """Its rooms joined as its robot: ``async with await session.robot(url, on_command=...) as robot``.

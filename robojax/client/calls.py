@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 from robojax.client.address import session_path
 from robojax.client.answers import (
@@ -65,7 +66,9 @@ def create(session_id: str, policy_path: str, transport_server_url: str, fields:
     asked = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     body = asked | {name: value for name, value in said.items() if value is not None}
-    return plain("POST", "/sessions", body, LOADED)
+    call = plain("POST", "/sessions", body, LOADED)
+    # For a proxy in front of several servers, which cannot look into the body (deploy/proxy).
+    return replace(call, headers={**call.headers, "x-robojax-session": quote(session_id, safe="")})
 
 
 def move(session_id: str, what: str) -> Call[Any]:

@@ -1,7 +1,7 @@
 """A server's sessions, from a program without an event loop."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -166,15 +166,20 @@ class Session:
         self._is_new = False
         return told
 
-    def stream(self, *, ticket: str | None = None) -> AbstractContextManager[Stream]:
+    @contextmanager
+    def stream(self, *, ticket: str | None = None) -> Iterator[Stream]:
         """Its stream, as a context manager.
 
         Args:
-            ticket: instead of the key.
+            ticket: instead of the key, of the server that the session is on.
         """
-        headers = self.client._headers if ticket is None else {}
-        url = socket_url(self.client.url, session_path(self.id, "/stream"), ticket)
-        return open_stream(url, headers, self.client._timeout)
+        headers = {}
+        if ticket is None:
+            headers = self.client._headers
+            self.status()  # on which server it is
+        url = socket_url(self.client._http.places.of(self.id), session_path(self.id, "/stream"), ticket)
+        with open_stream(url, headers, self.client._timeout) as opened:
+            yield opened
 
 
 # Statuses that say there is nothing to stop: it is not moving, or it is not there.

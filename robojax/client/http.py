@@ -1,10 +1,18 @@
-"""Calls over HTTP: one connection that is kept, no proxies, no redirects, nothing sent twice that moves a robot."""
+"""Calls over HTTP: connections that are kept, no proxies, nothing sent twice that moves a robot.
+
+Nobody is followed but a server of several that share a database, to the one of them that a session is on.
+"""
 
 import asyncio
+import json
+import re
 import time
-from typing import Any, TypeVar
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+from urllib.parse import unquote, urlsplit
 
-from robojax.client.calls import Call, result
+from robojax.client.calls import Call, plain, result
 from robojax.client.errors import Unreachable
 
 T = TypeVar("T")
@@ -15,16 +23,93 @@ AGAIN = (0.1, 0.4)
 # A connection that was idle for so long is not used again: the server may be closing it just now, and then nobody could
 # say whether what was sent on it arrived.
 IDLE = 4.0
+# How a server says that a session is another one's (``service.cluster.redirects``).
+MOVED = "on_another_server"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, whatever it says."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+# Where to send which call; what comes back goes in, or the Unreachable.
+Steps: TypeAlias = Generator[tuple[str, Call[Any]], Answer, Answer]
+
+
+class Places:
+    """Which of several servers each session is on. Sends nothing itself.
+
+    A key is only sent to an address that the server which was named lists among those of its database, and that is of
+    the same scheme: https is never left, and its certificates are looked at where it was asked for.
+
+    Args:
+        base: of the server that was named.
+    """
+
+    def __init__(self, base: str):
+        self.base = base
+        self._there: dict[str, str] = {}
+
+    def of(self, session_id: str) -> str:
+        """The URL to ask for a session."""
+        return self._there.get(session_id, self.base)
+
+    def ask(self, call: Call[Any]) -> Steps:
+        """Send a call to where its session is."""
+        named = re.match(r"(?:/debug)?/sessions/([^/?]+)", call.path)
+        session_id = unquote(named[1]) if named else ""
+        at = self.of(session_id)
+        try:
+            answer = yield at, call
+        except Unreachable as error:
+            if self._there.pop(session_id, None) is None or error.may_have_arrived:
+                raise
+            return (yield from self.ask(call))
+        if at != self.base and (answer.status == 404 or _is_moved(answer)):
+            del self._there[session_id]  # it is another one's meanwhile; nothing was done
+            return (yield from self.ask(call))
+        if session_id and _is_moved(answer) and (there := (yield from self._place(answer, call))) is not None:
+            self._there[session_id] = there
+            return (yield there, call)
+        return answer
+
+    def _place(self, answer: Answer, call: Call[Any]) -> Generator[tuple[str, Call[Any]], Answer, str | None]:
+        """Where the answer points to, when that may be followed."""
+        location = answer.headers.get("location", "")
+        there = location.removesuffix(call.path)
+        if there == location or urlsplit(there).scheme != urlsplit(self.base).scheme:
+            return None
+        told = yield self.base, plain("GET", "/cluster")
+        try:
+            front = json.loads(told.body)["front"]
+            servers = [one["url"] for one in (front, *front["others"])]  # behind a proxy it may be any that answers
+        except (ValueError, TypeError, KeyError):
+            return None
+        return there if there in [url + urlsplit(self.base).path for url in servers] else None
+
+
+def _is_moved(answer: Answer) -> bool:
+    if answer.status != 307:
+        return False
+    try:
+        return json.loads(answer.body)["code"] == MOVED
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 class Http:
-    """A connection to one server."""
+    """Connections to a server, and to others that share its database."""
 
     def __init__(self, base: str, headers: dict[str, str], patience: float):
         # Imported here: `import robojax.client` is quick, and command lines are only as slow as what they do.
         import httpx2
 
-        self._base, self._patience, self._errors = base, patience, httpx2
+        self.places = Places(base)
+        self._patience, self._errors = patience, httpx2
         self._client = httpx2.Client(**options(httpx2, base, headers))
 
     def do(self, call: Call[T]) -> T:
@@ -41,17 +126,32 @@ class Http:
         self._client.close()
 
     def _once(self, call: Call[T]) -> T:
+        steps = self.places.ask(call)
+        try:
+            base, part = next(steps)
+            while True:
+                try:
+                    answer = self._send(base, part)
+                except Unreachable as error:
+                    base, part = steps.throw(error)
+                else:
+                    base, part = steps.send(answer)
+        except StopIteration as found:
+            answer = found.value
+        return result(call, answer.status, answer.headers, answer.body)
+
+    def _send(self, base: str, call: Call[Any]) -> Answer:
         try:
             answer = self._client.request(
                 call.method,
-                self._base + call.path,
+                base + call.path,
                 content=call.body,
                 headers=dict(call.headers),
                 timeout=call.patience or self._patience,
             )
         except (self._errors.TransportError, self._errors.InvalidURL) as error:
-            raise unreachable(self._errors, error, self._base, call) from error
-        return result(call, answer.status_code, answer.headers, answer.content)
+            raise unreachable(self._errors, error, base, call) from error
+        return Answer(answer.status_code, answer.headers, answer.content)
 
 
 class AsyncHttp:
@@ -60,7 +160,8 @@ class AsyncHttp:
     def __init__(self, base: str, headers: dict[str, str], patience: float):
         import httpx2
 
-        self._base, self._patience, self._errors = base, patience, httpx2
+        self.places = Places(base)
+        self._patience, self._errors = patience, httpx2
         self._client = httpx2.AsyncClient(**options(httpx2, base, headers))
 
     async def do(self, call: Call[T]) -> T:
@@ -77,28 +178,43 @@ class AsyncHttp:
         await self._client.aclose()
 
     async def _once(self, call: Call[T]) -> T:
+        steps = self.places.ask(call)
+        try:
+            base, part = next(steps)
+            while True:
+                try:
+                    answer = await self._send(base, part)
+                except Unreachable as error:
+                    base, part = steps.throw(error)
+                else:
+                    base, part = steps.send(answer)
+        except StopIteration as found:
+            answer = found.value
+        return result(call, answer.status, answer.headers, answer.body)
+
+    async def _send(self, base: str, call: Call[Any]) -> Answer:
         try:
             answer = await self._client.request(
                 call.method,
-                self._base + call.path,
+                base + call.path,
                 content=call.body,
                 headers=dict(call.headers),
                 timeout=call.patience or self._patience,
             )
         except (self._errors.TransportError, self._errors.InvalidURL) as error:
-            raise unreachable(self._errors, error, self._base, call) from error
-        return result(call, answer.status_code, answer.headers, answer.content)
+            raise unreachable(self._errors, error, base, call) from error
+        return Answer(answer.status_code, answer.headers, answer.content)
 
 
 def options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
     """What both clients are made with."""
     return {
-        # Reading the certificates of the world takes 60 ms. Without https, and without redirects, none is looked at.
+        # Reading the certificates of the world takes 60 ms. Without https none is looked at.
         "verify": base.startswith("https://"),
         "headers": headers,
         # A robot's server is on this machine or network: a proxy from the environment has no business in between.
         "trust_env": False,
-        # The key is for the server that was named, not for whatever that one points to.
+        # The key is for the server that was named, and those that `Places` finds: not for whatever one points to.
         "follow_redirects": False,
         "limits": httpx2.Limits(keepalive_expiry=IDLE),
     }

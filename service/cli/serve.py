@@ -46,7 +46,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     with collector_paused():
         from service.app import create_app
         from service.doors.sockets import openpi_app
-        from service.errors import FrontNameTaken, ModelError, NoDevice, NoEngine
+        from service.errors import FrontNameTaken, ModelError, NoDatabase, NoDevice, NoEngine
         from service.updates.webhooks import StartFailed
 
     rooms = "rooms included" if settings.embedded_transport else "without rooms"
@@ -69,6 +69,9 @@ def serve(config: Path | None, **flags: Any) -> None:
         )
     except FrontNameTaken as error:
         then = "end that server, or give this one another --front-name; docs/cluster.md says more of several fronts"
+        fail(Code.USAGE, "the server cannot start", str(error), then)
+    except NoDatabase as error:
+        then = "start the database, or correct --database; without it sessions are this server's own"
         fail(Code.USAGE, "the server cannot start", str(error), then)
     except NoEngine as error:
         then = "docs/cluster.md says how a cluster is made; without --engine policies run here"

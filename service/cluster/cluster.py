@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
@@ -47,32 +47,16 @@ LOST = "the pool of engines does not answer"
 REJOINING = "the cluster is lost; it is joined again as soon as its head answers"
 
 
-class Connected(Protocol):
-    """Whoever else uses this process's connection to the cluster."""
-
-    def lost(self) -> None:
-        """There is none any more: no handle of before may be used again."""
-        ...
-
-    async def found(self) -> None:
-        """There is one again, to a cluster that may know nothing of this server."""
-        ...
-
-
 class Cluster:
     """Joins a cluster and keeps an `Engine` told of its engines. An `Engines` for loaders' threads.
 
     Args:
         address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
         front: this front's name.
-
-    Attributes:
-        also: told when the cluster is lost, and when it was joined again.
     """
 
     def __init__(self, address: str, front: str, options: EngineOptions, bounds: Bounds, *, stuck_after: float = 5.0):
         self.front = front
-        self.also: Connected | None = None
         self._connection = Connection(address)
         # The processes of a Ray of our own end with the thread that started them: one that is there until the end.
         self._thread = Worker("cluster")
@@ -176,14 +160,10 @@ class Cluster:
     async def _join_again(self) -> str:
         """Why it cannot be; nothing when it is."""
         self._pool = None
-        if self.also is not None:
-            self.also.lost()
         await self._thread.submit(self._connection.close).outcome
         try:
             await self._connect()
             await self._begin()
-            if self.also is not None:
-                await self.also.found()
         except CannotJoin as error:
             return str(error)
         except Exception as error:  # of a cluster that is coming up, or going down again
@@ -315,11 +295,6 @@ class Cluster:
             with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
                 await asyncio.wait_for(self._thread.submit(self._connection.close).outcome, within)
         self._thread.close(0.0)
-
-    @property
-    def node_address(self) -> str:
-        """Where other machines of the cluster reach this one."""
-        return str(ray.util.get_node_ip_address())
 
     # For threads that load.
 

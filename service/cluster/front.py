@@ -1,108 +1,120 @@
-"""This front among the others of its cluster: what it tells the directory, and what it asks of it."""
+"""This server among the others that share its database: what it tells them of its sessions, and what it asks."""
 
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from service.auth.caller import Caller
-from service.cluster.connection import NoAnswer, ask
-from service.cluster.directory import LEASE, Entry, Front, Told
-from service.cluster.directory_actor import find_directory
-from service.cluster.knock import knock, machine_of_loopback
-from service.cluster.messages import Refused
-from service.engine.worker import call_in_thread
-from service.errors import MoveRefused, NotKept, ServiceError, SessionExists, UnknownSession
+from service.cluster import session_table
+from service.cluster.peers import machine_of_loopback, probe
+from service.cluster.postgres import DatabaseAway, DatabaseUnusable, Postgres, Sql
+from service.cluster.session_table import LEASE, Entry, Front, Heard, Refusal
+from service.errors import (
+    FrontNameTaken,
+    MoveRefused,
+    NoDatabase,
+    NotKept,
+    ServiceError,
+    SessionExists,
+    UnknownSession,
+)
+from service.sessions.latch import Latch
 from service.sessions.request import NewSession
 from service.sessions.session_record import SessionRecord, from_json
 from service.sessions.sessions import Listed, Sessions
 
 logger = logging.getLogger(__name__)
 
-# Seconds between words to the directory; that it may take to answer, and to begin; and sessions whose figures are told
-# each time, besides those that changed; and that the end of a server waits for it.
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+# Seconds between heartbeats; that the database may take to answer, that it may be away at a start, and that the end of
+# a server waits for it; and sessions whose figures are told each time, besides those that changed.
 PERIOD = 0.5
-ANSWER = 3.0
+ANSWER = 2.5
 FINDING = 60.0
-TOLD = 8
 LEAVING = 1.0
+TOLD = 8
 
-
-class Unreachable(ServiceError):
-    """The directory of the cluster does not answer."""
-
-    status = 503
-    code = "no_directory"
-
-
-class FrontLost(ServiceError):
-    """The front that a session is on does not answer."""
-
-    status = 502
-    code = "front_lost"
-
-
-class NameTaken(ServiceError):
-    """Another server of the cluster has the name of this front."""
-
-    status = 503
-    code = "front_name_taken"
+AWAY = "the database of all servers' sessions does not answer"
 
 
 class FrontOfCluster:
-    """One front; there from the server's start to its stop.
+    """One server; there from its start to its stop. See `SharedSessions`.
 
     Args:
-        name: tells fronts apart, and is the same after a restart.
-        url: where the other fronts reach this one.
+        name: tells servers apart, and is the same after a restart.
+        url: where other servers, and clients that are sent on, reach this one.
+        database: by which it says that it lives.
+        lookups: likewise, for what anybody may ask as often as they like; heartbeats do not wait for it.
+
+    Attributes:
+        trouble: why the others cannot be told anything now, or None.
     """
 
-    def __init__(self, name: str, url: str, sessions: Sessions):
+    def __init__(self, name: str, url: str, sessions: Sessions, database: Postgres, lookups: Postgres):
         self.name, self.url = name, url
         self._sessions = sessions
-        self._directory: Any = None
-        self._heard = Told()
+        self._database, self._lookups = database, lookups
+        self._heard = Heard()
         self._machine = machine_of_loopback()
         self._process = uuid4().hex
         self._told: dict[str, Entry] = {}
-        self._spoken_of: set[str] = set()
+        self._unreadable: dict[str, Latch | None] = {}
         self._turn = 0
+        self._beats = self._told_beat = 0  # how many were begun, and the last that was told
         self._life: asyncio.Task[None] | None = None
         self._beating = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self.trouble: str | None = None
 
     async def open(self) -> None:
-        """Find the directory, and tell it what this front has; ends when it knows.
+        """Tell the others what this server has; ends when they know.
 
-        What another front adopted while this one was away is not this one's any more; what this one had, and has no
+        What another server adopted while this one was away is not this one's any more; what this one had, and has no
         record of, it takes in.
 
         Raises:
-            NameTaken: another server has the name of this front, and lives.
+            FrontNameTaken: another server has the name of this one, and lives.
+            DatabaseAway: the database has not answered for a minute.
+            DatabaseUnusable: it never will.
         """
-        self._directory = await call_in_thread(find_directory, "directory")
-        await self._enter()
-        if self._heard.left:
-            await self._beat()  # of what it took in just now
-        await asyncio.gather(*self._leaving)
-        self._life = asyncio.create_task(self._run(), name="front")
-
-    async def _enter(self) -> None:
-        known: Front | None = await ask(self._directory, FINDING, "front", self.name)
-        # Whatever listens at this front's own address is this process.
-        if known is not None and known.url != self.url and await knock(known, self._machine) == "answers":
-            raise NameTaken(
+        known = await self._in_time(lambda: self._database.run(ANSWER, session_table.front, self.name))
+        # Whatever listens at this server's own address is this process.
+        is_other = known is not None and not known.has_ended and known.url != self.url
+        if known is not None and is_other and await probe(known, self._machine) == "answers":
+            raise FrontNameTaken(
                 f"another server has the name {self.name}, and answers at {known.url}; give each its own (--front-name)"
             )
-        # One that was killed has its name for as long as the directory takes it to live.
+        await self._enter()
+        await asyncio.gather(*self._leaving)
+        self._sessions.share(self)
+        self._life = asyncio.create_task(self._run(), name="front")
+
+    async def _in_time(self, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """What the database says, which may be away for a while."""
+        until = asyncio.get_running_loop().time() + FINDING
+        while True:
+            try:
+                return await ask()
+            except DatabaseUnusable:
+                raise
+            except DatabaseAway as error:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+                logger.warning("waiting for the database: %s", error)
+            await asyncio.sleep(PERIOD)
+
+    async def _enter(self) -> None:
+        # One that was killed has its name for as long as its heartbeat lasts.
         until = asyncio.get_running_loop().time() + LEASE + 2 * PERIOD
         while True:
             try:
-                return await self._beat()
-            except NameTaken:
+                return await self._in_time(self._beat)
+            except FrontNameTaken:
                 if asyncio.get_running_loop().time() > until:
                     raise
             await asyncio.sleep(PERIOD)
@@ -112,28 +124,22 @@ class FrontOfCluster:
         if self._life is None:
             return
         self._life.cancel()
+        await asyncio.gather(self._life, *self._leaving, return_exceptions=True)
+        latches = {id: self._sessions.latch_of(id) for id, entry in self._told.items() if entry.latch is None}
+        news = {id: latch for id, latch in latches.items() if latch is not None}
         try:
-            await ask(self._directory, LEAVING, "leave", self.name, self._process)
-        except NoAnswer as error:
-            logger.warning("the directory of the cluster was not told of this front's end (%s)", error)
-
-    def lost(self) -> None:
-        """See `Connected.lost`."""
-        self._directory = None
-
-    async def found(self) -> None:
-        """See `Connected.found`; the directory may be another one, which knows none of these sessions."""
-        self._told = {}
-        self._directory = await call_in_thread(find_directory, "directory")
+            await self._database.run(LEAVING, session_table.leave, self.name, self._process, news)
+        except DatabaseAway as error:
+            logger.warning("the other servers were not told of this one's end (%s)", error)
 
     @property
     def others(self) -> Sequence[Front]:
-        """Fronts that live, but for this one."""
-        return [front for front in self._heard.fronts if front.name != self.name]
+        """Servers that live, but for this one."""
+        return [front for front in self._heard.fronts if front.name != self.name and front.is_alive]
 
     @property
     def silent(self) -> Sequence[Front]:
-        """Fronts that are not heard of in the cluster, and whose robots may move all the same."""
+        """Servers that are not heard of, and whose robots may move all the same."""
         return [front for front in self._heard.silent if front.name != self.name]
 
     # What it tells.
@@ -141,70 +147,82 @@ class FrontOfCluster:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD)
-            try:
-                await self._beat()
-            except NoAnswer as error:
-                if self.trouble is None:
-                    logger.warning("the directory of the cluster does not answer (%s)", error)
-                self.trouble = "the directory of the cluster does not answer"
-            except NameTaken as error:
-                self._stand_back(str(error))
-            except Exception:
-                logger.exception("telling the directory failed")
-            else:
-                self.trouble = None
+            await self._try_beat()
 
     async def tell(self) -> None:
-        """Tell the directory now what changed: whoever is answered after this finds it there, if it answers at all."""
-        try:
-            await self._beat()
-        except NoAnswer as error:
-            logger.warning("the directory of the cluster was not told of a change (%s)", error)
-        except NameTaken as error:
-            self._stand_back(str(error))
+        """See `SharedSessions.tell`: whoever is answered after this finds it at the others, if they can know."""
+        if self.trouble is None:
+            number = self._beats
+            await self._try_beat(number)
 
-    async def _beat(self) -> None:
+    async def _try_beat(self, after: int | None = None) -> None:
+        try:
+            await self._beat(after)
+        except DatabaseAway as error:
+            if self.trouble is None:
+                logger.warning("%s (%s); what happens is told when it does", AWAY, error)
+            self.trouble = self.trouble or AWAY
+        except FrontNameTaken as error:
+            self._stand_back(str(error))
+        except Exception:
+            logger.exception("telling other servers of the sessions failed")
+            self.trouble = "the other servers cannot be told of it; the server's log says why"
+        else:
+            if self.trouble is not None:
+                logger.warning("the database of all servers' sessions knows of all that happened here")
+            self.trouble = None
+
+    async def _beat(self, after: int | None = None) -> None:
+        """Tell all that changed.
+
+        Args:
+            after: whoever waits for the same shares one: nothing is told where one that began after so many was told.
+        """
         async with self._beating:
-            listed = self._sessions.list()
-            news = await self._news(listed)
-            held = [session.id for session in listed]
-            latches = {id: self._sessions.latch_of(id) for id in sorted(self._spoken_of.difference(held))}
-            gone = {id: None if latch is None else latch.reason for id, latch in latches.items()}
-            # Also where no answer comes: the directory may have heard of them.
-            self._spoken_of.update(held)
-            said = Front(self.name, self.url, machine=self._machine, life=self._process)
-            heard = await ask(self._directory, ANSWER, "beat", said, held, news, gone)
-            if isinstance(heard, Refused):
-                raise NameTaken(heard.text)
-            self._heard = heard
-            self._spoken_of = set(held)
+            if self._sessions.is_closing or (after is not None and self._told_beat > after):
+                return
+            if after is not None and self.trouble is not None:
+                raise DatabaseAway(self.trouble)  # one that waited longer has found out
+            self._beats += 1
+            number = self._beats
+            # Whoever waits for an answer does not wait for figures.
+            news = await self._news(self._sessions.list(), TOLD if after is None else 0)
+            # Now: sessions came and went meanwhile.
+            held = [session.id for session in self._sessions.list()]
+            news = [entry for entry in news if entry.id in held]
+            ended = {**self._unreadable, **self._sessions.ended()}
+            ended = {id: latch for id, latch in ended.items() if id not in held}
+            said = Front(self.name, self.url, self._machine, self._process)
+            self._heard = heard = await self._change(ANSWER, session_table.beat, said, held, news, ended)
+            self._sessions.forget_ends(ended)
+            self._unreadable, self._told_beat = {}, number
             self._told = {id: entry for id, entry in self._told.items() if id in held}
             self._told |= {entry.id: entry for entry in news}
-            for session_id, front in self._heard.lost:
+            for session_id, front in heard.lost:
                 logger.error("session %s was adopted by the front %s; it is given up here", session_id, front)
                 self._give_up(session_id)
-            for entry in self._heard.left:
-                await self._take_in(entry)
+        for entry in heard.left:
+            await self._take_in(entry)
 
     async def _take_in(self, entry: Entry) -> None:
-        if not entry.record or any(session.id == entry.id for session in self._sessions.list()):
+        if any(session.id == entry.id for session in self._sessions.list()):
             return
         try:
             await self._sessions.take_in(from_json(entry.record), entry.latch)
         except SessionExists:
             pass  # its end is not over; it is looked at again
         except ValueError as error:
-            logger.error("session %s of this front is %s", entry.id, error)
-            self._spoken_of.add(entry.id)  # so that the directory forgets it, too
+            logger.error("session %s of this front is %s; it is forgotten", entry.id, error)
+            self._unreadable[entry.id] = None if entry.latch is None else Latch(entry.latch, entry.owner)
 
     def _stand_back(self, why: str) -> None:
-        """While this front was silent another server took its name, and with it the sessions that it had told of."""
+        """While this server was silent another one took its name, and with it the sessions that it had told of."""
         if self.trouble != why:
             logger.error("%s; this one gives up its sessions", why)
-        self.trouble, self._heard = why, Told()
+        self.trouble, self._heard = why, Heard()
         for session in self._sessions.list():
             self._give_up(session.id)
-        self._told, self._spoken_of = {}, set()
+        self._told = {}
 
     def _give_up(self, session_id: str) -> None:
         # All robots are held at once, and no beat waits until one has left its rooms.
@@ -217,9 +235,9 @@ class FrontOfCluster:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
 
-    async def _news(self, listed: Sequence[Listed]) -> Sequence[Entry]:
-        first, self._turn = self._turn, (self._turn + TOLD) % max(len(listed), 1)
-        due = {(first + step) % len(listed) for step in range(TOLD)} if listed else set()
+    async def _news(self, listed: Sequence[Listed], figures: int) -> Sequence[Entry]:
+        first, self._turn = self._turn, (self._turn + figures) % max(len(listed), 1)
+        due = {(first + step) % len(listed) for step in range(figures)} if listed else set()
         news = []
         for number, session in enumerate(listed):
             entry, before = self._entry(session), self._told.get(session.id)
@@ -246,36 +264,35 @@ class FrontOfCluster:
         """Take an id before a session of it is made, and the emergency stop that was latched on it elsewhere.
 
         Raises:
-            SessionExists: another front has one.
-            NameTaken: another server has this front's name.
-            NotKept: the directory does not answer.
+            SessionExists: another server has one.
+            FrontNameTaken: another server has this one's name.
+            NotKept: the database does not answer.
         """
         try:
-            found = await ask(self._directory, ANSWER, "claim", self.name, self._process, new.session_id, new.owner)
-        except NoAnswer as error:
-            raise NotKept(
-                "the directory of the cluster does not answer, so another front may have a session of this id; "
-                "try again when it does"
-            ) from error
-        if isinstance(found, Refused):
-            raise NameTaken(found.text) if found.kind == "named" else SessionExists(found.text)
-        if found is not None:
-            self._sessions.take_latch(new.session_id, found)
+            await self._beat()  # an older session of this id ends first
+            latch = await self._change(ANSWER, session_table.claim, self.name, self._process, new.session_id, new.owner)
+        except DatabaseAway as error:
+            raise NotKept(f"{AWAY}, so another one may have a session of this id; try again when it does") from error
+        self._sessions.take_latch(new.session_id, latch)
 
     async def forget_latch(self, session_id: str, caller: Caller) -> bool:
-        """Reset the emergency stop of an id whose session is gone, whichever front it was on.
+        """Reset the emergency stop of an id whose session is gone, whichever server it was on.
 
         Returns:
             Whether there was one, for this caller.
 
         Raises:
-            Unreachable: the directory does not answer.
+            NoDatabase: the database does not answer.
         """
-        return await self._ask("unlatch", session_id, None if caller.sees_all else (caller.owner,))
+        return await self._ask(session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,))
 
     async def list(self, caller: Caller) -> list[dict[str, Any]]:
-        """Status of the sessions of all other fronts that this caller may see, each with its front."""
-        found: Sequence[Entry] = await self._ask("list")
+        """Status of the sessions of all other servers that this caller may see, each with its front.
+
+        Raises:
+            NoDatabase: the database does not answer.
+        """
+        found = await self._look_up(session_table.list_sessions)
         mine = {session.id for session in self._sessions.list()}
         return [
             status_of(entry)
@@ -283,77 +300,105 @@ class FrontOfCluster:
             if entry.front != self.name and entry.id not in mine and caller.sees(entry.owner)
         ]
 
-    async def find(self, session_id: str) -> tuple[Entry, str | None] | None:
-        """A session of another front, and where that is; None for where when it died."""
-        found = await self._ask("find", session_id)
+    async def find(self, session_id: str) -> tuple[Entry, Front | None] | None:
+        """A session of another server, and that one.
+
+        Raises:
+            NoDatabase: the database does not answer.
+        """
+        found = await self._look_up(session_table.find, session_id)
         return None if found is None or found[0].front == self.name else found
 
     async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> Listed:
-        """Take over a session whose front died; it is interrupted here, and moves nothing before it is restarted.
+        """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
 
         Args:
-            force: somebody has seen that the front's machine is off, where this cannot be found out from here.
+            force: somebody has seen that the server's machine is off, where this cannot be found out from here.
 
         Raises:
             UnknownSession: there is none, for this caller.
-            MoveRefused: its front lives, or may live.
-            NameTaken: another server has this front's name.
-            Unreachable: the directory does not answer.
+            MoveRefused: its server lives, or may live.
+            FrontNameTaken: another server has this one's name.
+            NoDatabase: the database does not answer.
         """
-        found = await self._ask("find", session_id)
+        found = await self._ask(session_table.find, session_id)
         if found is None or not caller.sees(found[0].owner):
             raise UnknownSession(f"Session {session_id} not found")
-        entry, url = found
+        entry, owning = found
         is_own = entry.front == self.name  # as when the answer to an adoption was lost
         if is_own and any(session.id == session_id for session in self._sessions.list()):
             raise MoveRefused(f"session {session_id!r} is on this front already")
-        if url is not None and not is_own:
-            raise MoveRefused(f"session {session_id!r} is on the front {entry.front}, which lives")
-        if not (force or is_own):
-            await self._check_dead(entry.front)
+        if owning is not None and not is_own:
+            if owning.is_alive:
+                raise MoveRefused(f"session {session_id!r} is on the front {entry.front}, which lives")
+            if not force:
+                await self._check_dead(owning)
         if entry.record:
             _read(entry)  # before anything is changed
-        async with self._beating:
-            # One of this id that was deleted here is not told of after this: it is not the one that is adopted.
-            self._spoken_of.discard(session_id)
-            adopted = await self._ask("adopt", self.name, self._process, session_id)
-        if isinstance(adopted, Refused):
-            raise _REFUSALS.get(adopted.kind, MoveRefused)(adopted.text)
+        adopted = await self._ask(session_table.adopt, self.name, self._process, session_id, owning)
         logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
         return await self._sessions.take_in(_read(adopted), adopted.latch)
 
-    async def _check_dead(self, front: str) -> None:
-        """A front that only lost its cluster still commands its robots, and two controllers never may."""
-        known: Front | None = await self._ask("front", front)
-        assert known is not None, "a front whose sessions are there is not forgotten"
-        found = await knock(known, self._machine)
+    async def _check_dead(self, front: Front) -> None:
+        """A server that only lost the database still commands its robots, and two controllers never may."""
+        if front.has_ended:
+            return
+        found = await probe(front, self._machine)
         if found == "ended":
             return
         if found == "elsewhere":
             raise MoveRefused(
-                f"the front {front} is silent in the cluster, and its url {known.url} leads nowhere from this machine "
+                f"the front {front.name} is not heard of, and its url {front.url} leads nowhere from this machine "
                 '(set front_url there); look after it. When you have seen that it is off, adopt with {"force": true}'
             )
         raise MoveRefused(
-            f"the front {front} ({known.url}) is silent in the cluster, but it {_DOUBTS[found]}; look after it. When "
+            f"the front {front.name} ({front.url}) is not heard of, but it {_DOUBTS[found]}; look after it. When "
             'you have seen that it is off, adopt with {"force": true}'
         )
 
     async def forget(self, session_id: str) -> None:
-        """Delete a session whose front died.
+        """Delete a session whose server died.
 
         Raises:
-            MoveRefused: its front lives.
+            UnknownSession: there is none.
+            MoveRefused: its server lives.
+            NoDatabase: the database does not answer.
         """
-        refused = await self._ask("forget", session_id)
-        if isinstance(refused, Refused):
-            raise _REFUSALS.get(refused.kind, MoveRefused)(refused.text)
+        await self._ask(session_table.forget, session_id)
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _look_up(
+        self,
+        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
         try:
-            return await ask(self._directory, ANSWER, method, *arguments)
-        except NoAnswer as error:
-            raise Unreachable("the directory of the cluster does not answer; try again when it does") from error
+            return await self._lookups.run(ANSWER, transaction, *arguments, **named)
+        except DatabaseAway as error:
+            raise NoDatabase(f"{AWAY}; try again when it does") from error
+
+    async def _ask(
+        self,
+        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        try:
+            return await self._change(ANSWER, transaction, *arguments, **named)
+        except DatabaseAway as error:
+            raise NoDatabase(f"{AWAY}; try again when it does") from error
+
+    async def _change(
+        self,
+        within: float,
+        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        try:
+            return await self._database.run(within, transaction, *arguments, **named)
+        except Refusal as error:
+            raise _REFUSALS[error.kind](str(error)) from None
 
     def facts(self) -> dict[str, object]:
         """For the API; JSON-ready."""
@@ -371,7 +416,13 @@ _DOUBTS = {
     "silent": "does not answer as a front, but its machine does or may",
     "unreachable": "cannot be reached, which says nothing of whether it moves its robots",
 }
-_REFUSALS: dict[str, type[ServiceError]] = {"unknown": UnknownSession, "named": NameTaken}
+_REFUSALS: dict[str, type[ServiceError]] = {
+    "unknown": UnknownSession,
+    "named": FrontNameTaken,
+    "taken": SessionExists,
+    "alive": MoveRefused,
+    "unready": MoveRefused,
+}
 
 
 def _read(entry: Entry) -> SessionRecord:

@@ -82,15 +82,3 @@ class EngineFacts:
     batches: Mapping[int, int] = field(default_factory=dict)
     batch_ms: Sequence[Mapping[str, Any]] = ()
     policies: int = 0
-
-
-@dataclass(frozen=True)
-class Refused:
-    """What the directory cannot do, and why, in words that clients may read.
-
-    Attributes:
-        kind: taken, unknown, alive or unready.
-    """
-
-    kind: str
-    text: str

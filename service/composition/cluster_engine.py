@@ -1,14 +1,13 @@
-"""What a server of a cluster shares with others: engines, and the directory of sessions."""
+"""The engines that a server of a Ray cluster shares with others."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from service.composition.shared_sessions import front_name
 from service.edge.allowance import Admit
 from service.engine.engine import Engine, LoadPolicy
 from service.engine.progress import Durations
 from service.routes.context import App
-from service.sessions.request import NewSession
-from service.sessions.sessions import Sessions
 from service.settings import SettingsError
 
 
@@ -20,7 +19,7 @@ class ClusterEngine:
     """
 
     def __init__(self, app: App):
-        """Nothing is connected yet; requests for sessions of other fronts are forwarded from now on."""
+        """Nothing is connected yet."""
         settings = app.ctx.settings
         try:
             from service.cluster.joining import Joining
@@ -31,7 +30,6 @@ class ClusterEngine:
         self._app = app
         self._joining = Joining(settings)
         self.load: LoadPolicy = self._joining.load
-        self._joining.forwarding.watch(app)
 
     @asynccontextmanager
     async def opened(self, durations: Durations) -> AsyncIterator[Engine]:
@@ -40,27 +38,13 @@ class ClusterEngine:
         Raises:
             NoEngine: the cluster cannot be joined, or has no engine.
         """
-        engine = await self._joining.open(durations, self._app.config.get("OWN_ADDRESS"))
+        engine = await self._joining.open(durations, front_name(self._app))
         self._app.ctx.engines = self._joining.cluster
         try:
             yield engine
         finally:
             await self._joining.close()
 
-    async def share(self, sessions: Sessions) -> None:
-        """Other fronts see these sessions.
-
-        Raises:
-            NoEngine: the directory does not answer, or another server has the name of this front.
-        """
-        self._app.ctx.front = await self._joining.share(sessions)
-        self._app.ctx.others = self._joining.forwarding
-
     def admit(self, admit: Admit) -> Admit:
-        """The same, and a session's id is taken in the whole cluster."""
-
-        async def admit_and_claim(new: NewSession) -> None:
-            await admit(new)
-            await self._joining.claim(new)
-
-        return admit_and_claim
+        """The same."""
+        return admit

@@ -14,11 +14,10 @@ from service.engine.progress import Durations
 from service.hosts.front import Front
 from service.hosts.options import host_options
 from service.routes.context import App
-from service.sessions.sessions import Sessions
 
 
 class EngineSource(Protocol):
-    """What a server does to have an engine, and with whom it shares its sessions then."""
+    """What a server does to have an engine."""
 
     @property
     def load(self) -> LoadPolicy:
@@ -29,12 +28,8 @@ class EngineSource(Protocol):
         """The engine; whoever enters this closes it before the context ends."""
         ...
 
-    async def share(self, sessions: Sessions) -> None:
-        """Let other servers see these sessions."""
-        ...
-
     def admit(self, admit: Admit) -> Admit:
-        """The same, and what other servers have to say to a new session."""
+        """The same, and what this engine has to say to a new session."""
         ...
 
 

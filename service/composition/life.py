@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, AsyncExitStack
 
 from service.composition.engine_source import EngineSource
 from service.composition.part_settings import forward_limits, session_settings
+from service.composition.shared_sessions import SharedDatabase
 from service.edge.allowance import Admit
 from service.engine.engine import LoadPolicy
 from service.engine.progress import Durations
@@ -25,6 +26,7 @@ def live(
     app: App,
     *,
     source: EngineSource,
+    shared: SharedDatabase,
     transport: Transport,
     load: LoadPolicy,
     load_model: LoadModel,
@@ -36,6 +38,7 @@ def live(
 
     Args:
         source: where its engine comes from.
+        shared: with which servers it shares its sessions.
         admit: asked before a session is made.
         records: what is to be known of sessions after this process was killed.
 
@@ -59,10 +62,10 @@ def live(
                 engine=engine,
                 settings=of_sessions,
                 tell=app.ctx.doors.direct.hears(app.ctx.recordings.hears(webhooks.tell)),
-                admit=source.admit(admit),
+                admit=shared.admit(source.admit(admit)),
                 records=opened.enter_context(records()),
             )
-            await source.share(app.ctx.sessions)
+            await opened.enter_async_context(shared.opened(lambda: app.ctx.sessions))
             app.ctx.models = Models(engine, forward_limits(settings), app.ctx.sessions.has_running_robot)
             await opened.enter_async_context(webhooks.telling())
             # Closed in the opposite order: no update begins any more while the sessions end.

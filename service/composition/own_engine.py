@@ -14,12 +14,12 @@ from service.engine.progress import Durations
 from service.engine.worker import call_in_thread
 from service.errors import NoDevice
 from service.hosts.front import Front
-from service.sessions.sessions import NewSession, Sessions
+from service.sessions.request import NewSession
 from service.settings import Settings
 
 
 class OwnEngine:
-    """An `EngineSource` whose sessions no other server sees."""
+    """An `EngineSource` whose devices no other server has."""
 
     def __init__(self, settings: Settings, hosts: Front | None, first_device: Callable[[], str | None]):
         """Nothing is begun yet.
@@ -52,9 +52,6 @@ class OwnEngine:
             return
         with _together(self._hosts, engine):
             yield engine
-
-    async def share(self, sessions: Sessions) -> None:
-        """With nobody."""
 
     def admit(self, admit: Admit) -> Admit:
         """No session is made after a host is lost: a policy that is in memory would be ready and never act."""

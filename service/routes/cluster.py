@@ -14,23 +14,26 @@ from service.schemas import AdoptRequest
 
 
 async def cluster(request: Request) -> HTTPResponse:
-    """Engines with their load, other fronts, and what is wrong; null for a server of its own."""
+    """Engines with their load, other fronts, and what is wrong; null where engines, or sessions, are its own."""
     context = request.app.ctx
-    if context.front is None or context.engines is None:
-        return answer({"engines": None, "front": None})
-    return answer({"engines": context.engines.facts(), "front": context.front.facts()})
+    return answer(
+        {
+            "engines": None if context.engines is None else context.engines.facts(),
+            "front": None if context.front is None else context.front.facts(),
+        }
+    )
 
 
 async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
     """Take over a session of a front that died. It is `interrupted` here until it is restarted, and moves nothing.
 
-    A front that is silent in the cluster may still move its robots: where it is not sure that it ended, this is
+    A front without a heartbeat may still move its robots: where it is not sure that it ended, this is
     refused. The body `{"force": true}` says that somebody has seen that it is off.
     """
     front = request.app.ctx.front
     if front is None:
         session_of(request, session_id)  # what is not theirs is not there
-        raise MoveRefused("this server shares its sessions with no other one; --engine ray-auto joins a cluster")
+        raise MoveRefused("this server shares its sessions with no other one; --database names one for all")
     body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
     session = await front.adopt(session_id, caller_of(request), force=body.force)
     return answer({"message": f"Session {session_id} adopted", "session_id": session_id, "status": str(session.stage)})

@@ -27,13 +27,13 @@ from service.ui.live import Live
 from service.updates.updates import Updates
 
 if TYPE_CHECKING:
-    # They import Ray, which only a server of a cluster needs.
+    # They import Ray, and PostgreSQL's driver, which only some servers need.
     from service.cluster.cluster import Cluster
     from service.cluster.front import FrontOfCluster
 
 
 class OtherFronts(Protocol):
-    """The other servers of a cluster, as far as routes ask for them (``service.cluster.forwarding``)."""
+    """The other servers of a database, as far as routes ask for them (``service.cluster.redirects``)."""
 
     async def stop_all(self, request: "Request", reason: str) -> dict[str, Any]:
         """Stop the robots of all of them: how many, and which did not answer."""
@@ -57,7 +57,8 @@ class Context:
         places: where policies may come from.
         policy_reader: what policies need, before they are loaded.
         live: pages that look on.
-        engines, front, others: those of a cluster; None for a server of its own.
+        engines: those of a cluster; None where policies run here.
+        front, others: this server among those that share its database, and those; None for one of its own.
         importing: done when JAX is imported, which takes seconds; None where nothing needs it.
         started_at: monotonic.
     """

@@ -27,6 +27,7 @@ FOLDERS = {
     "keys_file",
     "jwt_secret_file",
     "transport_key_file",
+    "database",
     "compile_cache",
     "policy_cache",
     "policy_roots",
@@ -47,8 +48,8 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     """Stop every robot now and latch it: each session needs a reset and a start before it moves again.
 
     The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, and whatever the key's role, the stop
-    happens, for the sessions of others too; `stopped` names those that the caller may see. In a cluster the robots of
-    all fronts are stopped; `fronts_not_reached` names those of which that is not known.
+    happens, for the sessions of others too; `stopped` names those that the caller may see. Where servers
+    share a database, the robots of all are stopped; `fronts_not_reached` names those of which that is not known.
     """
     sessions = request.app.ctx.sessions
     reason = await reason_in(request)

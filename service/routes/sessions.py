@@ -72,9 +72,6 @@ async def create_session(request: Request) -> HTTPResponse:
         if error.status != 422:
             raise
         raise refused(error, body) from error
-    if request.app.ctx.front is not None:
-        # Before it is promised: should this server end, another one can take it over.
-        await request.app.ctx.front.tell()
     rooms = session.rooms
     assert rooms is not None, "a session that is ready has rooms"
     return answer(
@@ -96,8 +93,6 @@ async def delete_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop the robot, leave the rooms, remove those that the session made."""
     sessions = request.app.ctx.sessions
     await sessions.delete(session_of(request, session_id).id)
-    if request.app.ctx.front is not None:
-        await request.app.ctx.front.tell()
     return answer({"message": f"Session {session_id} deleted", **sessions.caveat()})
 
 

@@ -1,8 +1,9 @@
 """All that is written down of the sessions of this process, and of those that the process before it left."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from typing import Protocol
 
 from service.errors import NotKept
 from service.sessions.interrupted import Interrupted
@@ -17,11 +18,26 @@ from service.sessions.session_record import SessionRecord
 logger = logging.getLogger(__name__)
 
 
+class SharedSessions(Protocol):
+    """The database in which several servers tell each other of their sessions (`service.cluster.front`).
+
+    Attributes:
+        trouble: why it cannot be told anything now, or None.
+    """
+
+    trouble: str | None
+
+    async def tell(self) -> None:
+        """Return when it knows what was noted until now, or cannot be told; never raises."""
+        ...
+
+
 class Ledger:
-    """Notes what happens to sessions; only `written` and `try_written` wait for the disk."""
+    """Notes what happens to sessions; only `written` and `try_written` wait, for the disk and the shared database."""
 
     def __init__(self, records: SessionRecords):
         self._records = records
+        self._shared: SharedSessions | None = None
         self._kept: dict[str, Kept] = {}
         self._is_closing = False
 
@@ -69,7 +85,9 @@ class Ledger:
     def take_in(self, record: SessionRecord, latch: str | None) -> None:
         """A session of another server is this one's from now on."""
         self._records.put(record)
-        if latch is not None:
+        if latch is None:
+            self.unlatch(record.new.session_id)  # of one that was here before, and was reset elsewhere
+        else:
             self.take_latch(record.new.session_id, Latch(latch, record.new.owner))
 
     def take_latch(self, session_id: str, latch: Latch) -> None:
@@ -126,9 +144,24 @@ class Ledger:
 
     def caveat(self) -> Mapping[str, str]:
         """What an answer has to say beside: that something is not written down. Empty when all is."""
-        if self._records.trouble is None:
-            return {}
-        return {"warning": f"not written down, so it is lost if the server is killed: {self._records.trouble}"}
+        if self._records.trouble is not None:
+            return {"warning": f"not written down, so it is lost if the server is killed: {self._records.trouble}"}
+        if self._shared is not None and self._shared.trouble is not None:
+            return {"warning": f"kept by this server, but other servers do not know of it yet: {self._shared.trouble}"}
+        return {}
+
+    def share(self, shared: SharedSessions) -> None:
+        """From now on whatever is acknowledged is told to other servers, too."""
+        self._shared = shared
+
+    def ended(self) -> Mapping[str, Latch | None]:
+        """Sessions that went and of which other servers do not know it yet, with the emergency stop of their id."""
+        return {session_id: self._records.latches.get(session_id) for session_id in self._records.ended}
+
+    def forget_ends(self, session_ids: Iterable[str]) -> None:
+        """They know of these."""
+        for session_id in session_ids:
+            self._records.forget_end(session_id)
 
     async def written(self) -> None:
         """Return when all that was noted is on the disk.
@@ -142,6 +175,8 @@ class Ledger:
         """Likewise, but where it is not, the next answer's `caveat` says it."""
         with suppress(NotKept):  # logged there
             await self._records.written(LAST_PATIENCE if self._is_closing else PATIENCE)
+        if self._shared is not None and not self._is_closing:
+            await self._shared.tell()
 
     def begin_close(self) -> None:
         """The server is about to end: nothing waits long for the disk any more."""

@@ -19,6 +19,7 @@ SCHEMA = (
     """CREATE TABLE sessions (id TEXT PRIMARY KEY, record TEXT NOT NULL) STRICT;
 CREATE TABLE latches (id TEXT PRIMARY KEY, reason TEXT NOT NULL, owner TEXT) STRICT;
 CREATE TABLE orphans (id TEXT PRIMARY KEY, record TEXT NOT NULL) STRICT""",
+    "CREATE TABLE ended (id TEXT PRIMARY KEY, ended_at REAL NOT NULL) STRICT",
 )
 # Seconds that an answer waits for the disk; a robot was stopped before.
 PATIENCE = 2.0
@@ -66,14 +67,16 @@ class SessionRecords:
         found: what the server before left, oldest first.
         orphans: rooms that it did not get rid of.
         latches: by session id; they outlive their sessions.
+        ended: sessions that went, until the database that several servers share has been told.
         trouble: why nothing can be written now, or None.
     """
 
-    def __init__(self, database: Database | None = None, broken: type[Exception] = OSError):
+    def __init__(self, database: Database | None = None, broken: type[Exception] = OSError, *, is_shared: bool = False):
         """Read what is there.
 
         Args:
             broken: what the database raises when it cannot write.
+            is_shared: whether other servers are told of all that happens, so that ends have to be remembered.
 
         Raises:
             broken: it cannot be read.
@@ -81,6 +84,8 @@ class SessionRecords:
         self.found: Sequence[SessionRecord] = ()
         self.orphans: Sequence[Orphan] = ()
         self.latches: dict[str, Latch] = {}
+        self.ended: dict[str, float] = {}
+        self.is_shared = is_shared
         self.trouble: str | None = None
         self._database = database
         self._broken = broken
@@ -91,15 +96,24 @@ class SessionRecords:
         self._more = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         if database is not None:
-            self.found, self.latches, self.orphans = database.run_now(_load)
+            self.found, self.latches, self.orphans, self.ended = database.run_now(_load)
 
     def put(self, record: SessionRecord) -> None:
         """Note how a session stands."""
+        self.forget_end(record.new.session_id)
         self._note("sessions", record.new.session_id, (replace(record, changed_at=time.time()).as_json(),))
 
     def drop(self, session_id: str) -> None:
         """Forget a session; its latch stays."""
         self._note("sessions", session_id, None)
+        if self.is_shared:
+            self.ended[session_id] = time.time()
+            self._note("ended", session_id, (self.ended[session_id],))
+
+    def forget_end(self, session_id: str) -> None:
+        """The database that several servers share knows of it, or there is a session of this id again."""
+        if self.ended.pop(session_id, None) is not None:
+            self._note("ended", session_id, None)
 
     def latch(self, session_id: str, latch: Latch) -> None:
         """Keep an emergency stop until it is reset."""
@@ -202,7 +216,7 @@ class SessionRecords:
                 future.set_result(None) if error is None else future.set_exception(error)
 
 
-_COLUMNS = {"sessions": ("record",), "latches": ("reason", "owner"), "orphans": ("record",)}
+_COLUMNS = {"sessions": ("record",), "latches": ("reason", "owner"), "orphans": ("record",), "ended": ("ended_at",)}
 
 
 def _store(connection: sqlite3.Connection, batch: Mapping[tuple[str, str], tuple[Any, ...] | None]) -> None:
@@ -218,7 +232,9 @@ def _store(connection: sqlite3.Connection, batch: Mapping[tuple[str, str], tuple
         )
 
 
-def _load(connection: sqlite3.Connection) -> tuple[list[SessionRecord], dict[str, Latch], list[Orphan]]:
+def _load(
+    connection: sqlite3.Connection,
+) -> tuple[list[SessionRecord], dict[str, Latch], list[Orphan], dict[str, float]]:
     found, orphans = [], []
     for row in connection.execute("SELECT id, record FROM sessions ORDER BY rowid"):
         try:
@@ -237,4 +253,5 @@ def _load(connection: sqlite3.Connection) -> tuple[list[SessionRecord], dict[str
             orphans.append(Orphan(**told))
         except (ValueError, TypeError, KeyError) as error:
             logger.error("rooms %s are left as they are: %s", row["id"], error)
-    return found, latches, orphans
+    ended = {row["id"]: row["ended_at"] for row in connection.execute("SELECT * FROM ended ORDER BY rowid")}
+    return found, latches, orphans, ended

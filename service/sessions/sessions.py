@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 from uuid import uuid4
@@ -13,7 +13,7 @@ from service.safety.lease import Leases
 from service.sessions.interrupted import Interrupted
 from service.sessions.kept import Kept
 from service.sessions.latch import Latch
-from service.sessions.ledger import Ledger
+from service.sessions.ledger import Ledger, SharedSessions
 from service.sessions.made_rooms import made_before, rooms_in
 from service.sessions.orphans import Orphans
 from service.sessions.records import Orphan, SessionRecords
@@ -293,7 +293,19 @@ class Sessions:
         orphan = self._ledger.delete(session)
         await self._see_through(self._end(session, orphan))
 
-    # Sessions that move between servers which share a directory.
+    # Sessions that move between servers which share a database.
+
+    def share(self, shared: SharedSessions) -> None:
+        """From now on other servers are told of what happens here, before it is acknowledged."""
+        self._ledger.share(shared)
+
+    def ended(self) -> Mapping[str, Latch | None]:
+        """Sessions that went and of which other servers do not know it yet, with the emergency stop of their id."""
+        return self._ledger.ended()
+
+    def forget_ends(self, session_ids: Iterable[str]) -> None:
+        """Other servers know of these."""
+        self._ledger.forget_ends(session_ids)
 
     def record_of(self, session_id: str) -> SessionRecord | None:
         """How a session is written down; None for one that is not, or not yet promised to anybody."""
@@ -306,9 +318,11 @@ class Sessions:
         """The emergency stop of this id that nobody has reset, also when its session is gone."""
         return self._ledger.latch(session_id)
 
-    def take_latch(self, session_id: str, latch: Latch) -> None:
-        """The next session of this id begins with the emergency stop of one that another server had."""
-        if self._ledger.latch(session_id) is None:
+    def take_latch(self, session_id: str, latch: Latch | None) -> None:
+        """The next session of this id begins with the emergency stop that other servers know of, or without one."""
+        if latch is None and session_id not in self._sessions:
+            self._ledger.unlatch(session_id)  # it was reset elsewhere
+        elif latch is not None and self._ledger.latch(session_id) is None:
             self._ledger.take_latch(session_id, latch)
 
     async def take_in(self, record: SessionRecord, latch: str | None) -> Listed:

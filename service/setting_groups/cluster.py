@@ -1,9 +1,9 @@
-"""Engines of a Ray cluster, and the fronts that share them."""
+"""Engines of a Ray cluster, and the servers (fronts) that share a database of their sessions."""
 
 from pydantic import Field
 
 from service.setting_groups.group import Group
-from service.setting_groups.values import Address, Amounts, Seconds, Where
+from service.setting_groups.values import Address, Amounts, DatabaseUrl, Seconds, Where
 
 
 class ClusterSettings(Group):
@@ -33,14 +33,22 @@ class ClusterSettings(Group):
     engine_patience: Seconds = Field(
         default=60.0, description="Seconds that a robot without any engine is held before its session fails."
     )
+    database: DatabaseUrl | None = Field(
+        default=None,
+        repr=False,
+        description="PostgreSQL (postgresql://USER@HOST/NAME) in which several servers share their sessions: each id "
+        "is on one of them, and what is asked of another is sent on. Default: none; a server's sessions are in SQLite, "
+        "in its state folder. A password belongs into PGPASSFILE, or ROBOJAX_DATABASE.",
+    )
     front_name: str | None = Field(
         default=None,
         min_length=1,
         max_length=128,
-        description="What the other fronts of a cluster call this one, the same after a restart; default: "
+        description="What the other servers of a database call this one, the same after a restart; default: "
         "its host's name and its port.",
     )
     front_url: Address | None = Field(
         default=None,
-        description="Where the other fronts of a cluster reach this one; default: the address it listens on.",
+        description="Where the other servers of a database, and clients that are sent on, reach this one; default: the "
+        "address it listens on.",
     )

@@ -77,6 +77,13 @@ def _engine(value: str) -> str:
     return value
 
 
+def _database(value: str) -> str:
+    # What was found is not told again: it may hold a password.
+    if not re.fullmatch(r"postgres(ql)?://\S+", value):
+        raise ValueError("postgresql://USER@HOST:PORT/NAME")
+    return value
+
+
 def _address(value: str) -> str:
     if not re.fullmatch(r"https?://[^/@\s]+", value):
         raise ValueError("http://HOST:PORT or https://HOST:PORT, without a path")
@@ -84,6 +91,7 @@ def _address(value: str) -> str:
 
 
 Where = Annotated[str, AfterValidator(_engine)]
+DatabaseUrl = Annotated[str, AfterValidator(_database)]
 Address = Annotated[str, AfterValidator(_address)]
 Amounts = Annotated[Mapping[str, Annotated[FiniteFloat, Field(gt=0)]], NoDecode, BeforeValidator(_amounts)]
 Sources = Annotated[Mapping[str, tuple[str, str | None]], NoDecode, BeforeValidator(_sources)]

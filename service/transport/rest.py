@@ -1,7 +1,7 @@
 """The REST half of the wire, as a client: rooms made, looked at and removed, and signals posted."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,22 @@ class Presence:
         return participant_id == self.producer or participant_id in self.consumers
 
 
+class Redirected(TransportError):
+    """A server points elsewhere, which is not followed."""
+
+
 async def refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """An aiohttp middleware: whoever gave us the URL decided where we go, not the server behind it."""
+    """An aiohttp middleware: whoever gave us the URL decided where we go, not the server behind it.
+
+    Raises:
+        Redirected: it points elsewhere.
+    """
     response = await handler(request)
     if response.status in (301, 302, 303, 307, 308):
         response.close()
-        raise TransportError(
+        raise Redirected(
             f"{request.method} {request.url} answered {response.status}, a redirect, which is not followed; "
             "use the final address as transport_server_url"
         )
@@ -144,7 +152,13 @@ class RoomsApi:
         """Any call that answers a JSON object, of this server or of the one that its rooms are for."""
         return await self._call(method, url, body)
 
-    async def _call(self, method: str, url: str, body: object = None, missing_is_none: bool = False) -> Any:
+    async def list_all(self, url: str) -> Sequence[Any]:
+        """What a call lists that answers a JSON array, likewise."""
+        return await self._call("GET", url, form=list)
+
+    async def _call(
+        self, method: str, url: str, body: object = None, missing_is_none: bool = False, form: type = dict
+    ) -> Any:
         what = f"{method} {url}"
         try:
             async with asyncio.timeout(self.timeout), self.session.request(method, url, json=body) as response:
@@ -173,6 +187,7 @@ class RoomsApi:
                 f"{what}: answered {response.content_type} where JSON was wanted; "
                 f"{self.address.base} is probably a web page, its API is often under /api"
             ) from error
-        if not isinstance(answer, dict):
-            raise TransportError(f"{what}: answered a JSON {type(answer).__name__} where an object was wanted")
+        if not isinstance(answer, form):
+            wanted = "an object" if form is dict else "an array"
+            raise TransportError(f"{what}: answered a JSON {type(answer).__name__} where {wanted} was wanted")
         return answer

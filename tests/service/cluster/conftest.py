@@ -1,8 +1,11 @@
-"""A policy's folder, which nobody loads."""
+"""A policy's folder, which nobody loads, and a PostgreSQL database with nothing in it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from benchmarks.postgres import PostgresServer, postgres, programs
 
 
 @pytest.fixture
@@ -10,3 +13,19 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text('{"type": "act"}')
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A running one, with what earlier tests left."""
+    if programs() is None:
+        pytest.skip("no PostgreSQL; on Debian: apt-get install postgresql")
+    with postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def database(postgres_server: PostgresServer) -> PostgresServer:
+    """With nothing in it."""
+    postgres_server.sql("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    return postgres_server

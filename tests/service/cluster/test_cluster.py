@@ -431,7 +431,6 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
     monkeypatch.setattr(cluster_module, "AGAIN", 0.05)
     house = House(2)
     front = await begin(house)
-    also = front.cluster.also = Also()
     served = await front.load(folder)
     house.silence, house.is_there = RayError("the head is gone"), False
     house.unreached = {name: ActorUnavailableError("lost", None) for name in house.names}
@@ -439,7 +438,6 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
     monkeypatch.setattr(cluster_module, "GONE", 0.3)
     await until(lambda: front.trouble == REJOINING)
     assert front.cluster.facts()["engines"] == []
-    assert also.heard == ["lost"] * len(also.heard)
     robot = asyncio.create_task(front.engine.submit(served, OBSERVATION))
     with pytest.raises(PolicyError, match="the cluster is lost; it is joined again as soon as its head answers"):
         await front.load(update)
@@ -454,7 +452,6 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
         assert (await robot).chunk.shape == (1, 20, 6)
     await until(lambda: len(where(served)) == 2)
     await until(lambda: front.trouble == "")
-    assert also.heard[-1] == "found"
     assert caplog.text.count("cannot be joined again yet") == 1
 
 
@@ -502,19 +499,6 @@ async def test_what_others_put_into_the_folder_meanwhile_is_not_run(
     await until(lambda: "2 goes without policy" in front.trouble)
     assert "the files there are others than those that run; restart the session" in front.trouble
     assert house.loads == ["1"]
-
-
-class Also:
-    """Whoever else uses the connection."""
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    def lost(self) -> None:
-        self.heard.append("lost")
-
-    async def found(self) -> None:
-        self.heard.append("found")
 
 
 @pytest.mark.parametrize(

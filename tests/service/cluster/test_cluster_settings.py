@@ -26,6 +26,8 @@ def test_where_engines_may_be(engine: str) -> None:
         ),
         ({"engine_resources": "GPU"}, "wanted NAME=AMOUNT with commas between, not 'GPU'"),
         ({"engine_resources": "GPU=0"}, "greater than 0"),
+        ({"front_name": "lab-1"}, "found without database; wanted --database postgresql://... for all servers"),
+        ({"database": "mysql://ann:secret@db/robojax"}, "found another value; wanted postgresql://USER@HOST:PORT/NAME"),
         ({"front_url": "http://10.0.0.5:8001/api"}, "without a path"),
         ({"front_url": "ftp://10.0.0.5"}, "wanted http://HOST:PORT"),
     ],
@@ -37,6 +39,14 @@ def test_what_cannot_be_says_what_can(flags: dict[str, str], says: str) -> None:
 
 def test_resources_are_read_from_a_flag() -> None:
     assert load_settings({"engine_resources": "TPU=4, CPU=8"}).engine_resources == {"TPU": 4.0, "CPU": 8.0}
+
+
+def test_without_its_driver_a_database_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("service.cluster")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "asyncpg", None)
+    with pytest.raises(SettingsError, match=r"database: PostgreSQL needs asyncpg.*pip install 'robojax\[postgres\]'"):
+        create_app(Settings(database="postgresql://db/robojax", state="off"))
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

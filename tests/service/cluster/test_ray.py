@@ -18,6 +18,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from benchmarks.postgres import PostgresServer
 from tests.pauses import Pauses
 
 pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
@@ -71,9 +72,10 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(postgres_server: PostgresServer) -> Iterator[Server]:
     """One for all tests here: a Ray takes ten seconds to start."""
-    made = Server("--engine", "ray-local", "--engines", "2", "--engine-resources", "CPU=0.5")
+    flags = ("--engine", "ray-local", "--engines", "2", "--engine-resources", "CPU=0.5")
+    made = Server(*flags, "--database", postgres_server.url)
     try:
         yield made.begin()
     finally:
@@ -128,17 +130,19 @@ def test_what_is_wrong_with_a_policy_is_said_as_without_a_cluster(server: Server
     assert server.call("GET", "/sessions/arm")[1]["status"] == "ready"
 
 
-def test_the_directory_lists_and_forgets_what_this_front_has(server: Server) -> None:
+def test_the_database_lists_and_forgets_what_this_front_has(server: Server, postgres_server: PostgresServer) -> None:
     status, told = make(server, "short")
     assert status == 200, told
     cluster = server.call("GET", "/cluster")[1]
     assert cluster["front"]["others"] == []
     assert cluster["engines"]["trouble"] is None
+    assert ["short"] in postgres_server.sql("SELECT id FROM robojax_sessions")
     assert server.call("POST", "/sessions/short/adopt")[0] == 409
     assert server.call("DELETE", "/sessions/short")[0] == 200
     status, told = make(server, "short")
     assert status == 200, told
     assert server.call("DELETE", "/sessions/short")[0] == 200
+    assert ["short"] not in postgres_server.sql("SELECT id FROM robojax_sessions")
 
 
 def test_a_cluster_that_is_not_there_is_an_error_with_what_to_do() -> None:

@@ -48,7 +48,7 @@ async def test_the_file_is_its_owners_and_says_which_schema_it_has(tmp_path: Pat
     file = tmp_path / "sessions.sqlite3"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with sqlite3.connect(file) as reader:
-        assert reader.execute("PRAGMA user_version").fetchone() == (1,)
+        assert reader.execute("PRAGMA user_version").fetchone() == (2,)
         assert reader.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     reader.close()
     await records.close()
@@ -58,7 +58,7 @@ async def test_a_file_of_a_newer_schema_is_not_touched(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "sessions.sqlite3") as newer:
         newer.execute("PRAGMA user_version=9")
     newer.close()
-    with pytest.raises(StoreError, match="version 9, this robojax knows 1; use the robojax that wrote it"):
+    with pytest.raises(StoreError, match="version 9, this robojax knows 2; use the robojax that wrote it"):
         records_in(tmp_path)
 
 

@@ -1,0 +1,157 @@
+"""One connection to a PostgreSQL database, on a thread of its own: no event loop that keeps ticks ever waits for it."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+
+import asyncpg
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+# asyncpg's own type says that it may be one of a pool, which this never is.
+Sql: TypeAlias = Any
+
+# A server that stands still in a transaction, or whose network is gone, must not hold others up by its locks.
+_LIMITS = "SET idle_in_transaction_session_timeout = '5s'; SET lock_timeout = '2s'; SET statement_timeout = '5s'"
+# Of migrations, among all users of advisory locks in this database.
+_LOCK = 0x726F626F
+# What no waiting changes: the name, password or database of the URL is wrong.
+_WRONG = (
+    asyncpg.InvalidAuthorizationSpecificationError,
+    asyncpg.InvalidCatalogNameError,
+    asyncpg.InsufficientPrivilegeError,
+    asyncpg.ClientConfigurationError,
+)
+
+
+class DatabaseAway(Exception):
+    """The database does not answer, or cannot do what was asked; the text says why, for this server's log."""
+
+
+class DatabaseUnusable(DatabaseAway):
+    """The database can never be used like this; the text says what to do, without the URL and its password."""
+
+
+class Postgres:
+    """Runs transactions, one after the other; connects again by itself.
+
+    Args:
+        url: as libpq has it; what it does not say comes from PGPASSFILE, PGSSLROOTCERT and the like.
+        schema: scripts; a database that has run the first n of them is of version n. All objects begin with `prefix`.
+    """
+
+    def __init__(self, url: str, schema: Sequence[str], prefix: str):
+        self._url, self._schema, self._prefix = url, schema, prefix
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="postgres", daemon=True)
+        self._thread.start()
+        # Made and used on that loop only.
+        self._lock = asyncio.Lock()
+        self._connection: asyncpg.Connection | None = None
+
+    async def run(
+        self,
+        within: float,
+        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        """Run a transaction: all of it is on the database's disk when this returns.
+
+        Args:
+            within: seconds, those in which others are run first among them.
+
+        Raises:
+            DatabaseAway: it is not known to be done.
+            DatabaseUnusable: the database is another version's, or the URL is wrong.
+        """
+
+        # Whoever asked may go: it is done whole all the same.
+        running = asyncio.run_coroutine_threadsafe(self._run(within, transaction, arguments, named), self._loop)
+        return await asyncio.shield(asyncio.wrap_future(running))
+
+    async def _run(self, within: float, transaction: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        until = self._loop.time() + within
+        try:
+            async with asyncio.timeout_at(until):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise DatabaseAway(f"no answer for {within:g} s") from None
+        # Not cancelled: what asyncpg does then waits for the database, too.
+        alarm = self._loop.call_at(until, self._drop)
+        try:
+            connection = await self._connected(max(until - self._loop.time(), 0.1))
+            async with connection.transaction():
+                return await transaction(connection, *arguments, **named)
+        except _WRONG as error:
+            self._drop()
+            raise DatabaseUnusable(f"{type(error).__name__}: {error}") from error
+        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+            self._drop()
+            is_late = self._loop.time() >= until
+            raise DatabaseAway(
+                f"no answer for {within:g} s" if is_late else f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            alarm.cancel()
+            self._lock.release()
+
+    async def _connected(self, within: float) -> asyncpg.Connection:
+        if self._connection is not None and not self._connection.is_closed():
+            return self._connection
+        connection = await asyncpg.connect(
+            self._url,
+            timeout=within,  # pyright: ignore[reportArgumentType] - seconds with a fraction, too
+            server_settings={"application_name": "robojax"},
+        )
+        self._connection = connection
+        try:
+            await connection.execute(_LIMITS)
+            await self._migrate(connection)
+        except BaseException:
+            self._drop()
+            raise
+        return connection
+
+    async def _migrate(self, connection: asyncpg.Connection) -> None:
+        table = f"{self._prefix}schema"
+        async with connection.transaction():
+            # Not for nothing: whoever may not create tables can use those that are there.
+            if await connection.fetchval("SELECT to_regclass($1)", table) is None:
+                await connection.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
+                await connection.execute(f"CREATE TABLE IF NOT EXISTS {table} (version integer NOT NULL)")
+            version = await connection.fetchval(f"SELECT max(version) FROM {table}") or 0
+            if version < len(self._schema):
+                await connection.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
+                version = await connection.fetchval(f"SELECT max(version) FROM {table}") or 0
+            if version > len(self._schema):
+                raise DatabaseUnusable(
+                    f"it is of version {version}, this robojax knows {len(self._schema)}; use the robojax that wrote "
+                    "it, or another database"
+                )
+            for number, script in enumerate(self._schema[version:], version + 1):
+                await connection.execute(script)
+                await connection.execute(f"INSERT INTO {table} VALUES ($1)", number)
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.terminate()
+            self._connection = None
+
+    async def close(self) -> None:
+        """Let go of it at once."""
+
+        async def close() -> None:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                with suppress(Exception):  # it is gone, then
+                    await connection.close(timeout=0.5)
+
+        with suppress(Exception):
+            await asyncio.wait_for(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(close(), self._loop)), 1.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join, 1.0)
+        if not self._thread.is_alive():
+            self._loop.close()
