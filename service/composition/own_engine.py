@@ -50,8 +50,12 @@ class OwnEngine:
         if self._hosts is None:
             yield engine
             return
-        with _together(self._hosts, engine):
-            yield engine
+        try:
+            with _together(self._hosts, engine):
+                yield engine
+        finally:
+            # Last of all: robots are held by then, and nobody asks any more.
+            await asyncio.to_thread(self._hosts.close)
 
     async def share(self, sessions: Sessions) -> None:
         """With nobody."""
@@ -100,8 +104,4 @@ def _together(hosts: Front, engine: Engine) -> Iterator[None]:
             loop.call_soon_threadsafe(engine.leave, place, why)
 
     hosts.told = leave
-    try:
-        yield
-    finally:
-        # Last of all: robots are held by then, and nobody asks any more.
-        hosts.close()
+    yield
