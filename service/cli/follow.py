@@ -22,31 +22,25 @@ def follow(
     No port is opened for anybody but the other hosts. Exit codes: 0 the server ended, 2 it cannot begin, 4 the server
     or another host is gone; start it again then, and the server too.
     """
-    import logging
-
-    import jaxmodels
-    from service.hosts.errors import ChannelClosed
-    from service.hosts.follower import Follower, find_front
     from service.hosts.options import read_address, read_secret
     from service.settings import SettingsError
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         host, port = read_address("front", front)
         secret = read_secret(secret_file)
     except SettingsError as error:
         fail(Code.USAGE, "this host cannot follow", str(error), "robojax follow ADDRESS:PORT --secret-file FILE")
-    cache = jaxmodels.user_cache() / "robojax" / "hosts"
+    try:
+        from service.hosts.following import follow_front
+    except ModuleNotFoundError as error:
+        fail(Code.USAGE, "this host cannot follow", f"{error.name} is not installed", "pip install 'robojax[ray]'")
     typer.echo(f"Waiting for the server at {front}.")
     try:
-        channel = find_front(host.strip("[]"), port, secret, wait)
-        why = Follower(channel, cache, typer.echo).follow()
-    except ChannelClosed as error:
-        why = f"the server at {front}: {error}; start this again, and the server if it has ended"
+        why = follow_front(host.strip("[]"), port, secret, wait, typer.echo)
     except KeyboardInterrupt:
         why = None
     typer.echo(f"Ended: {why or 'the server did, or Ctrl-C'}.", err=why is not None)
     sys.stdout.flush()
     sys.stderr.flush()
-    # A program may wait for hosts that are gone; Python would wait for its thread, and JAX for the hosts.
+    # What still runs are threads that wait for Ray, which is gone.
     os._exit(0 if why is None else Code.TRANSPORT)

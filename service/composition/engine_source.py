@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from importlib.util import find_spec
 from typing import Protocol
 
 from service.composition.cluster_engine import ClusterEngine
@@ -14,6 +15,7 @@ from service.engine.progress import Durations
 from service.hosts.front import Front
 from service.hosts.options import host_options
 from service.routes.context import App
+from service.settings import SettingsError
 
 
 class EngineSource(Protocol):
@@ -46,5 +48,7 @@ def engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSou
     options = host_options(settings)
     if settings.engine != "here":
         return ClusterEngine(app)
+    if options is not None and find_spec("ray") is None:
+        raise SettingsError(f"hosts_count: {options.count} needs Ray (it is not installed); pip install 'robojax[ray]'")
     hosts = None if options is None else Front(options, Inspection(settings.load_memory), opened_in(settings))
     return OwnEngine(settings, hosts, first_device)

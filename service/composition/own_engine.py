@@ -50,8 +50,12 @@ class OwnEngine:
         if self._hosts is None:
             yield engine
             return
-        with _together(self._hosts, engine):
-            yield engine
+        try:
+            with _together(self._hosts, engine):
+                yield engine
+        finally:
+            # Last of all: robots are held by then, and nobody asks any more.
+            await asyncio.to_thread(self._hosts.close)
 
     def admit(self, admit: Admit) -> Admit:
         """No session is made after a host is lost: a policy that is in memory would be ready and never act."""
@@ -97,8 +101,4 @@ def _together(hosts: Front, engine: Engine) -> Iterator[None]:
             loop.call_soon_threadsafe(engine.leave, place, why)
 
     hosts.told = leave
-    try:
-        yield
-    finally:
-        # Last of all: robots are held by then, and nobody asks any more.
-        hosts.close()
+    yield

@@ -7,36 +7,67 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 from jaxmodels.errors import JaxModelsError
-from service.hosts.channel import BEAT, Arrays, Channel, Words
-from service.hosts.errors import ChannelClosed, HostRefused, HostsLost
-from service.hosts.patience import wait_for
+from service.hosts.errors import HostGone, HostRefused, HostsLost
+from service.hosts.patience import BEAT, SILENCE, wait_for
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Words: TypeAlias = dict[str, Any]
+Arrays: TypeAlias = Mapping[str, np.ndarray]
 # Seconds after an error of this process in which a follower's death may become known, which is what caused it then.
 CAUSE = 1.0
 # Seconds after which a program that has not ended never will, though all hosts show that they live: one hangs in it, or
 # only the network that programs use is cut.
 HUNG = 60.0
+# Seconds that hosts get to hear that it is over.
+PARTING = 1.0
 # Runs whose outcome is known, for followers that tell late.
 REMEMBERED = 64
 
 
-@dataclass(frozen=True)
-class Link:
-    """A follower, as errors call it, and the way to it."""
+class Host(Protocol):
+    """Another host; none of these waits for it. What they give raises `HostGone` where it is gone."""
 
-    name: str
-    channel: Channel
+    @property
+    def name(self) -> str:
+        """As errors call it."""
+        ...
+
+    @property
+    def heard_at(self) -> float:
+        """When it last gave a sign of life, monotonic."""
+        ...
+
+    def beat(self) -> None:
+        """Ask for one, unless it still owes one."""
+        ...
+
+    def stay(self) -> "Future[None]":
+        """Does not end as long as that host does not."""
+        ...
+
+    def run(self, number: int, words: Words, arrays: Arrays) -> "Future[list[tuple[int, str]]]":
+        """Do this at the turn of its number; which runs were refused, and why."""
+        ...
+
+    def build(self, words: Words) -> "Future[str | None]":
+        """Load or compile; why it cannot be done."""
+        ...
+
+    def end(self, why: str | None) -> "Future[None]":
+        """It is over."""
+        ...
 
 
 @dataclass
@@ -78,45 +109,38 @@ class Crew:
     never ends.
 
     Args:
-        piece: folder's sha, name, place and length to bytes of a policy's file, for followers that do not have it.
         told: called once, in some thread, with why no programs can be run any more.
     """
 
-    def __init__(
-        self, links: Sequence[Link], piece: Callable[[str, str, int, int], bytes], told: Callable[[str], None]
-    ):
+    def __init__(self, hosts: Sequence[Host], told: Callable[[str], None]):
         self.lost: str | None = None
-        self._links = tuple(links)
-        self._piece = piece
+        self._hosts = tuple(hosts)
         self._told = told
         self._is_lost = threading.Event()
-        self._lock, self._asking = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._numbers = count(1)
-        self._asked: dict[int, Asked] = {}
         self._waiting: set[Future[Any]] = set()
         self._runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._begun: OrderedDict[int, Future[Any]] = OrderedDict()
         self._running: tuple[float, float] | None = None  # since when, monotonic, and for how long at most
         self._is_closed = False
+        for host in self._hosts:
+            host.stay().add_done_callback(partial(self._hear_end, host))
         for name, work in (("hosts-run", self._work), ("hosts-beat", self._beat)):
             threading.Thread(target=work, name=name, daemon=True).start()
-        for link in self._links:
-            threading.Thread(target=self._hear, args=(link,), name="hosts-hear", daemon=True).start()
 
     def ask(self, words: Words) -> Asked:
-        """Have all followers do something, each when it gets to it; what is asked is done there in the order of asking.
+        """Have all followers load or compile something, each when it gets to it.
 
         Raises:
             HostsLost: one of them is gone.
         """
-        asked = Asked([link.name for link in self._links])
-        with self._asking:  # in the same order to all
-            with self._lock:
-                self.check()
-                number = next(self._numbers)
-                self._asked[number] = asked
-            if not self._say(words | {"asked": number}, {}):
-                self.check()
+        asked = Asked([host.name for host in self._hosts])
+        with self._lock:
+            self.check()
+            self._waiting.update(asked.answers.values())
+        for host in self._hosts:
+            host.build(words).add_done_callback(partial(self._hear_answer, host, asked.answers[host.name]))
         return asked
 
     def run(
@@ -148,7 +172,7 @@ class Crew:
             self._waiting.add(outcome)
         self._runs.put(run)
         try:
-            return wait_for(outcome, {link.name: link.channel for link in self._links}, quiet)
+            return wait_for(outcome, {host.name: host for host in self._hosts}, quiet)
         finally:
             run.is_unwanted = True
             with self._lock:
@@ -174,7 +198,7 @@ class Crew:
             if self.lost is not None:
                 return
             self.lost = why
-            waiting = [*self._waiting, *(answer for asked in self._asked.values() for answer in asked.answers.values())]
+            waiting = tuple(self._waiting)
         self._is_lost.set()
         if not is_closed:
             logger.error("the hosts are not together any more: %s", why)
@@ -189,17 +213,12 @@ class Crew:
         """Send the followers home; they end."""
         self._is_closed = True
         self._runs.put(None)
-        for leaving in self._send_away(None):
-            leaving.join()
+        if self.lost is None:
+            wait(self._send_away(None), PARTING)
         self.lose("the server is ending")
 
-    def _send_away(self, why: str | None) -> Sequence[threading.Thread]:
-        """All at a time: one that takes nothing any more must not keep the others waiting, or this process."""
-        words = {"do": "end", "why": why}
-        threads = [threading.Thread(target=link.channel.end, args=(words,), daemon=True) for link in self._links]
-        for thread in threads:
-            thread.start()
-        return threads
+    def _send_away(self, why: str | None) -> Sequence["Future[None]"]:
+        return [host.end(why) for host in self._hosts]
 
     def _work(self) -> None:
         while (run := self._runs.get()) is not None:
@@ -214,7 +233,12 @@ class Crew:
         self._begun[number] = run.outcome
         if len(self._begun) > REMEMBERED:
             self._begun.popitem(last=False)
-        if not self._say(run.words | {"run": number}, run.arrays):
+        try:
+            for host in self._hosts:
+                host.run(number, run.words, run.arrays).add_done_callback(partial(self._hear_run, host))
+        except Exception as error:  # Ray itself; whoever waits must not wait for ever
+            logger.error("other hosts cannot be asked", exc_info=error)
+            self.lose(f"this host failed ({type(error).__name__}); the log says more")
             return
         self._running = time.monotonic(), run.limit
         try:
@@ -230,44 +254,29 @@ class Crew:
         with suppress(InvalidStateError):  # whoever waited was told that a follower is gone
             finish()
 
-    def _say(self, words: Words, arrays: Arrays) -> bool:
-        for link in self._links:
-            try:
-                link.channel.send(words, arrays)
-            except ChannelClosed as error:
-                self.lose(f"{link.name} is gone: {error}")
-                return False
-        return True
+    def _hear_end(self, host: Host, stayed: "Future[None]") -> None:
+        error = stayed.exception()
+        self.lose(f"{host.name} is gone: {error or 'it was ended there'}")
 
-    def _hear(self, link: Link) -> None:
-        try:
-            while True:
-                words, _ = link.channel.receive()
-                self._answer(link, words)
-        except ChannelClosed as error:
-            self.lose(f"{link.name} is gone: {error}")
+    def _hear_answer(self, host: Host, answer: "Future[str | None]", built: "Future[str | None]") -> None:
+        with self._lock:
+            self._waiting.discard(answer)
+        if (error := built.exception()) is None:
+            with suppress(InvalidStateError):  # whoever waited was told that a host is gone
+                answer.set_result(built.result())
+            return
+        self.lose(_words_of(host, error))
+        with suppress(InvalidStateError):
+            answer.set_exception(HostsLost(_words_for(self.lost or "")))
 
-    def _answer(self, link: Link, words: Mapping[str, Any]) -> None:
-        match words.get("is"):
-            case "answer":
-                asked = self._asked[words["asked"]]
-                with suppress(InvalidStateError):
-                    asked.answers[link.name].set_result(words["why"])
-                if all(answer.done() for answer in asked.answers.values()):
-                    with self._lock:
-                        self._asked.pop(words["asked"], None)
-            case "want":
-                try:
-                    piece = self._piece(words["sha"], words["name"], words["at"], words["length"])
-                except (OSError, KeyError):
-                    piece = b""  # its sum will be another one, and the follower says so
-                link.channel.send({"do": "piece", "piece": piece})
-            case "refused":
-                self._compare(link, words["run"], words["why"])
-            case "failed":
-                self.lose(f"{link.name} failed: {words['why']}")
+    def _hear_run(self, host: Host, run: "Future[list[tuple[int, str]]]") -> None:
+        if (error := run.exception()) is not None:
+            self.lose(_words_of(host, error))
+            return
+        for number, why in run.result():  # rare; this process may be slower, and others have to be heard meanwhile
+            threading.Thread(target=self._compare, args=(host, number, why), daemon=True).start()
 
-    def _compare(self, link: Link, number: int, why: str) -> None:
+    def _compare(self, host: Host, number: int, why: str) -> None:
         """A follower did not begin a run; this process has not either, or waits for it in vain."""
         outcome = self._begun.get(number)
         try:
@@ -275,17 +284,26 @@ class Crew:
         except TimeoutError:
             here = None
         if not isinstance(here, JaxModelsError):
-            self.lose(f"{link.name} refused what this host did not: {why}")
+            self.lose(f"{host.name} refused what this host did not: {why}")
 
     def _beat(self) -> None:
+        looked_at = time.monotonic()
         while not self._is_lost.wait(BEAT):
-            for link in self._links:
-                with suppress(ChannelClosed):  # whoever hears it says so
-                    link.channel.beat()
+            now = time.monotonic()
+            # When this whole process stood still, it has yet to hear what was said meanwhile.
+            stood_still, looked_at = now - looked_at > 2 * BEAT, now
+            for host in self._hosts:
+                host.beat()
+                if now - host.heard_at > SILENCE and not stood_still:
+                    self.lose(f"{host.name} is gone: nothing was heard of it for {SILENCE:g} s")
             running = self._running
             if running is not None and time.monotonic() - running[0] > running[1]:
                 hangs = "a host hangs in it, or the network between them is cut"
                 self.lose(f"a program of all hosts has not ended for {running[1]:g} s: {hangs}")
+
+
+def _words_of(host: Host, error: BaseException) -> str:
+    return f"{host.name} {'is gone' if isinstance(error, HostGone) else 'failed'}: {error}"
 
 
 def _words_for(why: str) -> str:

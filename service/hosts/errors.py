@@ -20,5 +20,9 @@ class HostRefused(JaxModelsError):
     """Another host cannot do what this one can; the text says which, and why."""
 
 
-class ChannelClosed(Exception):
-    """There is no other side any more, or it is not who it should be; the text says which."""
+class HostGone(Exception):
+    """The process of another host ended, or its machine did; the text says what Ray knows."""
+
+
+class HostFailed(Exception):
+    """A program raised on another host what no policy raises; the text says what, and its log says more."""

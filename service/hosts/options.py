@@ -1,14 +1,39 @@
 """What the settings say of several hosts, read for the front and for followers."""
 
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
-from service.hosts.front import AUTO, HostOptions
 from service.settings import Settings, SettingsError
 
 LEAST = 16
+# JAX finds out by itself who is there: on TPU pods, under Slurm and Open MPI.
+AUTO = "auto"
 # To listen on all addresses of a machine; nobody can be sent there.
 ANYWHERE = ("0.0.0.0", "[::]", "*")
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """What hosts have to know.
+
+    Attributes:
+        count: of all hosts, the front included.
+        host, port: where the front listens, as the others reach it.
+        coordinator: ``address:port`` for JAX's own connections; None where JAX finds out by itself.
+        secret: that all of them know.
+        patience: seconds in which the others have to come.
+        dtype, policy_bytes: as the settings of these names.
+    """
+
+    count: int
+    host: str
+    port: int
+    coordinator: str | None
+    secret: bytes
+    patience: float = 300.0
+    dtype: str | None = None
+    policy_bytes: int | None = None
 
 
 def host_options(settings: Settings) -> HostOptions | None:

@@ -5,12 +5,14 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from service.hosts.channel import BEAT, SILENCE, Channel
 from service.hosts.errors import HostSilent
 
 Result = TypeVar("Result")
+# Seconds between signs of life, and without any after which the other side is gone.
+BEAT = 1.0
+SILENCE = 10.0
 # Seconds without a sign of life after which a host is not waited for by whoever is in a hurry. Below the `stuck_after`
 # of the settings (5 s), so that a robot's session hears which host it is, and above what a busy machine may be late.
 QUIET = 4.0
@@ -18,11 +20,18 @@ QUIET = 4.0
 LOOK = BEAT / 4
 
 
-def wait_for(outcome: "Future[Result]", channels: Mapping[str, Channel], quiet: float = math.inf) -> Result:
+class Heard(Protocol):
+    """Another host, which was heard of last at this time, monotonic."""
+
+    @property
+    def heard_at(self) -> float: ...
+
+
+def wait_for(outcome: "Future[Result]", hosts: Mapping[str, Heard], quiet: float = math.inf) -> Result:
     """What all hosts were asked for, when it is there.
 
     Args:
-        channels: to the others, by their names.
+        hosts: the others, by their names.
         quiet: seconds in which one may say nothing; after them, and the first look, it is not waited for any more.
 
     Raises:
@@ -34,7 +43,7 @@ def wait_for(outcome: "Future[Result]", channels: Mapping[str, Channel], quiet: 
         with suppress(TimeoutError):
             return outcome.result(LOOK)
         now = time.monotonic()
-        heard_at = {name: channel.heard_at for name, channel in channels.items()}
+        heard_at = {name: host.heard_at for name, host in hosts.items()}
         name = min(heard_at, key=lambda name: heard_at[name])
         silence = now - heard_at[name]
         # When this whole process stood still, it has yet to hear what was said meanwhile.

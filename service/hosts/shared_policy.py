@@ -12,8 +12,7 @@ from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError, ObservationError
 from service.arrays.limits import DTYPES
 from service.engine.served import IMAGES, Sizes
-from service.hosts.channel import Arrays, Words
-from service.hosts.crew import Crew
+from service.hosts.crew import Arrays, Crew, Words
 from service.hosts.patience import QUIET
 
 if TYPE_CHECKING:

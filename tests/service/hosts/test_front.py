@@ -1,142 +1,146 @@
-"""How a front gathers its followers."""
+"""Who may join the hosts of a server, and what a host does with the runs and the files that it is given."""
 
+import queue
 import socket
+import ssl
 import threading
-import time
-from contextlib import suppress
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.hosts import front as fronts
-from service.hosts.channel import Channel, greet_front
-from service.hosts.errors import ChannelClosed, HostsLost
-from service.hosts.follower import Follower, find_front, versions
-from service.hosts.front import Front, HostOptions
+pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 
-SECRET = b"a secret of some length"
+from jaxmodels.errors import ObservationError
+from service.cluster.parcels import pack
+from service.hosts import host_actor
+from service.hosts.following import follow_front
+from service.hosts.host_actor import MISSING, HostActor
+from service.hosts.ray_node import Credentials, RayNode
+from service.policy_files.listing import listing_of
+
+SECRET, OTHER = b"a secret of some length", b"another one of that length"
+HERE = "127.0.0.1"
+
+
+def context(side: ssl.Purpose, credentials: Credentials) -> ssl.SSLContext:
+    """As Ray's connections have it: certificates on both sides."""
+    files = credentials.environment
+    made = ssl.create_default_context(side, cafile=files["RAY_TLS_CA_CERT"])
+    made.load_cert_chain(files["RAY_TLS_SERVER_CERT"], files["RAY_TLS_SERVER_KEY"])
+    made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def shake_hands(server: Credentials, client: Credentials) -> list[Exception | None]:
+    """What became of both sides."""
+    here, there = socket.socketpair()
+    outcome: list[Exception | None] = []
+
+    def shake(connection: socket.socket, made: ssl.SSLContext, **more: Any) -> None:
+        try:
+            with connection, made.wrap_socket(connection, **more) as secured:
+                secured.sendall(b"x")
+                assert secured.recv(1) == b"x"
+            outcome.append(None)
+        except OSError as error:
+            outcome.append(error)
+
+    serving = threading.Thread(
+        target=shake, args=(here, context(ssl.Purpose.CLIENT_AUTH, server)), kwargs={"server_side": True}
+    )
+    serving.start()
+    shake(there, context(ssl.Purpose.SERVER_AUTH, client), server_hostname=HERE)
+    serving.join(30)
+    return outcome
+
+
+@pytest.mark.parametrize(("secret", "is_let_in"), [(SECRET, True), (OTHER, False)])
+def test_whoever_has_the_secret_is_let_in_and_nobody_else(secret: bytes, is_let_in: bool) -> None:
+    server, client = Credentials(SECRET, [HERE]), Credentials(secret, [HERE])
+    try:
+        assert all(error is None for error in shake_hands(server, client)) is is_let_in
+        tokens = {Path(one.environment["RAY_AUTH_TOKEN_PATH"]).read_text() for one in (server, client)}
+        assert (len(tokens) == 1) is is_let_in
+    finally:
+        server.remove()
+        client.remove()
+
+
+def test_nothing_that_is_written_down_is_the_secret_or_for_others_to_read() -> None:
+    credentials = Credentials(SECRET, [HERE])
+    files = [*credentials.folder.iterdir()]
+    assert len(files) == 4
+    for file in files:
+        assert file.stat().st_mode & 0o077 == 0
+        assert SECRET not in file.read_bytes()
+    assert credentials.folder.stat().st_mode & 0o077 == 0
+    assert SECRET.decode() not in str(credentials.environment)
+    credentials.remove()
+    assert not credentials.folder.exists()
+
+
+def test_a_node_that_cannot_begin_says_why() -> None:
+    said: queue.Queue[str] = queue.Queue()
+    RayNode(["--no-such-flag"], {}, said.put)
+    assert "--no-such-flag" in said.get(timeout=60)
+
+
+def test_a_host_without_a_server_gives_up_after_its_patience() -> None:
+    with socket.create_server((HERE, 0)) as listener:
+        port = listener.getsockname()[1]
+    why = follow_front(HERE, port, SECRET, 0.1, lambda text: None)
+    assert why is not None
+    assert why.startswith(f"the server at {HERE}:{port}: none that knows this secret for 0.1 s")
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Without Ray, and without JAX."""
+    made: Any = object.__new__(HostActor)
+    made._policies, made._early, made._next, made._place, made._cache = {}, {}, 1, "", tmp_path / "cache"
+    monkeypatch.setattr(host_actor.ray, "get", lambda piece: piece)
+    return made
 
 
-class Clock:
-    """Stands where the module ``time`` stands in the front."""
+def test_runs_are_done_in_their_order_though_one_overtakes(actor: Any) -> None:
+    acted: list[int] = []
 
-    now = 0.0
+    class Policy:
+        def act(self, observation: Mapping[str, Any]) -> None:
+            acted.append(observation["number"])
+            if observation["number"] == 2:
+                raise ObservationError("state is missing")
 
-    def monotonic(self) -> float:
-        return self.now
-
-
-def front_at(port: int, count: int, patience: float) -> Front:
-    return Front(HostOptions(count, "127.0.0.1", port, "127.0.0.1:1", SECRET, patience), lambda folder: None)
-
-
-def begun(front: Front, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thread, list[Any]]:
-    """Begin in a thread, without JAX; and what came of it."""
-    monkeypatch.setattr(fronts.jaxmodels, "join_hosts", lambda *_, **__: ("hosts", 8))
-    monkeypatch.setattr(fronts, "BEAT", 0.02)
-    monkeypatch.setattr(fronts, "MANNERS", 30.0)
-    outcome: list[Any] = []
-
-    def begin() -> None:
-        try:
-            outcome.append(front.begin())
-        except HostsLost as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=begin)
-    thread.start()
-    return thread, outcome
+    actor._policies[1] = Policy()
+    words = {"do": "act", "policy": 1, "texts": {}}
+    assert actor.run(2, words, {"number": 2}) == []
+    assert acted == []
+    assert actor.run(1, words, {"number": 1}) == [(2, "state is missing")]
+    assert acted == [1, 2]
 
 
-def say_hello(port: int, said: dict[str, str]) -> tuple[Channel, socket.socket]:
-    while True:
-        with suppress(OSError):
-            connection = socket.create_connection(("127.0.0.1", port), timeout=30)
-            break
-    channel = greet_front(connection, SECRET)
-    channel.send({"versions": said})
-    return channel, connection
-
-
-def until(channel: Channel, what: str) -> dict[str, Any]:
-    while (words := channel.receive()[0])["do"] != what:
-        pass
-    return words
-
-
-def test_strangers_and_other_versions_are_sent_away_and_who_left_is_replaced(
-    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_files_are_sent_to_a_host_that_has_none_like_them(
+    actor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    front = front_at(port, 3, 60)
-    thread, outcome = begun(front, monkeypatch)
-    other, other_connection = say_hello(port, versions() | {"jax": "0.0.1"})
-    assert "it has other versions" in until(other, "end")["why"]
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".ljust(100))
-    gone, gone_connection = say_hello(port, versions())
-    assert until(gone, "welcome")["number"] == 1
-    gone.end({"is": "nothing"})
-    while "is gone again" not in caplog.text:
-        time.sleep(0.01)
-    kept = [say_hello(port, versions()), say_hello(port, versions())]
-    assert [until(channel, "welcome")["number"] for channel, _ in kept] == [1, 2]
-    assert [until(channel, "join")["count"] for channel, _ in kept] == [3, 3]
-    thread.join(60)
-    assert outcome == ["hosts"]
-    front.close()
-    assert [until(channel, "end")["why"] for channel, _ in kept] == [None, None]
-    for connection in (other_connection, gone_connection, *(connection for _, connection in kept)):
-        connection.close()
-
-
-def test_hosts_that_do_not_come_are_counted(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(fronts, "time", clock)
-    thread, outcome = begun(front_at(port, 3, 0.5), monkeypatch)
-    channel, connection = say_hello(port, versions())
-    until(channel, "welcome")
-    clock.now += 1.0
-    assert until(channel, "end")["why"] == "other hosts did not come"
-    thread.join(60)
-    assert "1 of 2 other hosts came within 0.5 s" in str(outcome[0])
-    connection.close()
-
-
-def test_a_port_that_is_taken_is_named(port: int) -> None:
-    with (
-        socket.create_server(("127.0.0.1", port)),
-        pytest.raises(HostsLost, match=f"127.0.0.1:{port} cannot be listened on"),
-    ):
-        front_at(port, 2, 1).begin()
-
-
-def test_a_follower_waits_for_its_front_and_hears_why_it_ends(
-    port: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ChannelClosed, match=f"no front at 127.0.0.1:{port} for 0 s"):
-        find_front("127.0.0.1", port, SECRET, 0.0)
-    said: list[str] = []
-    ended: list[str | None] = []
-
-    def follow() -> None:
-        ended.append(Follower(find_front("127.0.0.1", port, SECRET, 60.0), tmp_path, said.append).follow())
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    front = front_at(port, 2, 60)
-    beginning, outcome = begun(front, monkeypatch)
-    beginning.join(60)
-    assert outcome == ["hosts"]
-    while len(said) < 2:  # it joins in a thread of its own
-        time.sleep(0.001)
-    crew: Any = front._crew
-    crew.lose("host 1 is gone")
-    thread.join(60)
-    assert ended == ["host 1 is gone; start this again, and the server"]
-    assert said == ["Host 1 of 2.", "Joined: 8 devices on 2 hosts. Ctrl-C ends it, and the front's policies."]
+    loaded: list[Path] = []
+    monkeypatch.setattr(host_actor.jaxmodels, "load_policy", lambda folder, *_, **__: loaded.append(folder))
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    listing = listing_of(folder)
+    words = {"do": "load", "policy": 1, "like": 0, "dtype": None, "sha": listing.sha}
+    words |= {"files": [list(file) for file in listing.files], "folder": str(folder)}
+    assert actor.build(words) is None
+    elsewhere = words | {"folder": str(tmp_path / "elsewhere")}
+    assert actor.build(elsewhere) == MISSING
+    assert actor.build(elsewhere, pack(folder, lambda piece: piece)) is None
+    assert actor.build(elsewhere) is None
+    kept = tmp_path / "cache" / listing.sha
+    assert loaded == [folder, kept, kept]
+    assert listing_of(kept) == listing
+    why = actor.build(words | {"files": [["../config.json", 2]]})
+    assert why is not None
+    assert "is no file of a policy" in why

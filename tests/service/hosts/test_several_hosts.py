@@ -14,11 +14,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -27,16 +28,18 @@ from tests.compiling import FLAGS
 from tests.pauses import Pauses
 from tests.service.hosts.robot import slow_robot
 
+pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 # Processes that import JAX and compile: a busy machine takes minutes.
 pytestmark = pytest.mark.timeout(300)
 
 POLICY = Path(__file__).parents[3] / "service" / "demo" / "policy"
 # What a front does, without a server; it starts its follower itself.
 SCRIPT = """
-import gc, os, signal, subprocess, sys, threading, time
+import gc, os, subprocess, sys, threading, time
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 import jaxmodels
 from jaxmodels.checkpoints import lerobot
@@ -48,7 +51,8 @@ from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.weights import blueprint
 from service.hosts.errors import HostsLost
-from service.hosts.front import Front, HostOptions
+from service.hosts.front import Front
+from service.hosts.options import HostOptions
 
 port, coordinator, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 secret = Path(os.environ["ROBOJAX_HOSTS_SECRET_FILE"]).read_bytes().strip()
@@ -92,7 +96,12 @@ try:
             chunks.append(policy.act(observation))
     acting = threading.Thread(target=act)
     acting.start()
+    # Its folder is not there on the other host.
+    ask = front._crew.ask
+    front._crew.ask = lambda words: ask(words | ({"folder": "/nowhere"} if words["do"] == "load" else {}))
     other = front.load(str(folder / "1"), like=policy)
+    front._crew.ask = ask
+    assert any((jaxmodels.user_cache() / "robojax" / "hosts").glob("*/model.safetensors"))
     assert other.local._programs is policy.local._programs and other.is_compiled()
     print("difference", check(other, 1))
     policy.compile(2)
@@ -118,7 +127,8 @@ try:
     check(other, 1)
 
     # A host that hangs, and is gone then.
-    os.kill(follower.pid, signal.SIGSTOP)
+    for process in (*psutil.Process(follower.pid).children(recursive=True), psutil.Process(follower.pid)):
+        process.suspend()
     raised = []
     def wait():
         try:
@@ -203,6 +213,12 @@ class Hosts:
                 [sys.executable, "-m", "service.cli", *arguments], env=environment, stdout=log, stderr=log
             )
 
+    def signal_follower(self, number: signal.Signals) -> None:
+        """To all of its processes, as when its machine stands still, or goes on."""
+        follower = psutil.Process(self.follower.pid)
+        for process in (follower, *follower.children(recursive=True)):
+            process.send_signal(number)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -230,6 +246,9 @@ def hosts(environment: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
     found = Hosts(environment, tmp_path)
     yield found
     for process in (found.follower, found.front):
+        with suppress(psutil.NoSuchProcess):
+            for other in psutil.Process(process.pid).children(recursive=True):
+                other.kill()
         process.kill()
         process.wait(60)
 
@@ -273,7 +292,7 @@ async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_
         await robot.moves(0.0)
 
         # It stops for longer than an inference may take.
-        hosts.follower.send_signal(signal.SIGSTOP)
+        hosts.signal_follower(signal.SIGSTOP)
         stopped = time.monotonic()
         held, stage = await robot.stage(stopped, lambda stage: stage.hold_code)
         assert stage.hold_code in ("inference_slow", "starved")
@@ -289,7 +308,7 @@ async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_
         assert any(is_hold for at, _, is_hold in robot.targets if at > stopped), "it was not told to hold"
 
         # It goes on, and nothing moves by that; when somebody says so, without a jump.
-        hosts.follower.send_signal(signal.SIGCONT)
+        hosts.signal_follower(signal.SIGCONT)
         await asyncio.sleep(0.5)
         assert (await ask(hosts, "/sessions/arm"))[1]["status"] == "error"
         assert robot.motions(held) == []
@@ -338,3 +357,11 @@ def test_followers_end_with_the_server(hosts: Hosts) -> None:
     hosts.front.terminate()
     assert hosts.front.wait(60) == 0
     assert hosts.follower.wait(60) == 0, hosts.log.read_text()[-2000:]
+
+
+def test_followers_end_when_the_server_is_killed(hosts: Hosts, pauses: Pauses) -> None:
+    hosts.ask("/health")
+    hosts.front.kill()
+    killed = time.monotonic()
+    assert hosts.follower.wait(60) == 4, hosts.log.read_text()[-2000:]
+    assert pauses.running(killed) < 3
