@@ -209,7 +209,7 @@ def _outcome(asked: Any) -> "Future[Any]":
     outcome: Future[Any] = Future()
 
     def settle(answer: "Future[Any]") -> None:
-        error = answer.exception()
+        error: Any = answer.exception()
         if error is None:
             outcome.set_result(answer.result())
         elif isinstance(error, RayTaskError):
