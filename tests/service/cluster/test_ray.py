@@ -106,7 +106,7 @@ def test_a_policy_in_engines_answers_and_a_killed_engine_is_made_good(server: Se
     assert make(server, "arm")[0] == 200
     assert make(server, "arm")[0] == 409
     status, first = server.call("POST", "/sessions/arm/act", observation())
-    assert status == 200
+    assert status == 200, first
     assert len(first["actions"]) > 1
     doomed = next(iter(engines.values()))
     os.kill(doomed, signal.SIGKILL)
@@ -126,7 +126,7 @@ def test_what_is_wrong_with_a_policy_is_said_as_without_a_cluster(server: Server
     assert status == 422
     assert "Ray" not in json.dumps(told)
     status, told = server.call("POST", "/sessions/arm/act", observation() | {"state": [0.0]})
-    assert status == 422
+    assert status == 422, told
     assert server.call("GET", "/sessions/arm")[1]["status"] == "ready"
 
 
