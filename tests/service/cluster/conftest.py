@@ -24,8 +24,19 @@ def postgres_server() -> Iterator[PostgresServer]:
         yield server
 
 
+def emptied(server: PostgresServer) -> PostgresServer:
+    """Without what earlier tests left: the emergency stop of an id is there for the next session of it."""
+    server.sql("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    return server
+
+
 @pytest.fixture
 def database(postgres_server: PostgresServer) -> PostgresServer:
     """With nothing in it."""
-    postgres_server.sql("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
-    return postgres_server
+    return emptied(postgres_server)
+
+
+@pytest.fixture(scope="module")
+def database_of_module(postgres_server: PostgresServer) -> PostgresServer:
+    """Likewise, for all tests of a module."""
+    return emptied(postgres_server)

@@ -72,10 +72,10 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(postgres_server: PostgresServer) -> Iterator[Server]:
+def server(database_of_module: PostgresServer) -> Iterator[Server]:
     """One for all tests here: a Ray takes ten seconds to start."""
     flags = ("--engine", "ray-local", "--engines", "2", "--engine-resources", "CPU=0.5")
-    made = Server(*flags, "--database", postgres_server.url)
+    made = Server(*flags, "--database", database_of_module.url)
     try:
         yield made.begin()
     finally:
