@@ -1,6 +1,8 @@
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -176,3 +178,8 @@ def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
 def app_address(url: str) -> tuple[str, int]:
     host, _, port = url.removeprefix("http://").partition(":")
     return host, int(port)
+
+
+def test_a_server_can_listen_before_jax_is_imported() -> None:
+    code = "import sys, service.cli.serve, service.app; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
