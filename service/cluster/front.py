@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
@@ -307,7 +308,13 @@ class FrontOfCluster:
             NoDatabase: the database does not answer.
         """
         found = await self._look_up(session_table.find, session_id)
-        return None if found is None or found[0].front == self.name else found
+        if found is None or found[0].front == self.name:
+            return None
+        if (owning := found[1]) is not None:
+            # Whoever is sent on looks for it among the others, of which the last beat may not have told yet.
+            others = (one for one in self._heard.fronts if one.name != owning.name)
+            self._heard = replace(self._heard, fronts=(*others, owning))
+        return found
 
     async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> Listed:
         """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
