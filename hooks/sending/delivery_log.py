@@ -65,10 +65,12 @@ def entries(
             "webhookDeliveryId": f"msg_{row['id']}",
             "type": row["type"],
             "subject": row["lane"],
-            "status": shown(row["status"]),
+            "status": public_status(row["status"]),
             "createdAt": iso(row["created_at"]),
             "finishedAt": iso(row["finished_at"]),
-            "nextAttemptAt": iso(row["due"]) if shown(row["status"]) == "waiting" and not row["is_behind"] else None,
+            "nextAttemptAt": iso(row["due"])
+            if public_status(row["status"]) == "waiting" and not row["is_behind"]
+            else None,
             "attempts": attempts[row["id"]],
         }
         for row in rows
@@ -91,10 +93,10 @@ def counts(connection: sqlite3.Connection) -> dict[str, int]:
     """How many deliveries of each status there are."""
     found: dict[str, int] = dict.fromkeys(STATES, 0)
     for status, count in connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1"):
-        found[shown(status)] += count
+        found[public_status(status)] += count
     return found
 
 
-def shown(status: str) -> str:
+def public_status(status: str) -> str:
     """The status as people see it: what is under way waits for its outcome."""
     return "waiting" if status == "running" else status

@@ -149,7 +149,7 @@ class AsyncSession:
         if ticket is None:
             headers = self.client._headers
             await self.status()  # on which server it is
-        url = socket_url(self.client._http.places.of(self.id), session_path(self.id, "/stream"), ticket)
+        url = socket_url(self.client._http.servers.of(self.id), session_path(self.id, "/stream"), ticket)
         async with open_async_stream(url, headers, self.client._timeout) as opened:
             yield opened
 

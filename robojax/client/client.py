@@ -177,7 +177,7 @@ class Session:
         if ticket is None:
             headers = self.client._headers
             self.status()  # on which server it is
-        url = socket_url(self.client._http.places.of(self.id), session_path(self.id, "/stream"), ticket)
+        url = socket_url(self.client._http.servers.of(self.id), session_path(self.id, "/stream"), ticket)
         with open_stream(url, headers, self.client._timeout) as opened:
             yield opened
 

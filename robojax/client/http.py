@@ -40,7 +40,7 @@ class Answer:
 Steps: TypeAlias = Generator[tuple[str, Call[Any]], Answer, Answer]
 
 
-class Places:
+class SessionServers:
     """Which of several servers each session is on. Sends nothing itself.
 
     A key is only sent to an address that the server which was named lists among those of its database, and that is of
@@ -108,7 +108,7 @@ class Http:
         # Imported here: `import robojax.client` is quick, and command lines are only as slow as what they do.
         import httpx2
 
-        self.places = Places(base)
+        self.servers = SessionServers(base)
         self._patience, self._errors = patience, httpx2
         self._client = httpx2.Client(**options(httpx2, base, headers))
 
@@ -126,7 +126,7 @@ class Http:
         self._client.close()
 
     def _once(self, call: Call[T]) -> T:
-        steps = self.places.ask(call)
+        steps = self.servers.ask(call)
         try:
             base, part = next(steps)
             while True:
@@ -160,7 +160,7 @@ class AsyncHttp:
     def __init__(self, base: str, headers: dict[str, str], patience: float):
         import httpx2
 
-        self.places = Places(base)
+        self.servers = SessionServers(base)
         self._patience, self._errors = patience, httpx2
         self._client = httpx2.AsyncClient(**options(httpx2, base, headers))
 
@@ -178,7 +178,7 @@ class AsyncHttp:
         await self._client.aclose()
 
     async def _once(self, call: Call[T]) -> T:
-        steps = self.places.ask(call)
+        steps = self.servers.ask(call)
         try:
             base, part = next(steps)
             while True:
@@ -214,7 +214,7 @@ def options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
         "headers": headers,
         # A robot's server is on this machine or network: a proxy from the environment has no business in between.
         "trust_env": False,
-        # The key is for the server that was named, and those that `Places` finds: not for whatever one points to.
+        # The key is for the server that was named, and those that `SessionServers` finds: not for whatever one points to.
         "follow_redirects": False,
         "limits": httpx2.Limits(keepalive_expiry=IDLE),
     }

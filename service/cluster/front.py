@@ -12,7 +12,7 @@ from service.auth.caller import Caller
 from service.cluster import session_table
 from service.cluster.peers import machine_of_loopback, probe
 from service.cluster.postgres import DatabaseAway, DatabaseUnusable, Postgres, Sql
-from service.cluster.session_table import LEASE, Entry, Front, Heard, Refusal
+from service.cluster.session_table import LEASE, Entry, Front, BeatAnswer, Refusal
 from service.errors import (
     FrontNameTaken,
     MoveRefused,
@@ -60,7 +60,7 @@ class FrontOfCluster:
         self.name, self.url = name, url
         self._sessions = sessions
         self._database, self._lookups = database, lookups
-        self._heard = Heard()
+        self._last_answer = BeatAnswer()
         self._machine = machine_of_loopback()
         self._process = uuid4().hex
         self._told: dict[str, Entry] = {}
@@ -136,12 +136,12 @@ class FrontOfCluster:
     @property
     def others(self) -> Sequence[Front]:
         """Servers that live, but for this one."""
-        return [front for front in self._heard.fronts if front.name != self.name and front.is_alive]
+        return [front for front in self._last_answer.fronts if front.name != self.name and front.is_alive]
 
     @property
     def silent(self) -> Sequence[Front]:
         """Servers that are not heard of, and whose robots may move all the same."""
-        return [front for front in self._heard.silent if front.name != self.name]
+        return [front for front in self._last_answer.silent if front.name != self.name]
 
     # What it tells.
 
@@ -194,15 +194,15 @@ class FrontOfCluster:
             ended = {**self._unreadable, **self._sessions.ended()}
             ended = {id: latch for id, latch in ended.items() if id not in held}
             said = Front(self.name, self.url, self._machine, self._process)
-            self._heard = heard = await self._change(ANSWER, session_table.beat, said, held, news, ended)
+            self._last_answer = answered = await self._change(ANSWER, session_table.beat, said, held, news, ended)
             self._sessions.forget_ends(ended)
             self._unreadable, self._told_beat = {}, number
             self._told = {id: entry for id, entry in self._told.items() if id in held}
             self._told |= {entry.id: entry for entry in news}
-            for session_id, front in heard.lost:
+            for session_id, front in answered.lost:
                 logger.error("session %s was adopted by the front %s; it is given up here", session_id, front)
                 self._give_up(session_id)
-        for entry in heard.left:
+        for entry in answered.left:
             await self._take_in(entry)
 
     async def _take_in(self, entry: Entry) -> None:
@@ -220,7 +220,7 @@ class FrontOfCluster:
         """While this server was silent another one took its name, and with it the sessions that it had told of."""
         if self.trouble != why:
             logger.error("%s; this one gives up its sessions", why)
-        self.trouble, self._heard = why, Heard()
+        self.trouble, self._last_answer = why, BeatAnswer()
         for session in self._sessions.list():
             self._give_up(session.id)
         self._told = {}
@@ -312,8 +312,8 @@ class FrontOfCluster:
             return None
         if (owning := found[1]) is not None:
             # Whoever is sent on looks for it among the others, of which the last beat may not have told yet.
-            others = (one for one in self._heard.fronts if one.name != owning.name)
-            self._heard = replace(self._heard, fronts=(*others, owning))
+            others = (one for one in self._last_answer.fronts if one.name != owning.name)
+            self._last_answer = replace(self._last_answer, fronts=(*others, owning))
         return found
 
     async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> Listed:

@@ -108,8 +108,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What a server hears when it has told of its sessions.
+class BeatAnswer:
+    """What the database answers to a heartbeat.
 
     Attributes:
         lost: ids that it holds and that are another server's, with its name: they were adopted while it was silent.
@@ -147,7 +147,7 @@ RETURNING name"""
 
 async def beat(
     sql: Sql, said: Front, held: Sequence[str], news: Sequence[Entry], ended: Mapping[str, Latch | None]
-) -> Heard:
+) -> BeatAnswer:
     """A server lives.
 
     Args:
@@ -187,7 +187,7 @@ async def beat(
         f"DELETE FROM robojax_fronts WHERE heartbeat < clock_timestamp() - interval '{FORGOTTEN} seconds' "
         "AND NOT EXISTS (SELECT FROM robojax_sessions WHERE front = name)"
     )
-    return Heard(
+    return BeatAnswer(
         lost=tuple((row["id"], row["front"]) for row in lost),
         left=tuple(_entry(row) for row in left if row["record"]),
         fronts=tuple(fronts),

@@ -20,14 +20,14 @@ QUIET = 4.0
 LOOK = BEAT / 4
 
 
-class Heard(Protocol):
+class LastHeard(Protocol):
     """Another host, which was heard of last at this time, monotonic."""
 
     @property
     def heard_at(self) -> float: ...
 
 
-def wait_for(outcome: "Future[Result]", hosts: Mapping[str, Heard], quiet: float = math.inf) -> Result:
+def wait_for(outcome: "Future[Result]", hosts: Mapping[str, LastHeard], quiet: float = math.inf) -> Result:
     """What all hosts were asked for, when it is there.
 
     Args:
