@@ -214,7 +214,7 @@ def options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
         "headers": headers,
         # A robot's server is on this machine or network: a proxy from the environment has no business in between.
         "trust_env": False,
-        # The key is for the server that was named, and those that `SessionServers` finds: not for whatever one points to.
+        # The key is for the server that was named and those that `SessionServers` finds, not for any other one.
         "follow_redirects": False,
         "limits": httpx2.Limits(keepalive_expiry=IDLE),
     }

@@ -12,7 +12,7 @@ from service.auth.caller import Caller
 from service.cluster import session_table
 from service.cluster.peers import machine_of_loopback, probe
 from service.cluster.postgres import DatabaseAway, DatabaseUnusable, Postgres, Sql
-from service.cluster.session_table import LEASE, Entry, Front, BeatAnswer, Refusal
+from service.cluster.session_table import LEASE, BeatAnswer, Entry, Front, Refusal
 from service.errors import (
     FrontNameTaken,
     MoveRefused,
