@@ -106,7 +106,9 @@ class FrontOfCluster:
             except DatabaseAway as error:
                 if asyncio.get_running_loop().time() > until:
                     raise
-                logger.warning("waiting for the database: %s", error)
+                if (why := str(error)) != said:
+                    logger.warning("waiting for the database, for %g s at most: %s", FINDING, why)
+                said = why
             await asyncio.sleep(PERIOD)
 
     async def _enter(self) -> None:
