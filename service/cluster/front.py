@@ -97,7 +97,7 @@ class FrontOfCluster:
 
     async def _in_time(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         """What the database says, which may be away for a while."""
-        until = asyncio.get_running_loop().time() + FINDING
+        until, said = asyncio.get_running_loop().time() + FINDING, ""
         while True:
             try:
                 return await ask()
