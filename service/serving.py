@@ -22,8 +22,9 @@ from service.signal_guard import SIGNALS, SignalGuard
 # Answers under way may end, then connections are cut. Together with what the sessions take to hold
 # their robots and leave their rooms (3.5 s at most) this stays below five seconds.
 PATIENCE = 1.0
-# Connections that wait to be accepted; of a burst above it each tries again a second later (Sanic's own is 100).
-BACKLOG = 1024
+# Connections that wait to be accepted, as many as Linux allows without being told: of a burst above it each tries again
+# a second later, an emergency stop too. Those that were given up again wait as well (Sanic's own is 100).
+BACKLOG = 4096
 DESCRIPTORS = 16_384
 
 
