@@ -1,0 +1,411 @@
+"""Thirty-odd small faults, one changed line each, and whether the tests that are named beside them see them.
+
+Each is put into a copy of the tree, alone, and its tests are run there. Lines are found by their text, so that a table
+row outlives what moves around it; a text that is there no more, or twice, is an error and wants another row.
+
+    python tools/faults.py                      # all of them, with the tests of this checkout
+    python tools/faults.py --only ticket latch  # those whose name has one of the words
+    python tools/faults.py --tree ../before     # of another checkout
+
+Exits with 1 when a fault is not caught, or when the tests fail without one.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Exit codes of pytest: some tests failed; with any other than these two nothing was shown.
+PASSED, FAILED = 0, 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One changed line.
+
+    Attributes:
+        name: what goes wrong.
+        path: of the file, from the root.
+        old: what stands there, exactly once.
+        new: what is put in its place.
+        tests: arguments of pytest.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def changed(self, tree: Path) -> str:
+        """The file with the fault in it.
+
+        Raises:
+            ValueError: what is to be changed is not there, or more than once.
+        """
+        text = (tree / self.path).read_text()
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.path}: {self.old!r} stands there {count} times; wanted once")
+        return text.replace(self.old, self.new)
+
+
+def _tests(*paths: str, k: str = "") -> tuple[str, ...]:
+    return (*(f"tests/{path}" for path in paths), *(("-k", k) if k else ()))
+
+
+FAULTS = (
+    # Who may do what.
+    Fault(
+        "a ticket lets in more than once",
+        "service/auth/tickets.py",
+        "self._given.pop(_digest(text), None)",
+        "self._given.get(_digest(text))",
+        _tests("service/auth", k="ticket"),
+    ),
+    Fault(
+        "a key never expires",
+        "service/auth/keys.py",
+        "return self.expires_at is not None and now >= self.expires_at",
+        "return False",
+        _tests("service/auth", k="key"),
+    ),
+    Fault(
+        "a token may live for long when it was signed long ago",
+        "service/auth/tokens.py",
+        'longest = max(times["exp"] - times["iat"], times["exp"] - now)',
+        'longest = times["exp"] - now',
+        _tests("service/auth", k="token"),
+    ),
+    Fault(
+        "a session of somebody else is there",
+        "service/routes/ownership.py",
+        "if not caller_of(request).sees(session.new.owner):",
+        "if caller_of(request) is None:",
+        _tests("service/auth/test_auth_access.py"),
+    ),
+    Fault(
+        "a recording of somebody else can be removed",
+        "service/recording/recordings.py",
+        "if entry is None or not sees(entry.owner):",
+        "if entry is None:",
+        _tests("service/routes", k="recording"),
+    ),
+    # Sessions.
+    Fault(
+        "a latched session may be restarted",
+        "service/stage.py",
+        "SETS_GOING = frozenset({Move.START, Move.RESTART})",
+        "SETS_GOING = frozenset({Move.START})",
+        _tests("service/test_stage.py"),
+    ),
+    Fault(
+        "a session that nobody sends to has failed",
+        "service/stage.py",
+        "(Stage.READY, Move.EXPIRED): Stage.TIMEOUT,",
+        "(Stage.READY, Move.EXPIRED): Stage.ERROR,",
+        _tests("service/sessions/test_sessions.py", k="nobody_ever_sends"),
+    ),
+    Fault(
+        "a session ticks faster than the server allows",
+        "service/sessions/fit.py",
+        "rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)",
+        "rate = new.rate or requirements.rate or settings.rate",
+        _tests("service/sessions/test_sessions.py", k="rate"),
+    ),
+    Fault(
+        "a session that is started without its rooms is running",
+        "service/sessions/session.py",
+        "if self.drive.link_trouble is not None:",
+        "if self.drive is None:",
+        _tests("service/sessions/test_sessions.py", k="link"),
+    ),
+    Fault(
+        "an instruction is not kept",
+        "service/sessions/session.py",
+        "self.new = replace(self.new, language_instruction=instruction)",
+        "replace(self.new, language_instruction=instruction)",
+        _tests("service/sessions", "service/doors", k="instruct"),
+    ),
+    Fault(
+        "what a newer version wrote down is dropped",
+        "service/sessions/session_record.py",
+        'told["new"] |= told.pop("wishes")',
+        'told.pop("wishes")',
+        _tests("service/sessions/test_interrupted.py", k="newer"),
+    ),
+    # Control.
+    Fault(
+        "an older picture takes the place of a newer one",
+        "service/motion/buffer.py",
+        "if newest is not None and seen_at < newest.seen_at:",
+        "if newest is not None and seen_at < newest.seen_at - 60:",
+        _tests("service/motion/test_buffer.py"),
+    ),
+    Fault(
+        "a hold has no end",
+        "service/motion/holding.py",
+        "        self.left -= 1\n        return True",
+        "        return True",
+        _tests("service/motion/test_control.py"),
+    ),
+    Fault(
+        "a robot that is held is not told where",
+        "service/motion/holding.py",
+        "self.left, self._ramp = self._repeats, ramp",
+        "self.left, self._ramp = 0, ramp",
+        _tests("service/motion/test_control.py"),
+    ),
+    Fault(
+        "joints are faster than their limit downwards",
+        "service/safety/clamping.py",
+        "np.maximum(change, least, out=change)",
+        "np.maximum(change, 2 * least, out=change)",
+        _tests("service/safety/test_guard.py", "service/safety/test_guarded_control.py"),
+    ),
+    # Transport.
+    Fault(
+        "a picture is given out without its last packet",
+        "service/transport/jitter.py",
+        "                return index + 1",
+        "                return index",
+        _tests("service/transport/link", k="jitter or buffer or picture or packet"),
+    ),
+    Fault(
+        "a smeared picture is decoded after a loss",
+        "service/transport/jitter.py",
+        "if self._wants_keyframe and not is_keyframe(frame.data):",
+        "if False:",
+        _tests("service/transport/link", k="jitter or buffer or picture or packet or keyframe"),
+    ),
+    # The edge and the routes.
+    Fault(
+        "an address has a connection too many",
+        "service/edge/limits.py",
+        "self._open[who] >= self.limits.each",
+        "self._open[who] > self.limits.each",
+        _tests("service/edge/test_limits.py"),
+    ),
+    Fault(
+        "a bucket holds more than its burst",
+        "service/edge/limits.py",
+        "self._left = min(self._left + (now - self._at) * self.rate, self.burst)",
+        "self._left = self._left + (now - self._at) * self.rate",
+        _tests("service/edge/test_limits.py"),
+    ),
+    Fault(
+        "bodies of any type are read as JSON",
+        "service/routes/body.py",
+        "if kind is not None and not _is_json(kind):",
+        "if kind is None:",
+        _tests("service/routes/test_routes_validation.py"),
+    ),
+    Fault(
+        "all that is wrong with a body is told",
+        "service/routes/body.py",
+        "_TOLD = 64",
+        "_TOLD = 6400",
+        _tests("service/routes/test_routes_validation.py"),
+    ),
+    Fault(
+        "what folders the server has is told",
+        "service/routes/debug.py",
+        '    "recordings",\n',
+        "",
+        _tests("service/routes", k="debug"),
+    ),
+    Fault(
+        "bytes after the end of a message are taken",
+        "service/doors/packing.py",
+        "if not reader.is_at_end:",
+        "if False:",
+        _tests("service/doors/test_packing.py", "service/doors/test_act.py"),
+    ),
+    # The engine, models, and engines elsewhere.
+    Fault(
+        "who gave up is answered all the same",
+        "service/engine/batching.py",
+        "line.waiting = [request for request in line.waiting if request.is_wanted]",
+        "line.waiting = list(line.waiting)",
+        _tests("service/engine/test_batching.py", "service/engine/test_batches.py"),
+    ),
+    Fault(
+        "a batch may make another line late",
+        "service/engine/batching.py",
+        "return any(at_once + cost <= due < end + cost for due, cost in others)",
+        "return False",
+        _tests("service/engine/test_batching.py", "service/engine/test_batches.py"),
+    ),
+    Fault(
+        "a forward pass too many has a place",
+        "service/models/forwards.py",
+        "if self._places >= self.limits.places:",
+        "if self._places > self.limits.places:",
+        _tests("service/models/test_forwards.py"),
+    ),
+    Fault(
+        "another engine is made while one is coming",
+        "service/cluster/scaling.py",
+        "if coming or not engines:",
+        "if not engines:",
+        _tests("service/cluster/test_scaling.py"),
+    ),
+    # Updates, recordings, the page, settings and commands.
+    Fault(
+        "actions out of their range take over",
+        "service/updates/gates.py",
+        "if outside > limits.margin:",
+        "if outside > 10 * limits.margin:",
+        _tests("service/updates/test_gates.py"),
+    ),
+    Fault(
+        "a policy that answers NaN takes over",
+        "service/updates/gates.py",
+        "    if bad:\n",
+        "    if bad > 100_000:\n",
+        _tests("service/updates/test_gates.py", "service/updates/test_rollout.py"),
+    ),
+    Fault(
+        "a recording goes on when its session has failed",
+        "service/recording/recordings.py",
+        'elif event == "session.error":',
+        'elif event == "session.failed":',
+        _tests("service/routes", "service/recording", k="recording or recorder"),
+    ),
+    Fault(
+        "a page too many looks on",
+        "service/ui/live.py",
+        "if len(self.viewers) >= self.settings.viewers and not self._make_room(caller):",
+        "if len(self.viewers) > self.settings.viewers and not self._make_room(caller):",
+        _tests("service/ui", k="not page"),
+    ),
+    Fault(
+        "the file of settings wins over the flags",
+        "service/settings.py",
+        "for place, values in reversed(sources):",
+        "for place, values in sources:",
+        _tests("service/test_settings.py"),
+    ),
+    Fault(
+        "a command that fails says that it did not",
+        "service/cli/failure.py",
+        "raise typer.Exit(code)",
+        "raise typer.Exit(0)",
+        _tests("service/cli", k="token or models"),
+    ),
+    # Webhooks.
+    Fault(
+        "an old signature is taken",
+        "hooks/signatures.py",
+        "return is_fresh and is_signed",
+        "return is_signed",
+        _tests("hooks/test_signatures.py"),
+    ),
+    Fault(
+        "a body may be longer than it may be",
+        "hooks/receiving/body.py",
+        "if count > most:",
+        "if count > 64 * most:",
+        _tests("hooks/receiving/test_receiver.py"),
+    ),
+    Fault(
+        "an event of another repository is handled",
+        "hooks/receiving/filters.py",
+        'any(fnmatchcase(facts.repo or "", pattern) for pattern in self.repos)',
+        "any(self.repos)",
+        _tests("hooks/receiving/test_filters.py"),
+    ),
+    # Models.
+    Fault(
+        "weights that are not finite are loaded",
+        "jaxmodels/checkpoints/lerobot.py",
+        "if wrong := not_finite(weights):",
+        "if wrong := not_finite({}):",
+        _tests("jaxmodels", k="checkpoints and (finite or nan or NaN or infinity)"),
+    ),
+    Fault(
+        "a policy's weights appear before the rest of it",
+        "jaxmodels/checkpoints/lerobot.py",
+        "key=lambda path: path.name == WEIGHTS",
+        "key=lambda path: path.name != WEIGHTS",
+        _tests("jaxmodels/test_checkpoints_files.py", "jaxmodels/test_checkpoints_lerobot.py"),
+    ),
+    Fault(
+        "a flow goes the wrong way",
+        "jaxmodels/samplers/flow.py",
+        "return x + (row.next_sigma - row.sigma) * velocity",
+        "return x - (row.next_sigma - row.sigma) * velocity",
+        _tests("jaxmodels/samplers/test_samplers_diffusers.py"),
+    ),
+    Fault(
+        "a step of DDIM adds too much noise",
+        "jaxmodels/samplers/diffusion.py",
+        "deviation = eta * jnp.sqrt(variance)",
+        "deviation = eta * variance",
+        _tests("jaxmodels/samplers/test_samplers_diffusers.py", k="ddim or diffusers"),
+    ),
+    Fault(
+        "an executed action is not held to its plan",
+        "jaxmodels/samplers/rtc.py",
+        "return jnp.where(place < delay, 1.0,",
+        "return jnp.where(place < delay - 1, 1.0,",
+        _tests("jaxmodels/samplers/test_rtc.py"),
+    ),
+)
+
+
+def copy_of(tree: Path, folder: Path) -> Path:
+    """What git knows of a checkout, as it is in its working tree."""
+    listed = subprocess.run(["git", "-C", str(tree), "ls-files", "-z"], capture_output=True, check=True)
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (tree / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(tree / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def pytest(tree: Path, arguments: tuple[str, ...]) -> tuple[int, str]:
+    """Its exit code and its last lines; it ends at the first test that fails."""
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, "\n".join(done.stdout.splitlines()[-3:]) or done.stderr
+
+
+def main() -> int:
+    """Try the faults that were asked for."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    options.add_argument("--only", nargs="+", metavar="WORD", help="faults whose name has one of these words")
+    options.add_argument("--tree", type=Path, default=ROOT, help="the checkout (default: this one)")
+    asked = options.parse_args()
+    faults = [one for one in FAULTS if not asked.only or any(word in one.name for word in asked.only)]
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="robojax-faults-") as name:
+        tree = copy_of(asked.tree.resolve(), Path(name).resolve())
+        clean: dict[tuple[str, ...], tuple[int, str]] = {}
+        for fault in faults:
+            before = (tree / fault.path).read_text()
+            changed = fault.changed(tree)
+            if fault.tests not in clean:
+                clean[fault.tests] = pytest(tree, fault.tests)
+            code, told = clean[fault.tests]
+            began, verdict = time.monotonic(), "the tests fail without it"
+            if code == PASSED:
+                (tree / fault.path).write_text(changed)
+                code, told = pytest(tree, fault.tests)
+                (tree / fault.path).write_text(before)
+                verdict = {FAILED: "caught", PASSED: "NOT CAUGHT"}.get(code, f"pytest ended with {code}")
+            print(f"{verdict:>12}  {time.monotonic() - began:5.1f} s  {fault.name} ({fault.path})", flush=True)  # noqa: T201
+            if verdict != "caught":
+                wrong += 1
+                print(told, flush=True)  # noqa: T201
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
