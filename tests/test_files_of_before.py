@@ -5,8 +5,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
@@ -14,11 +14,8 @@ import jaxmodels
 from hooks.registry.registry import Registry
 from hooks.registry.settings import RegistrySettings
 from jaxmodels.data import open_dataset
-from service.app import create_app
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from service.engine.scripted_policy import SO100_REQUIREMENTS
+from tests.server import started
 
 FILES = Path(__file__).parent / "golden" / "files_of_0_1"
 TOKEN = "hf_" + "t" * 30
@@ -40,27 +37,19 @@ def run(*arguments: str) -> str:
 
 async def test_a_state_folder_of_a_server_that_was_killed_has_its_sessions_latches_and_events(files: Path) -> None:
     (files / "keys.json").chmod(0o600)
-    app = create_app(
-        Settings(state=str(files / "state"), keys_file=str(files / "keys.json"), policy_owners=["user"]),
-        transport=MemoryTransport(),
-        load=ScriptedLoader(),
-        read_requirements=lambda path, revision: SO100_REQUIREMENTS,
-    )
+    parts = {"read_requirements": lambda path, revision: SO100_REQUIREMENTS}
     headers = {"x-api-key": (files / "key.txt").read_text().strip()}
-    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url, headers=headers) as http:
-        async with http.get("/sessions") as answer:
-            found = {one["session_id"]: one for one in await answer.json()}
+    settings: dict[str, Any] = {"state": str(files / "state"), "keys_file": str(files / "keys.json")}
+    async with started(parts=parts, headers=headers, policy_owners=["user"], **settings) as server:
+        found = {one["session_id"]: one for one in (await server.call("GET", "/sessions"))[1]}
         assert {name: one["status"] for name, one in found.items()} == dict.fromkeys(found, "interrupted")
         assert set(found) == {"arm", "latched", "direct"}
         assert found["latched"]["stats"]["emergency_stop"] == "of latched"
         assert found["arm"]["camera_names"] == ["front"]
         assert found["arm"]["rooms"]["joint_output_room_id"] == "arm-joint-output"
-        async with http.post("/sessions", json={"session_id": "deleted", **DIRECT}) as answer:
-            assert answer.status == 200, await answer.text()
-        async with http.get("/sessions/deleted") as answer:
-            assert (await answer.json())["stats"]["emergency_stop"] == "of deleted"
-        async with http.get("/deployments") as answer:
-            assert answer.status == 200, await answer.text()
+        assert (await server.create("deleted", **DIRECT))[0] == 200
+        assert (await server.call("GET", "/sessions/deleted"))[1]["stats"]["emergency_stop"] == "of deleted"
+        assert (await server.call("GET", "/deployments"))[0] == 200
     told = json.loads(
         run("webhooks", "events", "list", "--database", str(files / "state" / "events.sqlite3"), "--json")
     )

@@ -11,12 +11,9 @@ import aiohttp
 import pytest
 
 from service.api import ROUTES
-from service.app import create_app
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
+from service.engine.scripted_policy import SO100_REQUIREMENTS
 from service.openapi import specified_document
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from tests.server import started
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "hostile_requests.py"
 _spec = importlib.util.spec_from_file_location("hostile_requests", _FILE)
@@ -29,16 +26,9 @@ _spec.loader.exec_module(hostile)
 
 @asynccontextmanager
 async def server(**settings):
-    transport = MemoryTransport()
-    app = create_app(
-        Settings(**settings),
-        transport=transport,
-        load=ScriptedLoader(),
-        read_requirements=lambda path, revision: SO100_REQUIREMENTS,
-    )
-    async with serving(app, listen("127.0.0.1", 0)) as url:
-        host, _, port = url.removeprefix("http://").partition(":")
-        yield app, transport, (host, int(port))
+    parts = {"read_requirements": lambda path, revision: SO100_REQUIREMENTS}
+    async with started(parts=parts, **settings) as server:
+        yield server.app, server.transport, server.address
 
 
 async def test_hundreds_of_malformed_requests_are_refused_and_a_running_robot_does_not_notice(caplog):

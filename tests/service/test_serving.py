@@ -5,11 +5,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import aiohttp
 import pytest
 from sanic import Sanic
 
+from benchmarks.session_cycles import COUNTED, measure
 from service.app import create_app
 from service.engine.scripted_policy import ScriptedLoader
 from service.loop_watchdog import LoopWatchdog
@@ -17,8 +19,7 @@ from service.serving import CannotListen, listen, serving, url_of
 from service.settings import Settings
 from service.transport.memory import MemoryTransport
 from tests.pauses import Pauses
-
-BODY = {"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms"}
+from tests.server import JOINTS, body, started
 
 
 def test_port_0_is_a_free_port_and_the_url_names_it():
@@ -51,29 +52,24 @@ def test_a_taken_port_and_an_unknown_host_are_told():
 
 
 async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy():
-    app = create_app(Settings(), transport=MemoryTransport(), load=ScriptedLoader())
-    async with serving(app, listen("127.0.0.1", 0)) as url:
+    async with started() as server:
         with contextlib.ExitStack() as held:
             # Nothing is accepted meanwhile: this runs on the same loop. One turned away tries again a second later.
             for _ in range(300):
-                held.enter_context(socket.create_connection(tuple(app_address(url)), timeout=0.5))
+                held.enter_context(socket.create_connection(server.address, timeout=0.5))
 
 
 async def test_a_server_ends_in_time_with_a_create_a_socket_and_an_idle_connection_open(pauses: Pauses):
-    load, transport = ScriptedLoader(gate=threading.Event()), MemoryTransport()
-    app = create_app(Settings(), transport=transport, load=load)
+    load = ScriptedLoader(gate=threading.Event())
     async with aiohttp.ClientSession() as http:
-        async with serving(app, listen("127.0.0.1", 0)) as url:
-            create = asyncio.create_task(http.post(f"{url}/sessions", json=BODY))
-            await http.post(f"{url}/video/workspaces/w/rooms", json={"room_id": "r"})
-            room = await http.ws_connect(f"{url}/video/workspaces/w/rooms/r/ws")
+        async with started(load=load) as server:
+            create = asyncio.create_task(http.post(f"{server.url}/sessions", json=body()))
+            await server.call("POST", "/video/workspaces/w/rooms", json={"room_id": "r"})
+            room = await http.ws_connect(f"{server.url}/video/workspaces/w/rooms/r/ws")
             await room.send_json({"participant_id": "me", "role": "consumer"})
             assert (await room.receive_json())["type"] == "joined"
-            idle = socket.create_connection(tuple(app_address(url)))
-            for _ in range(3000):
-                if load.loads:
-                    break
-                await asyncio.sleep(0.01)
+            idle = socket.create_connection(server.address)
+            await server.until_loading()
             began = time.monotonic()
         assert pauses.running(began) < 4.5
         assert (await room.receive(30)).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
@@ -82,20 +78,17 @@ async def test_a_server_ends_in_time_with_a_create_a_socket_and_an_idle_connecti
         assert "shutting down" in str(await answer.json()) or "deleted while" in str(await answer.json())
     idle.close()
     load.gate.set()  # type: ignore[union-attr]
-    assert app.name not in Sanic._app_registry
+    assert server.app.name not in Sanic._app_registry
 
 
 async def test_running_sessions_hold_their_robots_and_leave_their_rooms_at_the_end():
-    transport = MemoryTransport()
-    app = create_app(Settings(), transport=transport, load=ScriptedLoader())
-    async with aiohttp.ClientSession() as http:
-        async with serving(app, listen("127.0.0.1", 0)) as url:
-            assert (await http.post(f"{url}/sessions", json=BODY)).status == 200
-            assert (await http.post(f"{url}/sessions/arm/start")).status == 200
-            link = transport.link
-            link.deliver_joints(dict.fromkeys(("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"), 5.0))
-        assert link.is_closed
-        assert transport.existing == set()
+    async with started() as server:
+        assert (await server.create())[0] == 200
+        assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
+        link = server.transport.link
+        link.deliver_joints(dict.fromkeys(JOINTS, 5.0))
+    assert link.is_closed
+    assert server.transport.existing == set()
 
 
 async def test_a_server_that_cannot_start_leaves_nothing_behind():
@@ -175,11 +168,16 @@ def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
     assert watched.counts == (1, 1)
 
 
-def app_address(url: str) -> tuple[str, int]:
-    host, _, port = url.removeprefix("http://").partition(":")
-    return host, int(port)
-
-
 def test_a_server_can_listen_before_jax_is_imported() -> None:
     code = "import sys, service.cli.serve, service.app; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_nothing_stays_behind_of_thirty_sessions(tmp_path: Path) -> None:
+    """The whole programme has 1,000 cycles and looks at memory, too."""
+    found = await measure(tmp_path, cycles=30, look_every=15)
+    assert found["errors"] == {}
+    grown = {name: found[f"{name}_growth"] for name in COUNTED}
+    assert max(grown.values()) <= 0, (grown, found["looks"])
+    assert found["looks"][-1]["rooms"] == 0
+    assert found["exit_code"] == 0

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,8 @@ from robojax.client import (
     Unreachable,
 )
 from robojax.client.stream import open_async_stream
-from service.app import create_app
-from service.auth.keys import KeyFile
 from service.auth.roles import Role
-from service.engine.scripted_policy import ScriptedLoader
-from service.serving import listen, serving
-from service.settings import Settings
+from tests.server import REAL_ROOMS, started
 
 PICTURES = {"front": np.zeros((48, 64, 3), np.uint8)}
 POSE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -35,11 +32,12 @@ POSE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[AsyncClient]:
     """An operator's client of a server with keys."""
-    file = KeyFile(tmp_path / "state" / "keys.json")
-    key = file.new("alice", Role.OPERATOR, "alice", time.time())
-    settings = Settings(state=str(tmp_path / "state"), policy_owners=("policies",))
-    app = create_app(settings, load=ScriptedLoader())
-    async with serving(app, listen("127.0.0.1", 0)) as url, AsyncClient(url, key=key) as client:
+    settings: dict[str, Any] = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)}
+    roles = {"alice": Role.OPERATOR}
+    async with (
+        started(transport=REAL_ROOMS, roles=roles, **settings) as server,
+        AsyncClient(server.url, key=server.keys["alice"]) as client,
+    ):
         yield client
 
 
@@ -164,9 +162,8 @@ async def test_rooms_are_joined_through_the_same_client(client: AsyncClient) -> 
 
 
 async def test_a_server_that_ends_ends_streams(tmp_path: Path) -> None:
-    app = create_app(Settings(state=str(tmp_path), policy_owners=("policies",)), load=ScriptedLoader())
-    async with serving(app, listen("127.0.0.1", 0)) as url:
-        client = AsyncClient(url)
+    async with started(transport=REAL_ROOMS, state=str(tmp_path), policy_owners=("policies",)) as server:
+        client = AsyncClient(server.url)
         session = await client.create("arm", "policies/act")
         stream = await session.stream().__aenter__()
     with pytest.raises(StreamClosed):

@@ -57,7 +57,7 @@ async def join(server, path, by=None, role="consumer", **more):
 
 async def test_a_session_and_its_robot_work_with_keys_and_its_rooms_are_its_owners(serve):
     async with serve(real_rooms=True) as server:
-        status, made = await server.create("arm", "alice", camera_names=["front"])
+        status, made = await server.create("arm", "alice", camera_names=["front"], transport_server_url=server.url)
         assert status == 200, made
         rooms = Rooms(
             made["workspace_id"], made["camera_room_ids"], made["joint_input_room_id"], made["joint_output_room_id"]
@@ -98,7 +98,9 @@ async def test_a_session_does_not_go_into_a_room_that_a_stranger_made_before(ser
     async with serve(real_rooms=True) as server:
         base = "/robotics/workspaces/lab/rooms"
         assert (await server.call("POST", base, "bob", json={"room_id": "arm-joint-output"}))[0] == 200
-        status, told = await server.create("arm", "alice", workspace_id="lab", camera_names=["front"])
+        status, told = await server.create(
+            "arm", "alice", workspace_id="lab", camera_names=["front"], transport_server_url=server.url
+        )
         assert status == 502, told
         assert "somebody else's" in told["detail"]
         assert (await server.call("GET", base, "root"))[1]["total"] == 1

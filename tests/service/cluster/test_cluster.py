@@ -35,6 +35,7 @@ from service.engine.served import Inference
 from service.errors import PolicyError
 from service.policy_files.listing import Listing as Files
 from tests.pauses import Pauses
+from tests.waiting import until
 
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
@@ -199,12 +200,6 @@ class Front:
     @property
     def trouble(self) -> str:
         return str(self.cluster.facts()["trouble"] or "")
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not is_so():  # noqa: ASYNC110 - it is another thread that makes it so
-            await asyncio.sleep(0.005)
 
 
 def where(served: Served) -> list[str]:

@@ -15,12 +15,8 @@ import pytest
 
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient
-from service.app import create_app
 from service.cluster.peers import NAME
-from service.engine.scripted_policy import ScriptedLoader
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from tests.server import started
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "proxy"
 PICTURES, POSE = {"front": np.zeros((48, 64, 3), np.uint8)}, [0.0] * 6
@@ -76,11 +72,9 @@ async def proxied(request: pytest.FixtureRequest, database: PostgresServer, tmp_
     async with AsyncExitStack() as stack:
         servers = {}
         for front in "ab":
-            settings = Settings(
-                policy_owners=("policies",), database=database.url, front_name=front, state=str(tmp_path / front)
-            )
-            app = create_app(settings, transport=MemoryTransport(), load=ScriptedLoader())
-            servers[front] = await stack.enter_async_context(serving(app, listen("127.0.0.1", 0)))
+            kept: dict[str, Any] = {"database": database.url, "front_name": front, "state": str(tmp_path / front)}
+            server = await stack.enter_async_context(started(policy_owners=("policies",), **kept))
+            servers[front] = server.url
         port = free_port()
         make: Any = {"nginx": nginx, "caddy": caddy}[name]
         command = make(tmp_path, port, [url.removeprefix("http://") for url in servers.values()])

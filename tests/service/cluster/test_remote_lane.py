@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,7 @@ from service.engine.device_lane import DeviceGone, InputRefused, LaneClosed, Ove
 from service.engine.scripted_policy import SO100_REQUIREMENTS
 from service.engine.served import Inference, InferenceStuck, Replica
 from service.errors import PolicyFailed
-from tests import waiting
-
-until = partial(waiting.until, within=30.0)
+from tests.waiting import until
 
 OBSERVATION = {"observation.state": np.zeros((1, 6), np.float32)}
 

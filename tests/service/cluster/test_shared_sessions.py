@@ -4,17 +4,16 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
+from benchmarks import database_away, database_kills
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient, Client, Refused
-from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
 from service.cluster import front, peers, session_table
@@ -22,34 +21,23 @@ from service.cluster.front import FrontOfCluster
 from service.cluster.peers import NAME, PASSED
 from service.cluster.postgres import DatabaseUnusable, Postgres
 from service.cluster.redirects import ADDRESS, CODE
-from service.engine.scripted_policy import ScriptedLoader
 from service.errors import FrontNameTaken, NoDatabase
-from service.serving import listen, serving
-from service.settings import Settings
+from service.sessions.request import DIRECT
 from service.transport.address import Address
-from service.transport.memory import MemoryTransport
 from service.transport.rest import RoomsApi, http_session
 from service.transport.robot import Answer, SessionLatch
+from tests import server as server_of_tests
+from tests.server import started
 
 KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root": Role.ADMIN}
 
 
-class Server:
+class Server(server_of_tests.Server):
     """One server, and a client of it that follows to where it is sent."""
 
-    def __init__(self, name: str, database: str, folder: Path, keys: str | None = None):
-        self.name = name
-        self.settings = Settings(
-            policy_owners=("policies",), keys_file=keys, database=database, front_name=name, state=str(folder / name)
-        )
-        self.app = create_app(self.settings, transport=MemoryTransport(), load=ScriptedLoader())
-
-    async def begin(self, stack: AsyncExitStack) -> "Server":
-        self.url = await stack.enter_async_context(serving(self.app, listen("127.0.0.1", 0)))
-        self.http = await stack.enter_async_context(
-            aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(total=20))
-        )
-        return self
+    @property
+    def name(self) -> str:
+        return str(self.app.ctx.settings.front_name)
 
     @property
     def front(self) -> FrontOfCluster:
@@ -58,12 +46,10 @@ class Server:
 
     async def call(self, method: str, path: str, key: str | None = None, **more: Any) -> tuple[int, Any]:
         headers = {"x-api-key": key} if key else {}
-        async with self.http.request(method, path, headers=headers | more.pop("headers", {}), **more) as answer:
-            return answer.status, await answer.json()
+        return await super().call(method, path, headers=headers | more.pop("headers", {}), **more)
 
     async def create(self, session_id: str, key: str | None = None, **more: Any) -> tuple[int, Any]:
-        body = {"session_id": session_id, "policy_path": "policies/act", "transport_server_url": "direct"} | more
-        return await self.call("POST", "/sessions", key, json=body)
+        return await super().create(session_id, key, **{"transport_server_url": DIRECT} | more)
 
     async def listed(self, key: str | None = None) -> dict[str, str]:
         status, told = await self.call("GET", "/sessions", key)
@@ -75,6 +61,12 @@ class Server:
         return {session.id: str(session.stage) for session in self.app.ctx.sessions.list()}
 
 
+def server(name: str, database: str, folder: Path, keys: str | None = None) -> AbstractAsyncContextManager[Server]:
+    """One of this name, with its own folder."""
+    kept: dict[str, Any] = {"front_name": name, "state": str(folder / name), "keys_file": keys}
+    return started(Server, database=database, policy_owners=("policies",), **kept)
+
+
 class Servers:
     """``a`` and ``b``."""
 
@@ -84,8 +76,8 @@ class Servers:
         self.b: Server
 
     async def begin(self, keys: str | None = None) -> "Servers":
-        made = [Server(name, self.database.url, self._folder, keys) for name in "ab"]
-        self.a, self.b = [await one.begin(self._stack) for one in made]
+        made = [server(name, self.database.url, self._folder, keys) for name in "ab"]
+        self.a, self.b = [await self._stack.enter_async_context(one) for one in made]
         await self.beat()
         return self
 
@@ -520,7 +512,7 @@ async def test_a_deletion_that_the_database_was_not_told_of_outlives_a_kill(
 ) -> None:
     for is_second in (False, True):
         async with AsyncExitStack() as stack:
-            one = await Server("a", database.url, tmp_path).begin(stack)
+            one = await stack.enter_async_context(server("a", database.url, tmp_path))
             if is_second:
                 assert one.own() == {"leg": "interrupted"}
                 assert database.sql("SELECT id FROM robojax_sessions") == [["leg"]]
@@ -626,9 +618,9 @@ async def test_a_database_that_cannot_be_used_is_said_at_once(
     with pytest.raises(DatabaseUnusable, match=says):
         await broken.run(30, session_table.list_sessions)
     await broken.close()
-    async with AsyncExitStack() as stack:
-        with pytest.raises(NoDatabase, match=says) as refused:
-            await Server("a", url, tmp_path).begin(stack)
+    with pytest.raises(NoDatabase, match=says) as refused:
+        async with server("a", url, tmp_path):
+            pass
     assert "secret" not in str(refused.value)
 
 
@@ -650,3 +642,24 @@ async def test_what_goes_while_others_are_told_is_told_next(servers: Servers, mo
     assert servers.database.sql("SELECT id FROM robojax_sessions") == [["arm"]]
     await servers.a.front._beat()
     assert servers.a.own() == {"arm": "ready"}
+
+
+# Servers are killed, and the database is: the whole programmes have 20 kills and a minute.
+
+
+async def test_after_kills_nothing_is_lost_owned_twice_or_moves(tmp_path: Path, database: PostgresServer) -> None:
+    found = await database_kills.campaign(tmp_path, 4, 5, database)
+    assert {fault: found[fault] for fault in database_kills.FAULTS} == dict.fromkeys(database_kills.FAULTS, 0), found[
+        "notes"
+    ]
+    assert sum(found["sessions_looked_at"].values()) > 4
+
+
+async def test_a_database_that_is_away_stops_no_robot_and_loses_nothing(
+    tmp_path: Path, database: PostgresServer
+) -> None:
+    found = await database_away.campaign(tmp_path, 4.0, database)
+    assert found["wrong"] == []
+    for how in ("killed", "standing_still"):
+        assert found[how]["warned"], "what the others do not know is said"
+        assert min(found[how]["commands"]) > 20

@@ -5,30 +5,22 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 import websockets
 
-from service.app import create_app
 from service.doors import packing
 from service.doors.sockets import openpi_app
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
-from service.routes.context import App
 from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from tests import server as server_of_tests
 
 
 @dataclass
-class Server:
-    """A running server, what it was made of, and a client."""
+class Server(server_of_tests.Server):
+    """A server with its openpi port beside it, and its one policy."""
 
-    app: App
-    url: str
-    openpi: str
-    http: aiohttp.ClientSession
-    policy: ScriptedPolicy
+    openpi: str = ""
     pose = (0.0, 10.0, -20.0, 30.0, 0.0, 50.0)
 
     def seen(self, **more: Any) -> dict[str, Any]:
@@ -36,13 +28,13 @@ class Server:
         picture = np.full((48, 64, 3), 7, np.uint8)
         return {"images": {"front": picture}, "state": np.array(self.pose, np.float32)} | more
 
-    async def call(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
-        async with self.http.request(method, path, **more) as answer:
-            return answer.status, await answer.json()
+    @property
+    def policy(self) -> ScriptedPolicy:
+        return self.load.make()
 
-    async def create(self, session_id: str = "arm", **more: Any) -> dict[str, Any]:
-        body = {"session_id": session_id, "policy_path": "policies/act", "transport_server_url": "direct"} | more
-        status, told = await self.call("POST", "/sessions", json=body)
+    async def create(self, session_id: str = "arm", by: str | None = None, **more: Any) -> dict[str, Any]:
+        """What is told of a session that its client drives."""
+        status, told = await super().create(session_id, by, **{"transport_server_url": "direct"} | more)
         assert status == 200, told
         return told
 
@@ -68,18 +60,14 @@ def serve() -> Serve:
     @asynccontextmanager
     async def start(key: str | None = None, policy: ScriptedPolicy | None = None, **settings: Any):
         policy = policy or ScriptedPolicy()
-        app = create_app(
-            Settings(policy_owners=("policies",), **settings),
-            transport=MemoryTransport(),
-            load=ScriptedLoader(lambda: policy),
-        )
-        headers = {} if key is None else {"x-api-key": key}
+        load, headers = ScriptedLoader(lambda: policy), {} if key is None else {"x-api-key": key}
+        settings = {"policy_owners": ("policies",)} | settings
         async with (
-            serving(app, listen("127.0.0.1", 0)) as url,
-            serving(openpi_app(app), listen("127.0.0.1", 0)) as beside,
-            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20), headers=headers) as http,
+            server_of_tests.started(Server, load=load, headers=headers, **settings) as server,
+            serving(openpi_app(server.app), listen("127.0.0.1", 0)) as beside,
         ):
-            yield Server(app, url, beside.replace("http", "ws"), http, policy)
+            server.openpi = beside.replace("http", "ws")
+            yield server
 
     return start
 

@@ -105,13 +105,3 @@ async def test_openpis_client_is_told_that_its_prompt_is_read(reading):
         await socket.send(packing.pack_openpi({"observation/image": image, "state": state, "prompt": "gibberish"}))
         assert "is no instruction" in str(await socket.recv())
     assert reading.policy.told == [("lift",)]
-
-
-async def test_without_an_instruction_there_is_no_session(serve):
-    async with serve(policy=ScriptedPolicy(READS)) as server:
-        body = {"session_id": "arm", "policy_path": "policies/act", "transport_server_url": "direct"}
-        status, told = await server.call("POST", "/sessions", json=body)
-        assert status == 422
-        [entry] = told["detail"]
-        assert entry["loc"] == ["body", "language_instruction"]
-        assert "send language_instruction, e.g. 'pick up the red cube'" in entry["msg"]

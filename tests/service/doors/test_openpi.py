@@ -14,17 +14,14 @@ import numpy as np
 import pytest
 import websockets
 
-from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
 from service.demo.arm import CAMERA, FRAME, HORIZON, Arm
 from service.doors import packing
 from service.doors.sockets import openpi_app
-from service.engine.scripted_policy import ScriptedLoader
 from service.serving import listen, serving
 from service.sessions.request import DIRECT, NewSession
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from tests.server import started
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -180,8 +177,8 @@ def play(arm, client) -> bool:
 
 
 async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_client():
-    app = create_app(Settings(policy_owners=("policies",)), transport=MemoryTransport(), load=ScriptedLoader())
-    async with serving(app, listen("127.0.0.1", 0)):
+    async with started(policy_owners=("policies",)) as server:
+        app = server.app
         await app.ctx.sessions.create(NewSession("arm", "policies/act", DIRECT))
         async with AsyncExitStack() as beside:
             url = await beside.enter_async_context(serving(openpi_app(app), listen("127.0.0.1", 0)))

@@ -11,10 +11,10 @@ from service.app import create_app
 from service.edge.destinations import AddressRules, Destinations, Listed
 from service.engine.scripted_policy import ScriptedLoader
 from service.errors import InvalidRequest, TransportError
-from service.serving import listen, serving
 from service.settings import Settings, SettingsError
 from service.transport.rest import http_session
 from service.transport.server import serve_transport
+from tests.server import REAL_ROOMS, started
 
 NAMES = {
     "localhost": ["127.0.0.1", "::1"],
@@ -212,15 +212,10 @@ async def test_a_redirect_to_this_machine_is_not_followed():
 
 
 async def test_a_refused_host_is_422_before_the_policy_is_loaded_and_names_the_setting():
-    load = ScriptedLoader()
-    app = create_app(Settings(), load=load)
-    body = {"session_id": "arm", "policy_path": "p", "transport_server_url": "http://169.254.169.254:8000"}
-    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
-        async with http.post("/sessions", json=body) as answer:
-            told = (await answer.json())["detail"][0]
-            assert (answer.status, told["loc"]) == (422, ["body", "transport_server_url"])
-            assert "metadata" in told["msg"]
-        async with http.post("/sessions", json=body | {"transport_server_url": "http://10.0.0.1"}) as answer:
-            assert "--transport-hosts" in (await answer.json())["detail"][0]["msg"]
-        assert await (await http.get("/sessions")).json() == []
-    assert not load.loads
+    async with started(transport=REAL_ROOMS) as server:
+        for host, said in (("169.254.169.254:8000", "metadata"), ("10.0.0.1", "--transport-hosts")):
+            status, told = await server.create(transport_server_url=f"http://{host}")
+            assert (status, told["detail"][0]["loc"]) == (422, ["body", "transport_server_url"])
+            assert said in told["detail"][0]["msg"]
+        assert await server.call("GET", "/sessions") == (200, [])
+        assert not server.load.loads

@@ -2,32 +2,21 @@ import asyncio
 import contextlib
 import time
 
-import aiohttp
 import pytest
 from sanic.response import text
 
-from service.app import create_app
 from service.edge.limits import ConnectionLimits, Connections, Creates, Rates, is_local, source_of
-from service.engine.scripted_policy import ScriptedLoader
 from service.errors import TooManyRequests
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
-
-BODY = {"policy_path": "p", "transport_server_url": "http://rooms"}
+from tests.server import body, started
 
 
 @contextlib.asynccontextmanager
 async def server(big=0, **settings):
-    app = create_app(Settings(**settings), transport=MemoryTransport(), load=ScriptedLoader())
-
-    @app.get("/big")
     async def give(request):
         return text("x" * big)
 
-    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
-        host, _, port = url.removeprefix("http://").partition(":")
-        yield app, http, (host, int(port))
+    async with started(prepare=lambda app: app.add_route(give, "/big"), **settings) as server:
+        yield server.app, server.http, server.address
 
 
 def test_an_address_has_its_connections_and_frees_them_one_by_one():
@@ -97,7 +86,7 @@ async def test_too_many_creates_are_429_with_a_time_to_come_back():
         app.ctx.creates._rates._clock = lambda: 0.0
         statuses, told = [], {}
         for number in range(3):
-            async with http.post("/sessions", json=BODY | {"session_id": f"arm{number}"}) as answer:
+            async with http.post("/sessions", json=body(f"arm{number}")) as answer:
                 statuses.append((answer.status, answer.headers.get("retry-after")))
                 told = await answer.json()
         assert statuses == [(200, None), (200, None), (429, "30")]

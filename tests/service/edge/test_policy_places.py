@@ -1,18 +1,14 @@
 import logging
 import os
 
-import aiohttp
 import pytest
 
 from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError
-from service.app import create_app
 from service.edge.policy_places import PolicyPlaces, copies_in
 from service.engine.scripted_policy import ScriptedLoader
 from service.errors import InvalidRequest, PolicyError
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from tests.server import body, started
 
 
 @pytest.fixture
@@ -77,7 +73,7 @@ def test_repos_of_allowed_owners_are_allowed_and_nothing_that_only_looks_like_on
     monkeypatch.chdir(tmp_path)
     places = PolicyPlaces(owners=["LeRobot"])
     places.check("lerobot/act_aloha")
-    for path in (
+    for name in (
         "other/act",
         "lerobot",
         "lerobot/a/b",
@@ -87,31 +83,27 @@ def test_repos_of_allowed_owners_are_allowed_and_nothing_that_only_looks_like_on
         "lerobot/a b",
         "lérobot/a",
     ):
-        refused(places, path)
+        refused(places, name)
     (tmp_path / "lerobot/act_aloha").mkdir(parents=True)  # it would be loaded from here now
     refused(places, "lerobot/act_aloha")
 
 
 @pytest.mark.parametrize("revision", ["refs/pr/7", "pr/7", "REFS/PR/7", "refs/convert/x"])
 async def test_a_pull_request_to_an_allowed_owner_is_anybodys_and_comes_in_by_no_way(revision):
-    load = ScriptedLoader()
-    app = create_app(Settings(policy_owners=("lerobot",)), transport=MemoryTransport(), load=load)
-    body = {"session_id": "arm", "policy_path": "lerobot/act", "transport_server_url": "http://rooms"}
+    new = body(policy_path="lerobot/act")
     shadow = {"shadow_policy_path": "lerobot/act", "shadow_revision": revision}
-    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
+    async with started(policy_owners=("lerobot",)) as server:
         for path, sent, field in (
-            ("/sessions", body | {"revision": revision}, "revision"),
-            ("/sessions", body | shadow, "shadow_revision"),
-            ("/sessions", body | {"revision": "main"}, None),
+            ("/sessions", new | {"revision": revision}, "revision"),
+            ("/sessions", new | shadow, "shadow_revision"),
+            ("/sessions", new | {"revision": "main"}, None),
             ("/sessions/arm/policy", {"revision": revision}, "revision"),
             ("/policies/check", {"policy_path": "lerobot/act", "revision": revision}, "revision"),
         ):
-            async with http.post(path, json=sent) as answer:
-                told = await answer.json()
-                assert (answer.status, field and told["detail"][0]["loc"]) == (
-                    (200, None) if field is None else (422, ["body", field])
-                ), (path, told)
-    assert len(load.loads) == 1
+            status, told = await server.call("POST", path, json=sent)
+            wanted = (200, None) if field is None else (422, ["body", field])
+            assert (status, field and told["detail"][0]["loc"]) == wanted, (path, told)
+    assert len(server.load.loads) == 1
     PolicyPlaces(is_open=True).check("lerobot/act", revision=revision)
 
 
@@ -139,20 +131,14 @@ def test_loading_asks_again_but_for_updates_which_come_from_copies_that_were_ver
 
 @pytest.mark.parametrize("field", ["policy_path", "shadow_policy_path"])
 async def test_a_request_is_422_at_the_field_with_no_path_of_the_machine(roots, field):
-    settings = Settings(policy_roots=(str(roots / "root"),))
-    load = ScriptedLoader()
-    app = create_app(settings, transport=MemoryTransport(), load=load)
-    body = {"session_id": "arm", "policy_path": str(roots / "root/act"), "transport_server_url": "http://rooms"}
-    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
-        async with http.post("/sessions", json=body | {field: str(roots / "root/out")}) as answer:
-            told = await answer.text()
-            assert answer.status == 422
-            assert (await answer.json())["detail"][0]["loc"] == ["body", field]
-            assert "--policy-roots" in told
-            assert os.fspath(roots) not in told
-        assert not load.loads
-        async with http.post("/sessions", json=body) as answer:
-            assert answer.status == 200
+    allowed = {"policy_path": str(roots / "root/act")}
+    async with started(policy_roots=(str(roots / "root"),)) as server:
+        status, told = await server.create(**allowed | {field: str(roots / "root/out")})
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", field])
+        assert "--policy-roots" in str(told)
+        assert os.fspath(roots) not in str(told)
+        assert not server.load.loads
+        assert (await server.create(**allowed))[0] == 200
 
 
 def test_an_update_is_opened_where_the_hubs_cache_links_to_and_nowhere_else(roots):
@@ -175,11 +161,5 @@ def test_whatever_its_name_no_link_of_a_folder_leads_out(roots, name):
 
 
 async def test_a_server_for_other_machines_loads_nothing_that_was_not_configured(roots):
-    app = create_app(Settings(host="0.0.0.0", insecure=True), transport=MemoryTransport(), load=ScriptedLoader())
-    body = {"session_id": "arm", "policy_path": str(roots / "root/act"), "transport_server_url": "http://rooms"}
-    async with (
-        serving(app, listen("127.0.0.1", 0)) as url,
-        aiohttp.ClientSession(url) as http,
-        http.post("/sessions", json=body) as answer,
-    ):
-        assert answer.status == 422
+    async with started(host="0.0.0.0", insecure=True) as server:
+        assert (await server.create(policy_path=str(roots / "root/act")))[0] == 422

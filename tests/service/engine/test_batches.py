@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,9 +15,7 @@ from service.engine.engine import Engine, Inference, InferenceStuck, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.stacking import ALIGNMENT, Stacks, shape_of
 from service.errors import PolicyFailed
-from tests import waiting
-
-until = partial(waiting.until, within=30.0)
+from tests.waiting import until
 
 Ask = tuple[dict[str, np.ndarray], object]
 

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ from service.engine.device_health import ALLOWED
 from service.engine.engine import Engine, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.errors import PolicyFailed
-from tests import waiting
 from tests.pauses import Pauses
-
-until = partial(waiting.until, within=30.0)
+from tests.waiting import until
 
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,9 +13,7 @@ from service.engine.engine import Engine, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.served import Inference, InferenceStuck, Replica
 from service.errors import PolicyError, PolicyFailed
-from tests import waiting
-
-until = partial(waiting.until, within=30.0)
+from tests.waiting import until
 
 OBSERVATION = {
     "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),

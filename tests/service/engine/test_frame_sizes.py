@@ -5,7 +5,6 @@ import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,7 @@ from service.engine.engine import Engine, Served
 from service.engine.lane import Batch, Lane
 from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from service.engine.served import frames_of
-from tests import waiting
-
-until = partial(waiting.until, within=30.0)
+from tests.waiting import until
 
 Sizes = Mapping[str, tuple[int, int]]
 LARGE = {"front": (480, 640)}

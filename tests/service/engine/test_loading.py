@@ -2,17 +2,13 @@ import json
 import struct
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError
-from service.app import create_app
 from service.engine.loading import Inspection
 from service.engine.scripted_policy import ScriptedLoader
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from tests.server import started
 
 DEMO = Path(__file__).parents[3] / "service" / "demo" / "policy"
 
@@ -157,15 +153,9 @@ async def test_a_session_with_a_broken_policy_is_422_with_the_reason_and_leaves_
         return ScriptedLoader()(path)
 
     spoil_end(folder)
-    transport = MemoryTransport()
-    body = {"session_id": "arm", "policy_path": str(folder), "transport_server_url": "http://rooms"}
-    async with (
-        serving(create_app(Settings(), transport=transport, load=load), listen("127.0.0.1", 0)) as url,
-        aiohttp.ClientSession(url) as http,
-        http.post("/sessions", json=body) as answer,
-    ):
-        text = await answer.text()
-        assert answer.status == 422
-        assert "not a readable safetensors file" in text
-        assert str(folder) not in text
-    assert not transport.existing
+    async with started(load=load) as server:
+        status, told = await server.create(policy_path=str(folder))
+        assert status == 422
+        assert "not a readable safetensors file" in str(told)
+        assert str(folder) not in str(told)
+        assert not server.transport.existing

@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,7 @@ from service.engine.engine import Engine, Served
 from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.engine.served import Replica
 from service.engine.store import Store
-from tests import waiting
-
-until = partial(waiting.until, within=30.0)
+from tests.waiting import until
 
 Sizes = Mapping[str, tuple[int, int]]
 TRAINED, LARGE = dict(SO100_REQUIREMENTS.cameras), {"front": (480, 640)}

@@ -219,17 +219,6 @@ async def test_an_inference_does_not_queue_behind_a_pass_that_runs(rig_of):
     await forward
 
 
-async def test_the_loop_stays_free_while_a_pass_runs(rig_of):
-    rig = await rig_of()
-    rig.model.gate = threading.Event()
-    forward = asyncio.create_task(rig.forward())
-    await event(rig.model.began)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    rig.model.gate.set()
-    await forward
-
-
 async def test_beside_a_running_robot_a_long_pass_is_refused_and_a_short_one_is_not(rig_of):
     rig = await rig_of(ScriptedModel(seconds=0.5), beside_robots=0.1)
     await rig.forward()

@@ -10,14 +10,10 @@ import resource
 import sys
 import time
 
-import aiohttp
 import numpy as np
 
-from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryLink, MemoryTransport
+from service.transport.memory import MemoryLink
+from tests.server import JOINTS, started
 from tests.service.recording.robot import noise
 
 LARGEST = 150 << 10
@@ -29,29 +25,24 @@ async def feed(link: MemoryLink) -> None:
     for number in itertools.count():
         # Another picture each time: the same again takes no room.
         link.deliver_frame("front", np.roll(image, number, 1))
-        link.deliver_joints(dict.fromkeys(("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"), 1.0))
+        link.deliver_joints(dict.fromkeys(JOINTS, 1.0))
         await asyncio.sleep(1 / RATE)
 
 
 async def main(folder: str) -> None:
-    transport = MemoryTransport()
-    settings = Settings(recordings=folder, recording_free=0)
-    app = create_app(settings, transport=transport, load=ScriptedLoader())
-    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
+    async with started(recordings=folder, recording_free=0) as server:
         for name, is_recorded in (("full", True), ("bare", False)):
-            body = {"session_id": name, "policy_path": "act", "transport_server_url": "http://rooms.example"}
-            async with http.post("/sessions", json=body | {"rate": RATE, "record": is_recorded}) as answer:
-                assert answer.status == 200, await answer.text()
-        feeding = [asyncio.create_task(feed(link)) for link in transport.links]
+            status, told = await server.create(name, rate=RATE, record=is_recorded)
+            assert status == 200, told
+        feeding = [asyncio.create_task(feed(link)) for link in server.transport.links]
         await asyncio.sleep(0.1)
         for name in ("full", "bare"):
-            async with http.post(f"/sessions/{name}/start") as answer:
-                assert answer.status == 200, await answer.text()
+            status, told = await server.call("POST", f"/sessions/{name}/start")
+            assert status == 200, told
 
         async def stats(name: str) -> dict:
-            async with http.get(f"/sessions/{name}") as answer:
-                found = await answer.json()
-                return {"status": found["status"], **found["stats"]}
+            _, found = await server.call("GET", f"/sessions/{name}")
+            return {"status": found["status"], **found["stats"]}
 
         deadline = time.monotonic() + 60
         while (at_end := await stats("full"))["recording"]["state"] == "on":
@@ -69,8 +60,7 @@ async def main(folder: str) -> None:
             await asyncio.sleep(0.01)
         for task in feeding:
             task.cancel()
-        async with http.get("/recordings") as answer:
-            listed = await answer.json()
+        _, listed = await server.call("GET", "/recordings")
         kept = ("status", "hold", "missed_ticks", "ticks", "commands_sent", "recording")
         found = {name: {key: one[key] for key in kept} for name, one in after.items()}
         sys.stdout.write(json.dumps({**found, "sent_at_end": sent_at_end, "listed": listed}))

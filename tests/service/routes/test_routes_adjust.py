@@ -1,6 +1,6 @@
 """PATCH /sessions/{id}, and the same fields of POST /sessions."""
 
-from tests.service.routes.conftest import Server
+from tests.server import Server
 
 
 async def test_a_session_is_adjusted_and_says_what_holds(server: Server) -> None:

@@ -48,17 +48,6 @@ async def test_an_emergency_stop_happens_whatever_its_body_is(server, body, reas
     assert (listed["status"], listed["error_message"]) == ("stopped", reason)
 
 
-async def test_an_emergency_stop_holds_until_a_reset(server):
-    await server.create("a")
-    await server.create("b")
-    assert (await server.call("POST", "/debug/emergency_stop"))[1]["stopped"] == ["a", "b"]
-    status, told = await server.call("POST", "/sessions/a/start")
-    assert (status, "reset" in told["detail"]) == (409, True)
-    assert (await server.call("POST", "/debug/sessions/a/reset"))[0] == 200
-    assert (await server.call("POST", "/sessions/a/start"))[0] == 200
-    assert (await server.call("POST", "/sessions/b/start"))[0] == 409
-
-
 async def test_the_queue_of_a_session_can_be_seen(server):
     await server.create()
     status, told = await server.call("GET", "/debug/sessions/arm/queue")

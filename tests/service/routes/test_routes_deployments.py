@@ -9,24 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import aiohttp.web
 import numpy as np
 import pytest
 
-from service.app import create_app
 from service.engine.scripted_policy import ScriptedPolicy
 from service.errors import TransportError
 from service.schemas import Deployment, Quarantined
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
 from service.updates import webhooks
 from service.updates.probation import ProbationSettings
+from tests.server import POSE, Server, started
 from tests.stub_hub import StubHub
 from tests.waiting import until
 
-POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 LOOKS: list[str] = []  # folders that were looked at in this test
 QUICK = {"update_quiet": 0.1, "update_probation": 0.2, "update_patience": 1.0, "update_poll": 0.0}
 PAYLOAD = {
@@ -48,13 +43,8 @@ def load(path: str, revision: str | None = None, /, *, like: object = None, on_p
     return ScriptedPolicy(step=told["step"], failures=[np.full((1, 20, 6), np.nan, np.float32)] * told.get("nan", 0))
 
 
-class Rig:
-    def __init__(self, url: str, http: aiohttp.ClientSession, folder: Path, transport: MemoryTransport):
-        self.url, self.http, self.folder, self.transport = url, http, folder, transport
-
-    async def call(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
-        async with self.http.request(method, path, **more) as answer:
-            return answer.status, await answer.json()
+class Rig(Server):
+    folder: Path
 
     async def stats(self) -> dict[str, Any]:
         return (await self.call("GET", "/sessions/arm"))[1]["stats"]
@@ -69,14 +59,7 @@ class Rig:
         return found[0]
 
     async def running(self, auto_update: str = "swap") -> None:
-        body = {
-            "session_id": "arm",
-            "policy_path": str(self.folder),
-            "transport_server_url": "http://rooms.example",
-            "auto_update": auto_update,
-            "rate": 50,
-        }
-        status, told = await self.call("POST", "/sessions", json=body)
+        status, told = await self.create(policy_path=str(self.folder), auto_update=auto_update, rate=50)
         assert status == 200, told
         assert (await self.call("POST", "/sessions/arm/start"))[0] == 200
 
@@ -84,23 +67,19 @@ class Rig:
 @asynccontextmanager
 async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncIterator[Rig]:
     write(folder)
-    transport = MemoryTransport()
-    app = create_app(Settings(**(QUICK | settings)), transport=transport, load=loads or load)
 
-    async def send() -> None:
+    async def send(transport: Any) -> None:
         while True:
             if transport.links:
                 transport.link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
                 transport.link.deliver_joints(POSE)
             await asyncio.sleep(0.01)
 
-    async with (
-        serving(app, listen("127.0.0.1", 0)) as url,
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as http,
-    ):
-        robot = asyncio.create_task(send())
+    async with started(Rig, load=loads or load, **(QUICK | settings)) as rig:
+        rig.folder = folder
+        robot = asyncio.create_task(send(rig.transport))
         try:
-            yield Rig(url, http, folder, transport)
+            yield rig
         finally:
             robot.cancel()
 

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -14,17 +14,12 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
-from service.errors import ModelError
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from tests import server as server_of_tests
+from tests.server import POSE, started
 from tests.waiting import until
 
 JSON, NPZ, MSGPACK = "application/json", "application/x-npz", "application/msgpack"
 FORMS = (JSON, NPZ, MSGPACK)
-POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +27,7 @@ def loaded(model_folder) -> jaxmodels.LoadedModel:
     return jaxmodels.load_model(model_folder)
 
 
-class Server:
-    def __init__(self, app: Any, url: str, http: aiohttp.ClientSession):
-        self.app, self.url, self.http = app, url, http
-
-    async def call(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
-        async with self.http.request(method, path, **more) as answer:
-            return answer.status, await answer.json()
-
+class Server(server_of_tests.Server):
     async def forward(
         self, body: Any, form: str, accept: str | None = None, name: str = "dit"
     ) -> tuple[int, Any, aiohttp.ClientResponse]:
@@ -62,19 +50,9 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 
 @pytest.fixture
 def serve(loaded) -> Serve:
-    @asynccontextmanager
-    async def start(model: Any = loaded, **settings: Any) -> AsyncIterator[Server]:
-        app = create_app(
-            Settings(models={"dit": "folder/of/dit"}, **settings),
-            transport=MemoryTransport(),
-            load=ScriptedLoader(),
-            load_model=lambda path, revision=None, /, *, on_progress=None: model,
-        )
-        async with (
-            serving(app, listen("127.0.0.1", 0)) as url,
-            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as http,
-        ):
-            yield Server(app, url, http)
+    def start(model: Any = loaded, **settings: Any) -> AbstractAsyncContextManager[Server]:
+        parts = {"load_model": lambda path, revision=None, /, *, on_progress=None: model}
+        return started(Server, parts=parts, models={"dit": "folder/of/dit"}, **settings)
 
     return start
 
@@ -253,17 +231,6 @@ async def test_what_would_take_too_long_or_too_much_is_413_before_it_is_compiled
     assert loaded.compiled_shapes == kept
 
 
-async def test_more_requests_than_places_are_503_with_when_to_come_back(serve, loaded):
-    async with serve(max_forwards=2) as server:
-        body = write(loaded.example(), NPZ)
-        found = await asyncio.gather(*(server.forward(body, NPZ) for _ in range(30)))
-        statuses = [status for status, _, _ in found]
-        assert set(statuses) == {200, 503}
-        busy = next(answer for answer in found if answer[0] == 503)
-        assert (json.loads(busy[1])["code"], busy[2].headers["retry-after"]) == ("model_busy", "1")
-        assert (await server.forward(body, NPZ))[0] == 200
-
-
 async def test_a_body_that_drips_in_is_cut_at_the_deadline_and_gives_its_place_back(serve):
     async with serve(request_deadline=2.0, max_forwards=1) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -362,12 +329,6 @@ async def test_health_metrics_and_the_system_mention_models_and_no_folder(server
     assert listed[0]["stats"]["stages_ms"]["compute"]["p50"] > 0
 
 
-async def test_a_foreign_page_may_not_run_a_model(server):
-    page = {"origin": "https://evil.example"}
-    assert (await server.call("POST", "/models/dit/forward", headers=page))[0] == 403
-    assert (await server.call("GET", "/models", headers=page))[0] == 403
-
-
 async def test_while_a_robot_runs_short_passes_run_and_long_ones_are_503(serve, loaded):
     async with serve(forward_beside_robots=0.5) as server:
         new = {"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms.example"}
@@ -411,19 +372,7 @@ async def test_ticks_keep_time_beside_forwards(serve, loaded):
 
 
 async def test_a_server_starts_with_the_models_of_its_settings(model_folder):
-    app = create_app(Settings(models={"dit": str(model_folder)}), transport=MemoryTransport())
-    async with (
-        serving(app, listen("127.0.0.1", 0)) as url,
-        aiohttp.ClientSession(url) as http,
-        http.get("/models") as answer,
-    ):
-        [told] = await answer.json()
+    async with started(models={"dit": str(model_folder)}) as server:
+        _, [told] = await server.call("GET", "/models")
     assert (told["name"], told["source"], told["kind"]) == ("dit", "transformer", "patches")
     assert str(model_folder) not in json.dumps(told)
-
-
-async def test_a_model_that_cannot_be_loaded_stops_the_start(tmp_path):
-    app = create_app(Settings(models={"broken": str(tmp_path)}), transport=MemoryTransport())
-    with pytest.raises(ModelError, match=r"model 'broken' cannot be loaded: .*config\.json"):
-        async with serving(app, listen("127.0.0.1", 0)):
-            pass

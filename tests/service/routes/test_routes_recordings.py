@@ -7,24 +7,24 @@ import threading
 import numpy as np
 import pytest
 
+from service.auth.roles import Role
 from service.recording.mcap_reader import McapSource
 from service.recording.recordings import run_process
 from service.recording.sources import open_source
-
-NAMES = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
+from tests.server import JOINTS
 
 
 async def feed(server) -> None:
     """Until it is cancelled, the robot of the newest session sees and feels something."""
     while True:
         server.transport.link.deliver_frame("front", np.full((48, 64, 3), 90, np.uint8))
-        server.transport.link.deliver_joints(dict.fromkeys(NAMES, 1.0))
+        server.transport.link.deliver_joints(dict.fromkeys(JOINTS, 1.0))
         await asyncio.sleep(0.02)
 
 
-async def until(server, wanted, path="/recordings"):
+async def until(server, wanted, path="/recordings", by=None):
     for _ in range(2400):
-        _, found = await server.call("GET", path)
+        _, found = await server.call("GET", path, by)
         if wanted(found):
             return found
         await asyncio.sleep(0.025)
@@ -72,7 +72,7 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, 
         assert one["bytes"] > 1000
         assert str(tmp_path) not in json.dumps(one)
         source = McapSource(folder / f"{one['name']}.mcap")
-        assert (source.subject.task, source.subject.rate, source.subject.joints) == ("wave", 50, NAMES)
+        assert (source.subject.task, source.subject.rate, source.subject.joints) == ("wave", 50, JOINTS)
         assert source.subject.limits["mode"] == "clamp"
         assert source.subject.limits["Jaw"]["high"] == source.subject.high[5] == 100
         steps = list(open_source(folder / one["name"]).steps())
@@ -98,6 +98,22 @@ async def test_a_recording_is_switched_on_and_off_while_the_robot_moves(serve, t
         status = (await server.call("GET", "/sessions/arm"))[1]
         assert (status["status"], recording(status)["state"]) == ("running", "off")
         feeding.cancel()
+
+
+async def test_a_recording_is_its_owners_alone(serve, tmp_path):
+    roles = {"ann": Role.OPERATOR, "bob": Role.OPERATOR}
+    settings = {"recording_free": 0, "recording_datasets": False, "policy_owners": ("policies",)}
+    async with serve(roles=roles, state=str(tmp_path), **settings) as server:
+        await server.create("arm", "ann", record=True, rate=50)
+        feeding = asyncio.create_task(feed(server))
+        await server.call("POST", "/sessions/arm/start", "ann")
+        await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm", "ann")
+        await server.call("DELETE", "/sessions/arm", "ann")
+        feeding.cancel()
+        (one,) = await until(server, lambda found: found and found[0]["state"] == "off", by="ann")
+        assert await server.call("GET", "/recordings", "bob") == (200, [])
+        assert (await server.call("DELETE", f"/recordings/{one['name']}", "bob"))[0] == 404
+        assert (await server.call("DELETE", f"/recordings/{one['name']}", "ann"))[0] == 200
 
 
 async def test_a_session_that_ends_with_its_server_leaves_a_whole_recording(serve, tmp_path):

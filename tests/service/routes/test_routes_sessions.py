@@ -71,18 +71,6 @@ async def test_a_forbidden_move_is_409_and_names_the_allowed_ones(server):
     assert "restart" in told["detail"]
 
 
-async def test_of_two_creates_of_one_id_one_wins(server):
-    server.load.gate = threading.Event()
-    first = asyncio.create_task(server.create())
-    second = asyncio.create_task(server.create())
-    await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
-    server.load.gate.set()
-    answers = sorted([await first, await second], key=lambda answer: answer[0])
-    assert [status for status, _ in answers] == [200, 409]
-    assert answers[1][1]["code"] == "session_exists"
-    assert len((await server.call("GET", "/sessions"))[1]) == 1
-
-
 async def test_creating_does_not_hold_up_other_requests(server):
     server.load.gate = threading.Event()
     create = asyncio.create_task(server.create())

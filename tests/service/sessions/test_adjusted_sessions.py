@@ -12,7 +12,7 @@ from service.engine.scripted_policy import ScriptedPolicy
 from service.errors import InvalidRequest, MoveRefused
 from tests.service.sessions.test_interrupted import NEW as KEPT
 from tests.service.sessions.test_interrupted import after_a_kill, serving
-from tests.service.sessions.test_sessions import LONG, NEW, PATIENT, Rig, rigged
+from tests.service.sessions.test_sessions import LONG, NEW, PATIENT, rigged
 from tests.waiting import until
 
 
@@ -79,14 +79,6 @@ async def test_a_coefficient_goes_with_its_ensemble() -> None:
         assert session.joining() == told
         await session.adjust({"overlap": "average"})
         assert session.joining() == told | {"overlap": "average", "temporal_ensemble_coeff": None, "action_steps": 20}
-
-
-async def test_a_session_that_is_asked_for_something_its_policy_cannot_do_is_not_made() -> None:
-    rig = Rig()
-    with pytest.raises(InvalidRequest, match="possible with this policy: 'replace'"):
-        await rig.sessions.create(replace(NEW, overlap="rtc"))
-    await rig.sessions.close()
-    assert rig.transport.existing == set()
 
 
 async def test_what_was_adjusted_is_there_after_a_kill_and_a_restart(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.crash_recovery import FAULTS, campaign
 from hooks.database import Database
 from hooks.errors import StoreError
 from jaxmodels.errors import ConfigError
@@ -341,3 +342,12 @@ async def test_rooms_that_somebody_else_made_or_is_in_are_left_alone(server: Ser
             # Whoever was in it has left since.
             await until(lambda: third.transport.existing == {"home/arm-front"})
     server.transport.existing.discard("home/arm-front")
+
+
+# Killed in the middle of its work, as a process of its own; the whole programme has 200 kills.
+
+
+async def test_after_kills_at_random_moments_nothing_is_lost_and_nothing_moves(tmp_path: Path) -> None:
+    found = await campaign(tmp_path, kills=5, seed=11)
+    assert {fault: found[fault] for fault in FAULTS} == dict.fromkeys(FAULTS, 0), found["notes"]
+    assert sum(found["acknowledged"].values()) > 5

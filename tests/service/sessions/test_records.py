@@ -10,24 +10,16 @@ import numpy as np
 import pytest
 
 from hooks.errors import StoreError
-from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
 from service.errors import NotKept
-from service.serving import listen, serving
 from service.sessions.latch import Latch
 from service.sessions.request import NewSession
 from service.sessions.session_record import SessionRecord, from_json
-from service.settings import Settings
 from service.state import StateTaken
-from service.transport.memory import MemoryTransport
 from tests.pauses import Pauses
-from tests.service.routes.conftest import Serve
-from tests.service.routes.conftest import serve as serve  # a fixture
+from tests.server import JOINTS, started
 from tests.service.sessions.test_interrupted import NEW, after_a_kill, records_in
 from tests.service.sessions.test_interrupted import Server as Store
 from tests.waiting import until
-
-JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 
 
 def test_a_record_comes_back_as_it_was_written() -> None:
@@ -197,12 +189,12 @@ async def test_latches_are_not_kept_without_end(tmp_path: Path, monkeypatch, cap
 # Over HTTP.
 
 
-async def test_the_api_lists_restarts_and_forgets_what_a_server_before_left(serve: Serve, tmp_path: Path) -> None:
-    async with serve(state=str(tmp_path)) as first:
+async def test_the_api_lists_restarts_and_forgets_what_a_server_before_left(tmp_path: Path) -> None:
+    async with started(state=str(tmp_path)) as first:
         for name in ("arm", "leg"):
             assert (await first.create(name))[0] == 200
         await first.call("POST", "/sessions/arm/start")
-    async with serve(state=str(tmp_path)) as second:
+    async with started(state=str(tmp_path)) as second:
         _, listed = await second.call("GET", "/sessions")
         assert [(one["session_id"], one["status"]) for one in listed] == [
             ("arm", "interrupted"),
@@ -223,8 +215,8 @@ async def test_the_api_lists_restarts_and_forgets_what_a_server_before_left(serv
         assert (await second.call("GET", "/sessions/leg"))[0] == 404
 
 
-async def test_the_api_says_what_is_not_written_down(serve: Serve, tmp_path: Path) -> None:
-    async with serve(state=str(tmp_path)) as server:
+async def test_the_api_says_what_is_not_written_down(tmp_path: Path) -> None:
+    async with started(state=str(tmp_path)) as server:
         await server.create("arm")
         file = tmp_path / "sessions.sqlite3"
         file.rename(tmp_path / "away")
@@ -243,11 +235,10 @@ async def test_the_api_says_what_is_not_written_down(serve: Serve, tmp_path: Pat
         (tmp_path / "away").rename(file)
 
 
-async def test_a_second_server_on_the_same_folder_is_refused(serve: Serve, tmp_path: Path) -> None:
-    async with serve(state=str(tmp_path)):
-        app = create_app(Settings(state=str(tmp_path)), transport=MemoryTransport(), load=ScriptedLoader())
+async def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    async with started(state=str(tmp_path)):
         with pytest.raises(StateTaken, match="another server works on it; end that one, or give this one a folder"):
-            async with serving(app, listen("127.0.0.1", 0)):
+            async with started(state=str(tmp_path)):
                 pass
-    async with serve(state=str(tmp_path)) as third:
+    async with started(state=str(tmp_path)) as third:
         assert (await third.create())[0] == 200

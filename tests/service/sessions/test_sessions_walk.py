@@ -22,9 +22,9 @@ from service.sessions.records import SCHEMA, SessionRecords
 from service.sessions.sessions import NewSession, Sessions, SessionSettings
 from service.stage import Move
 from service.transport.memory import MemoryLink, MemoryTransport
+from tests.server import POSE
 from tests.waiting import until
 
-POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 SHARED = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk would only make it slower
 IDS = st.sampled_from(["a", "b"])
 GOING = ("running", "reconnecting", "degraded")

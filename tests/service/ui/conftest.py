@@ -2,26 +2,23 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
 from jaxmodels import Requirements
 from jaxmodels.errors import CheckpointError
-from service.app import create_app
 from service.auth.keys import KeyFile
 from service.auth.roles import Role
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
-from service.routes.context import App
-from service.serving import listen, serving
-from service.settings import Settings
-from service.transport.memory import MemoryLink, MemoryTransport
+from service.engine.scripted_policy import SO100_REQUIREMENTS
+from service.transport.memory import MemoryLink
+from tests import server as server_of_tests
+from tests.server import JOINTS
 
 PERIOD = 0.04
 
@@ -31,14 +28,7 @@ class Arm:
 
     def __init__(self, link: MemoryLink):
         self.link = link
-        self.pose = {
-            "Rotation": 0.0,
-            "Pitch": 10.0,
-            "Elbow": 20.0,
-            "Wrist_Pitch": 30.0,
-            "Wrist_Roll": 40.0,
-            "Jaw": 50.0,
-        }
+        self.pose = {name: 10.0 * number for number, name in enumerate(JOINTS)}
         self.is_seeing = True
         self._ticks = 0
         self._obeyed = 0
@@ -62,25 +52,15 @@ class Arm:
 
 
 @dataclass
-class Server:
-    """A running server, what it was made of, and a client."""
+class Server(server_of_tests.Server):
+    """A server and the arms of its sessions."""
 
-    app: App
-    url: str
-    http: aiohttp.ClientSession
-    load: ScriptedLoader
-    transport: MemoryTransport
     arms: list[Arm] = field(default_factory=list)
     _living: list["asyncio.Task[None]"] = field(default_factory=list)
 
-    async def call(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
-        async with self.http.request(method, path, **more) as answer:
-            return answer.status, await answer.json()
-
-    async def create(self, session_id: str = "arm", **more: Any) -> Arm:
+    async def create(self, session_id: str = "arm", by: str | None = None, **more: Any) -> Arm:
         """A session that is ready, and its arm."""
-        body = {"session_id": session_id, "policy_path": "policies/act", "transport_server_url": "http://rooms.example"}
-        status, told = await self.call("POST", "/sessions", json=body | more)
+        status, told = await super().create(session_id, by, **more)
         assert status == 200, told
         return self.connect()
 
@@ -92,19 +72,10 @@ class Server:
         self._living.append(asyncio.create_task(arm.live()))
         return arm
 
-    async def until(self, claim: Callable[[], Any], seconds: float = 30.0) -> None:
-        """Wait until this is so."""
-        async with asyncio.timeout(seconds):
-            while not claim():  # noqa: ASYNC110 - of threads and sockets there is no event
-                await asyncio.sleep(0.01)
-
     async def close(self) -> None:
         for task in self._living:
             task.cancel()
         await asyncio.gather(*self._living, return_exceptions=True)
-
-
-Serve = Callable[..., AbstractAsyncContextManager[Server]]
 
 
 def read_requirements(path: str, revision: str | None) -> Requirements:
@@ -114,14 +85,9 @@ def read_requirements(path: str, revision: str | None) -> Requirements:
 
 
 @asynccontextmanager
-async def started(port: int = 0, **settings: Any) -> AsyncIterator[Server]:
-    load, transport = ScriptedLoader(), MemoryTransport()
-    app = create_app(Settings(**settings), transport=transport, load=load, read_requirements=read_requirements)
-    async with (
-        serving(app, listen("127.0.0.1", port)) as url,
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as http,
-    ):
-        server = Server(app, url, http, load, transport)
+async def started(**settings: Any) -> AsyncIterator[Server]:
+    parts = {"read_requirements": read_requirements}
+    async with server_of_tests.started(Server, parts=parts, **settings) as server:
         try:
             yield server
         finally:
@@ -129,13 +95,13 @@ async def started(port: int = 0, **settings: Any) -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-def serve() -> Serve:
+def serve() -> Any:
     return started
 
 
 @pytest.fixture
-async def server(serve: Serve) -> AsyncIterator[Server]:
-    async with serve() as server:
+async def server() -> AsyncIterator[Server]:
+    async with started() as server:
         yield server
 
 

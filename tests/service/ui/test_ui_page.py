@@ -18,6 +18,7 @@ from service.auth.roles import Role
 from service.engine.device_health import ALLOWED
 from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
 from service.ui.live import LiveSettings
+from tests.waiting import until
 
 CHROMIUM = Path("/usr/bin/chromium")
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
@@ -209,7 +210,7 @@ async def test_a_lost_connection_is_obvious_and_stop_is_tried_until_it_is_acknow
     await until_text(page, "#report[data-state=failed]", "NOT STOPPED: the server has not acknowledged the STOP")
     await until_text(page, "#report", "use the robot's own emergency stop")
     await until_text(page, "#report", re.compile(r"attempt ([2-9]|\d\d)"))
-    async with serve(port) as server:
+    async with serve(port=port) as server:
         await server.create("other")
         await until_text(page, "#report[data-state=done]", "Acknowledged by the server")
         await page.wait_for_selector("#link[data-state=live]")
@@ -360,10 +361,10 @@ async def test_a_pressed_stop_reaches_the_robot_in_time(browser, server, pauses)
     arm = await server.create()
     async with opened(browser, server) as page:
         await page.click("#start:enabled")
-        await server.until(lambda: arm.link.sent)
+        await until(lambda: arm.link.sent)
         pressed = time.monotonic()
         await page.keyboard.press("Escape")
-        await server.until(lambda: server.app.ctx.sessions.get("arm").is_latched)
+        await until(lambda: server.app.ctx.sessions.get("arm").is_latched)
         assert pauses.running(pressed) < 0.5
 
 

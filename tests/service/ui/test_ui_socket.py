@@ -14,6 +14,7 @@ import pytest
 
 from service.ui.live import LiveSettings
 from service.ui.message import BadMessage, Look, Part, Seen, Stop, pack, parse
+from tests.waiting import until
 
 MOVING = {"ticks", "plan", "picture"}
 
@@ -108,7 +109,7 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
             await page.next()
         await page.next()  # of a machine that paused, the last picture may come only now
         assert "picture" not in kinds(await page.next()), "what was shown already is not sent again"
-    await server.until(lambda: not live.viewers and live.pictures._making is None)
+    await until(lambda: not live.viewers and live.pictures._making is None)
     arm.is_seeing, made = True, live.pictures.made
     await asyncio.sleep(0.3)
     assert live.pictures.made == made
@@ -159,7 +160,7 @@ async def test_a_page_that_talks_too_much_is_cut_off(server):
     async with opened(server) as page:
         for _ in range(200):
             await page.say(type="look", session=None)
-        await server.until(lambda: server.app.ctx.live.cut == 1)
+        await until(lambda: server.app.ctx.live.cut == 1)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +169,8 @@ async def test_a_page_that_talks_too_much_is_cut_off(server):
 async def test_a_page_that_makes_no_sense_is_cut_off(server, said):
     async with opened(server) as page:
         await page.socket.send_str(said)
-        await server.until(lambda: server.app.ctx.live.cut == 1)
-        await server.until(lambda: not server.app.ctx.live.viewers)
+        await until(lambda: server.app.ctx.live.cut == 1)
+        await until(lambda: not server.app.ctx.live.viewers)
 
 
 async def test_text_that_is_not_utf_8_closes_the_socket_and_is_not_written_down(server, caplog):
@@ -179,7 +180,7 @@ async def test_text_that_is_not_utf_8_closes_the_socket_and_is_not_written_down(
         while (end := await page.socket.receive(timeout=30)).type is not aiohttp.WSMsgType.CLOSE:
             pass
         assert (end.data, end.extra) == (1007, "text is not UTF-8")
-    await server.until(lambda: not server.app.ctx.live.viewers)
+    await until(lambda: not server.app.ctx.live.viewers)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -209,7 +210,7 @@ async def test_a_session_that_comes_goes_and_comes_again_is_looked_at_each_time(
             await server.call("DELETE", "/sessions/arm")
             gone = await page.until(lambda message: message.get("sessions") == [])
             assert "session" not in gone
-    await server.until(lambda: not server.app.ctx.live._onlookers)
+    await until(lambda: not server.app.ctx.live._onlookers)
 
 
 def test_a_message_is_aligned_and_never_holds_a_number_that_json_lacks():

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,11 @@ from service.transport.memory import MemoryTransport
 from service.updates.gates import Limits, Verdict
 from service.updates.probation import ProbationSettings
 from service.updates.rollout import RUNS, Rollout, RolloutSettings
-from tests import waiting
 from tests.faults.meter import Meter
 from tests.pauses import Pauses
+from tests.server import POSE
+from tests.waiting import until
 
-until = partial(waiting.until, within=30.0)
-
-POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 SHA, NEXT = "a" * 40, "b" * 40
 NEW = NewSession("s", "owner/name", "memory://", rate=100, auto_update="swap")
 # A busy machine takes as much time from any policy as the gates allow one.
