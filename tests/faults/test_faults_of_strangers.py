@@ -4,7 +4,7 @@ know better.
 Which test covers what else of the facts' table, and where the real process is not needed:
 
     F10  service/test_loading.py (files by name, the child that reads them), F11 likewise (a child out of memory)
-    F12  service/recording/test_disk_full.py (misses beside an unrecorded session)
+    F12  service/recording/test_recorder.py (misses beside an unrecorded session)
     F14  benchmarks/crash_recovery.py (200 kills), service/test_interrupted.py
     F15  service/test_hostile_requests.py (hundreds), benchmarks/hostile_requests.py (10,000)
     F16  service/test_hostile_requests.py::test_what_confuses_servers_has_one_answer

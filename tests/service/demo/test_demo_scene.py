@@ -4,11 +4,14 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.demo import scene
 from service.demo.arm import HOME, LIFTED, RATE, Arm
 from service.demo.tasks import BEARING, RADIUS, RED
-from service.demo.units import JOINTS, to_wire
+from service.demo.units import HIGH, JOINTS, LOW, to_radians, to_wire
+from service.motion.joints import SO100
 
 HEIGHT, WIDTH = 120, 120
 
@@ -110,3 +113,23 @@ def test_without_a_way_to_draw_the_arm_moves_and_drawing_says_what_to_install():
     assert found.returncode == 0, found.stderr
     assert "moved" in found.stdout
     assert "apt-get install libegl1" in found.stdout
+
+
+# Radians and wire values.
+
+
+poses = st.lists(st.floats(-4, 4), min_size=6, max_size=6).map(np.array)
+
+
+@given(poses)
+def test_a_pose_survives_the_way_to_the_wire_and_back(pose: np.ndarray) -> None:
+    np.testing.assert_allclose(to_radians(to_wire(pose)), pose, atol=1e-9)
+
+
+def test_the_ends_of_a_joints_range_are_the_ends_of_the_wires_range() -> None:
+    np.testing.assert_allclose(to_wire(LOW), [-100, -100, -100, -100, -100, 0])
+    np.testing.assert_allclose(to_wire(HIGH), [100] * 6)
+
+
+def test_the_arm_has_the_joints_of_the_wire_in_their_order() -> None:
+    assert tuple(joint.name for joint in SO100) == JOINTS

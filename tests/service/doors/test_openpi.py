@@ -18,7 +18,11 @@ from service.auth.keys import KeyFile
 from service.auth.roles import Role
 from service.demo.arm import CAMERA, FRAME, HORIZON, Arm
 from service.doors import packing
+from service.doors.naming import Naming
+from service.doors.observation import Wanted
 from service.doors.sockets import openpi_app
+from service.errors import InvalidRequest
+from service.motion.joints import Joint, JointTable
 from service.serving import listen, serving
 from service.sessions.request import DIRECT, NewSession
 from tests.server import started
@@ -183,9 +187,46 @@ async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_clie
         async with AsyncExitStack() as beside:
             url = await beside.enter_async_context(serving(openpi_app(app), listen("127.0.0.1", 0)))
             # A client that says nothing, not even that it heard the end.
-            async with websockets.connect(url.replace("http", "ws")) as socket:
+            async with websockets.connect(url.replace("http", "ws"), close_timeout=0.1) as socket:
                 await socket.recv()
                 socket.transport.pause_reading()
                 ending = asyncio.create_task(beside.aclose())
                 await until(lambda: app.ctx.sessions._is_closing, within=30.0)
                 await ending
+
+
+# What a client calls its pictures is found once, and anew whenever it calls them otherwise.
+
+
+WANTED = Wanted(("front",), JointTable([Joint("shoulder", 0, -1.0, 1.0)]), 1 << 20)
+
+
+def picture(value: int) -> np.ndarray:
+    return np.full((2, 2, 3), value, np.uint8)
+
+
+def test_a_client_that_calls_its_camera_otherwise_is_understood_anew() -> None:
+    naming, state = Naming(), np.zeros(1)
+    for value, message in enumerate(
+        (
+            {"observation/image": picture(0), "state": state},
+            {"observation/image": picture(1), "state": state},
+            # The exact name goes before the usual one.
+            {"observation/image": picture(9), "state": state, "observation.images.front": picture(2)},
+            {"images": {"front": picture(3)}, "state": state, "prompt": "lift"},
+            {"images": {"front": picture(4)}, "state": state, "prompt": "lift"},
+            {"observation/image": picture(5), "state": state},
+        )
+    ):
+        told = naming.renamed(message, WANTED)
+        assert told["images"]["front"][0, 0, 0] == value
+        assert told.get("prompt") == message.get("prompt")
+
+
+def test_what_a_known_client_sends_is_looked_at_each_time() -> None:
+    naming = Naming()
+    naming.renamed({"image": picture(0), "state": np.zeros(1)}, WANTED)
+    for message in ({"image": {"front": picture(0)}, "state": np.zeros(1)}, {"image": "x", "state": np.zeros(1)}, {}):
+        with pytest.raises(InvalidRequest):
+            naming.renamed(message, WANTED)
+    naming.renamed({"image": picture(0), "state": np.zeros(1)}, WANTED)

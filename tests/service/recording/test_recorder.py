@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import signal
 import statistics
@@ -15,6 +16,7 @@ from mcap.reader import make_reader
 
 from service.recording.mcap_reader import McapSource
 from service.recording.recorder import Recorder, RecorderLimits, open_new
+from tests.service.recording.disk_full import LARGEST, RATE, SECONDS
 from tests.service.recording.robot import noise, subject, tick
 
 
@@ -264,3 +266,36 @@ def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes(record, tmp_path
         counts.add(len(list(McapSource(cut).steps())))
     assert counts <= {0, 12}
     assert 12 in counts
+
+
+# A disk that is full, while robots move.
+
+
+def test_a_full_disk_ends_the_recording_and_no_tick_is_missed_for_it(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.service.recording.disk_full", str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    full, bare = found["full"], found["bare"]
+    assert full["recording"]["state"] == "disk_full"
+    assert full["recording"]["reason"] == os.strerror(27)
+    assert full["recording"]["bytes"] <= LARGEST
+    assert bare["recording"]["state"] == "off"
+    # The control goes on as if nothing had happened, and as well as the session beside it on the same loop.
+    assert (full["status"], full["hold"]) == ("running", None)
+    sent = {name: found[name]["commands_sent"] - found["sent_at_end"][name] for name in ("full", "bare")}
+    assert sent["full"] >= 0.8 * sent["bare"] > 0
+    assert sent["full"] >= 0.4 * RATE * SECONDS
+    # Each has its own grid, so what a busy machine takes from one it does not always take from the other.
+    assert full["missed_ticks"] <= 2 * bare["missed_ticks"] + 2
+    # What was written until then is there, and whole as far as it goes.
+    (listed,) = found["listed"]
+    assert (listed["session_id"], listed["dataset"]) == ("full", "none")
+    assert len(list(McapSource(tmp_path / f"{listed['name']}.mcap").steps())) > 10
