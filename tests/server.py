@@ -1,5 +1,6 @@
 """The real server on a loopback port, in the process of a test: scripted policies, rooms in memory, keys in a file."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 
 from service.app import create_app
 from service.auth.keys import KeyFile
@@ -16,7 +18,7 @@ from service.engine.scripted_policy import ScriptedLoader
 from service.routes.context import App
 from service.serving import listen, serving
 from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from service.transport.memory import MemoryLink, MemoryTransport
 from tests.waiting import until
 
 REAL_ROOMS: Any = object()
@@ -34,6 +36,15 @@ def address_of(url: str) -> tuple[str, int]:
     """Where a socket reaches a server."""
     host, _, port = url.removeprefix("http://").partition(":")
     return host, int(port)
+
+
+async def show(link: MemoryLink, size: tuple[int, int] = (48, 64), period: float = 0.01) -> None:
+    """A robot that sees black and stands in `POSE`, until it is cancelled."""
+    while True:
+        for camera in link.rooms.cameras:
+            link.deliver_frame(camera, np.zeros((*size, 3), np.uint8))
+        link.deliver_joints(POSE)
+        await asyncio.sleep(period)
 
 
 @dataclass

@@ -94,7 +94,7 @@ FAULTS = (
         "service/recording/recordings.py",
         "if entry is None or not sees(entry.owner):",
         "if entry is None:",
-        _tests("service/routes", k="recording"),
+        _tests("service/routes/test_routes_recordings.py"),
     ),
     # Sessions.
     Fault(
@@ -174,14 +174,14 @@ FAULTS = (
         "service/transport/jitter.py",
         "                return index + 1",
         "                return index",
-        _tests("service/transport/link", k="jitter or buffer or picture or packet"),
+        _tests("service/transport/link/test_link_jitter.py"),
     ),
     Fault(
         "a smeared picture is decoded after a loss",
         "service/transport/jitter.py",
         "if self._wants_keyframe and not is_keyframe(frame.data):",
         "if False:",
-        _tests("service/transport/link", k="jitter or buffer or picture or packet or keyframe"),
+        _tests("service/transport/link/test_link_jitter.py"),
     ),
     # The edge and the routes.
     Fault(
@@ -217,7 +217,7 @@ FAULTS = (
         "service/routes/debug.py",
         '    "recordings",\n',
         "",
-        _tests("service/routes", k="debug"),
+        _tests("service/routes/test_routes_debug.py"),
     ),
     Fault(
         "bytes after the end of a message are taken",
@@ -275,14 +275,14 @@ FAULTS = (
         "service/recording/recordings.py",
         'elif event == "session.error":',
         'elif event == "session.failed":',
-        _tests("service/routes", "service/recording", k="recording or recorder"),
+        _tests("service/routes/test_routes_recordings.py"),
     ),
     Fault(
         "a page too many looks on",
         "service/ui/live.py",
         "if len(self.viewers) >= self.settings.viewers and not self._make_room(caller):",
         "if len(self.viewers) > self.settings.viewers and not self._make_room(caller):",
-        _tests("service/ui", k="not page"),
+        _tests("service/ui/test_ui_socket.py"),
     ),
     Fault(
         "the file of settings wins over the flags",
@@ -296,7 +296,7 @@ FAULTS = (
         "service/cli/failure.py",
         "raise typer.Exit(code)",
         "raise typer.Exit(0)",
-        _tests("service/cli", k="token or models"),
+        _tests("service/cli/test_cli_token.py", k="cannot_be_made"),
     ),
     # Webhooks.
     Fault(

@@ -119,7 +119,6 @@ async def test_a_port_of_its_own_is_for_the_only_direct_session_with_the_clients
 
 
 async def test_frames_of_no_websocket_end_the_connection(server):
-    host, _, port = server.url.removeprefix("http://").partition(":")
     head = (
         b"GET /sessions/arm/openpi HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
@@ -131,7 +130,7 @@ async def test_frames_of_no_websocket_end_the_connection(server):
         (b"\x89\xfe\x00\x80abcd", 1002),
         (too_long, 1009),
     ):
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*server.address)
         writer.write(head)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(frame)

@@ -74,6 +74,11 @@ def test_what_is_no_plain_array_is_refused(wrong):
     assert refused.value.status in (413, 422)
 
 
+def test_a_message_ends_where_it_ends():
+    with pytest.raises(InvalidRequest, match="goes on after its end"):
+        packing.unpack(msgpack.packb({"a": 1}) + b"\xc0")
+
+
 def test_neither_depth_nor_count_builds_much():
     with pytest.raises(ServiceError):
         packing.unpack(b"\x91" * 100_000)

@@ -6,11 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from tests.pauses import Pauses
-from tests.server import POSE, REAL_ROOMS, started
+from tests.server import POSE, REAL_ROOMS, show, started
 
 
 async def until(claim: Callable[[], bool]) -> None:
@@ -71,13 +70,7 @@ async def test_a_stop_over_http_is_heard_before_anything_is_sent_when_the_loop_w
     await server.create("arm", rate=50)
     link = server.transport.link
 
-    async def show() -> None:
-        while True:
-            link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
-            link.deliver_joints(POSE)
-            await asyncio.sleep(0.01)
-
-    showing = asyncio.create_task(show())
+    showing = asyncio.create_task(show(link))
     await server.call("POST", "/sessions/arm/start")
     await until(lambda: len(link.sent) >= 10)
     host, port = server.address

@@ -15,7 +15,7 @@ import pytest
 
 import jaxmodels
 from tests import server as server_of_tests
-from tests.server import POSE, started
+from tests.server import show, started
 from tests.waiting import until
 
 JSON, NPZ, MSGPACK = "application/json", "application/x-npz", "application/msgpack"
@@ -233,8 +233,7 @@ async def test_what_would_take_too_long_or_too_much_is_413_before_it_is_compiled
 
 async def test_a_body_that_drips_in_is_cut_at_the_deadline_and_gives_its_place_back(serve):
     async with serve(request_deadline=2.0, max_forwards=1) as server:
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*server.address)
         writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
         writer.write(b"Content-Length: 5000\r\n\r\nPK")
         await until(lambda: server.places == 1, within=30)
@@ -247,8 +246,7 @@ async def test_a_body_that_drips_in_is_cut_at_the_deadline_and_gives_its_place_b
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_place_back(serve):
     async with serve(max_forwards=1) as server:
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(*server.address)
         writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
         writer.write(b"Content-Length: 5000\r\n\r\nPK")
         await until(lambda: server.places == 1, within=30)
@@ -282,8 +280,7 @@ class Verbose:
 async def test_a_client_that_does_not_read_a_long_answer_is_cut(serve):
     async with serve(Verbose(), answer_deadline=3.0, max_forwards=1) as server:
         body = write({"x": np.zeros(1)}, NPZ)
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        reader, writer = await asyncio.open_connection(*server.address, limit=1024)
         head = f"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
@@ -295,8 +292,7 @@ async def test_a_client_that_does_not_read_a_long_answer_is_cut(serve):
 
 
 async def test_who_asks_before_sending_is_told_at_once(server):
-    host, _, port = server.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(*server.address)
     for name, expected in (("other", b" 404 "), ("dit", b"HTTP/1.1 100 ")):
         writer.write(f"POST /models/{name}/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n".encode())
         writer.write(b"Content-Length: 50000000\r\nExpect: 100-continue\r\n\r\n")
@@ -306,7 +302,7 @@ async def test_who_asks_before_sending_is_told_at_once(server):
             lines.append(await asyncio.wait_for(reader.readline(), 30))
         assert any(expected in line for line in lines)
         writer.close()
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*server.address)
     writer.close()
 
 
@@ -331,8 +327,7 @@ async def test_health_metrics_and_the_system_mention_models_and_no_folder(server
 
 async def test_while_a_robot_runs_short_passes_run_and_long_ones_are_503(serve, loaded):
     async with serve(forward_beside_robots=0.5) as server:
-        new = {"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms.example"}
-        assert (await server.call("POST", "/sessions", json=new))[0] == 200
+        assert (await server.create())[0] == 200
         long = loaded.example() | {"hidden_states": np.ones((1, 4, 256, 256), np.float32)}
         assert loaded.cost(long)[0] > 0.5
         assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
@@ -346,22 +341,13 @@ async def test_while_a_robot_runs_short_passes_run_and_long_ones_are_503(serve, 
 async def test_ticks_keep_time_beside_forwards(serve, loaded):
     """Long bodies are read, computed over and answered while a robot is moved at 50 Hz."""
     async with serve(forward_beside_robots=10.0) as server:
-        new = {"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms.example", "rate": 50}
-        assert (await server.call("POST", "/sessions", json=new))[0] == 200
+        assert (await server.create(rate=50))[0] == 200
         inputs = loaded.example() | {"hidden_states": np.ones((512, 4, 16, 16), np.float32)}
         inputs |= {"timestep": np.zeros(512, np.float32), "class_labels": np.zeros(512, np.int32)}
         body = write(inputs, NPZ)
         assert (await server.forward(body, NPZ))[0] == 200
         drive = server.app.ctx.sessions.get("arm").drive
-        link = drive._link
-
-        async def robot() -> None:
-            while True:
-                link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
-                link.deliver_joints(POSE)
-                await asyncio.sleep(0.02)
-
-        robot_task = asyncio.create_task(robot())
+        robot_task = asyncio.create_task(show(server.transport.link, period=0.02))
         assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
         statuses = [(await server.forward(body, NPZ))[0] for _ in range(4)]
         robot_task.cancel()

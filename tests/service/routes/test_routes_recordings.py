@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from service.auth.roles import Role
+from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.recording.mcap_reader import McapSource
 from service.recording.recordings import run_process
 from service.recording.sources import open_source
@@ -126,6 +127,20 @@ async def test_a_session_that_ends_with_its_server_leaves_a_whole_recording(serv
     (path,) = tmp_path.glob("*.mcap")
     assert McapSource(path).outcome.state == "off"
     assert len(list(McapSource(path).steps())) > 4
+
+
+async def test_a_recording_ends_with_a_session_that_fails(serve, tmp_path):
+    policy = ScriptedPolicy()
+    settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
+    async with serve(load=ScriptedLoader(lambda: policy), **settings) as server:
+        await server.create("arm", record=True, rate=50)
+        feeding = asyncio.create_task(feed(server))
+        await server.call("POST", "/sessions/arm/start")
+        await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm")
+        policy.failures = [ValueError("broken")] * 3
+        await until(server, lambda one: one["status"] == "error", "/sessions/arm")
+        await until(server, lambda found: found[0]["state"] == "off")
+        feeding.cancel()
 
 
 async def test_a_full_disk_is_said_and_the_robot_goes_on(serve, tmp_path):

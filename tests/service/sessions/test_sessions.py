@@ -30,7 +30,7 @@ from service.sessions.sessions import NewSession, Sessions, SessionSettings
 from service.stage import Stage
 from service.transport.memory import MemoryLink, MemoryTransport
 from tests.pauses import Pauses
-from tests.server import POSE
+from tests.server import POSE, show
 from tests.waiting import until
 
 NEW = NewSession("s", "policy", "memory://", rate=100)
@@ -58,16 +58,7 @@ class Rig:
 
     def robot(self, link: MemoryLink | None = None, size: tuple[int, int] = (48, 64)) -> asyncio.Task[None]:
         """A robot that sends frames and joints until cancelled."""
-        to = link or self.transport.link
-
-        async def send() -> None:
-            while True:
-                for camera in to.rooms.cameras:
-                    to.deliver_frame(camera, np.zeros((*size, 3), np.uint8))
-                to.deliver_joints(POSE)
-                await asyncio.sleep(0.01)
-
-        task = asyncio.create_task(send())
+        task = asyncio.create_task(show(link or self.transport.link, size))
         self.robots.append(task)
         return task
 
