@@ -24,6 +24,10 @@ from tests.waiting import until
 REAL_ROOMS: Any = object()
 ROOMS = "http://rooms.example"
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
+OBSERVATION = {
+    "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
+    "observation.state": np.zeros((1, 6), np.float32),
+}
 POSE = {name: float(number) for number, name in enumerate(JOINTS, 1)}
 
 

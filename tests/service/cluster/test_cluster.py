@@ -35,12 +35,8 @@ from service.engine.served import Inference
 from service.errors import PolicyError
 from service.policy_files.listing import Listing as Files
 from tests.pauses import Pauses
+from tests.server import OBSERVATION
 from tests.waiting import until
-
-OBSERVATION = {
-    "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
-    "observation.state": np.zeros((1, 6), np.float32),
-}
 
 
 class Call:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from service.engine.batching import Batching, Chosen
 from service.engine.costs import KEPT, OLD, Costs
+from tests.service.engine.test_costs import costs
 
 SIZES = (1, 2, 4, 8)
 
@@ -15,13 +16,6 @@ class Asked:
     due: float
     is_alone: bool = False
     is_wanted: bool = True
-
-
-def costs(**seconds: float) -> Costs:
-    made = Costs()
-    for size, taken in seconds.items():
-        made.learn(int(size[1:]), taken)
-    return made
 
 
 # As on a device that a batch of 8 costs twice what one costs.

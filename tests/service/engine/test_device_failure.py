@@ -14,12 +14,9 @@ from service.engine.engine import Engine, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.errors import PolicyFailed
 from tests.pauses import Pauses
+from tests.server import OBSERVATION
 from tests.waiting import until
 
-OBSERVATION = {
-    "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
-    "observation.state": np.zeros((1, 6), np.float32),
-}
 STUCK = 4.0
 DEAD = RuntimeError("device halted: /root/secret")
 

@@ -7,7 +7,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from service.engine.engine import Engine
@@ -15,10 +14,6 @@ from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
-OBSERVATION = {
-    "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
-    "observation.state": np.zeros((1, 6), np.float32),
-}
 # In a process of its own: how many devices there are is decided when JAX begins.
 SCRIPT = """
 import asyncio
@@ -38,6 +33,7 @@ from jaxmodels.policy import Policy
 from jaxmodels.weights import blueprint
 from service.engine.engine import Engine
 from tests.pauses import Pauses
+from tests.server import OBSERVATION
 
 seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
 small = dict(dim_model=128, n_heads=2, dim_feedforward=256, n_encoder_layers=1, n_decoder_layers=1, use_vae=False)

@@ -13,12 +13,8 @@ from service.engine.engine import Engine, Served
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.served import Inference, InferenceStuck, Replica
 from service.errors import PolicyError, PolicyFailed
+from tests.server import OBSERVATION
 from tests.waiting import until
-
-OBSERVATION = {
-    "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
-    "observation.state": np.zeros((1, 6), np.float32),
-}
 
 
 class ScriptedLane:

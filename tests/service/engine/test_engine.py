@@ -16,12 +16,8 @@ from service.engine.lane import Lane
 from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.engine.worker import Worker, call_in_thread
 from service.errors import PolicyError, PolicyFailed
+from tests.server import OBSERVATION
 from tests.waiting import until
-
-OBSERVATION = {
-    "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
-    "observation.state": np.zeros((1, 6), np.float32),
-}
 
 
 def ignore(stage: str) -> None:

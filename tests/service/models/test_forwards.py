@@ -22,13 +22,10 @@ from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, T
 from service.models.forwards import Ask, Forwarded, ForwardLimits
 from service.models.models import Models
 from service.models.served_model import ServedModel
+from tests.server import OBSERVATION
 from tests.waiting import until
 
 JSON, NPZ = FORMS[0], FORMS[1]
-OBSERVATION = {
-    "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
-    "observation.state": np.zeros((1, 6), np.float32),
-}
 
 
 @dataclass
