@@ -86,14 +86,10 @@ def test_a_webhook_is_made(call, hub, arguments, seen):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--url", URL, "--job-id", "687f", "--watch", "user:me"], "not both"),
         (["--watch", "user:me"], "Missing argument"),
         (["--url", URL], "--watch"),
         (["--url", URL, "--watch", "bad-format"], "'bad-format' cannot be read"),
         (["--url", URL, "--watch", "modle:name"], "did you mean 'model'"),
-        (["--url", URL, "--watch", "model:a", "--domain", "repos"], "did you mean 'repo'"),
-        (["--url", URL, "--watch", "model:a", "--secrets", "A=of-the-job"], "together with `job_id`"),
-        (["--url", URL, "--watch", "model:a", "--secret", "short"], "at least 16"),
         (["--url", URL, "--watch", "model:a", "--secret", SECRET, "--secret-env", "X"], "one of them"),
         (["--url", URL, "--watch", "model:a", "--secret-env", "NOT_SET"], "NOT_SET has no secret"),
         (["--url", URL, "--watch", "model:a", "--generate-secret"], "name the file"),

@@ -21,11 +21,6 @@ def same(piece: bytes) -> bytes:
     return piece
 
 
-def test_what_is_packed_is_unpacked(folder: Path, tmp_path: Path) -> None:
-    parcel = pack(folder, same)
-    assert read(unpack(parcel, tmp_path / "cache", same)) == FILES
-
-
 def test_files_of_many_pieces_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack(folder, same).sha
     monkeypatch.setattr(parcels, "PIECE", 100)

@@ -248,9 +248,3 @@ def test_each_refusal_is_the_error_that_it_is(kind: Any, error: type[Exception])
         answered(Refusal(kind, "why"))
     assert answered(3) == 3
     assert answered(None) is None
-
-
-def test_an_engine_that_is_gone_is_gone(engines: Engines, policy: RemotePolicy) -> None:
-    engines.answers["rehearse"] = DeviceGone("it ended")
-    with pytest.raises(DeviceGone):
-        policy.rehearse()

@@ -22,7 +22,6 @@ from jaxmodels.policies.policy_config import SMALL_CNN
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from jaxmodels.weights import blueprint, flatten
 from service.engine.engine import Engine
-from service.errors import PolicyError
 from service.sessions.sessions import NewSession, Sessions
 from service.stage import Stage
 from service.transport.memory import MemoryLink, MemoryTransport
@@ -139,29 +138,6 @@ async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_p
         await sessions.close()
 
 
-async def test_frames_of_another_size_are_compiled_for_while_the_robot_is_held(policy_folder: Path) -> None:
-    transport = MemoryTransport()
-    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
-    try:
-        session = await sessions.create(NewSession("s", str(policy_folder), "memory://"))
-        link = transport.link
-        link.deliver_joints(POSE)
-        await sessions.start("s")
-
-        async def robot() -> None:
-            while True:
-                link.deliver_frame("front", np.zeros((30, 40, 3), np.uint8))
-                await asyncio.sleep(0.02)
-
-        robot_task = asyncio.create_task(robot())
-        await until(lambda: len(link.sent) > 10)
-        assert session.stage is Stage.RUNNING
-        assert "compiling" in session.status().stats["holds"]  # type: ignore[operator]
-        robot_task.cancel()
-    finally:
-        await sessions.close()
-
-
 async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compiled_policy_took(
     policy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,12 +210,3 @@ async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_fol
         if PREFIX_LENGTH in seen:
             executed = int(seen[PREFIX_DELAY][0])
             np.testing.assert_allclose(chunk[0, :executed], seen[PREFIX_ACTIONS][0, :executed], atol=1e-4)
-
-
-async def test_a_folder_without_a_policy_is_refused_with_the_reason(tmp_path: Path) -> None:
-    sessions = Sessions(transport=MemoryTransport(), load=load, engine=Engine(switch_interval=None))
-    try:
-        with pytest.raises(PolicyError, match=r"cannot be loaded: .*config\.json"):
-            await sessions.create(NewSession("s", str(tmp_path), "memory://"))
-    finally:
-        await sessions.close()

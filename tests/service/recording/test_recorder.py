@@ -191,11 +191,6 @@ def test_a_write_that_fails_ends_the_recording_and_leaves_a_file_that_can_be_rea
     assert McapSource(path).outcome.state == "interrupted"
 
 
-def test_a_device_that_is_full_ends_the_recording(tmp_path):
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        until(Recorder(tmp_path / "a.mcap", subject(), open_file=lambda path: full), "disk_full")
-
-
 def test_a_part_of_the_disk_stays_free(tmp_path):
     recorder = Recorder(tmp_path / "a.mcap", subject(), disk=lambda folder: (100 << 30, 0, (1 << 30) - 1))
     until(recorder, "disk_full")

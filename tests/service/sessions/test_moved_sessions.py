@@ -61,12 +61,6 @@ async def test_one_that_is_given_up_is_held_and_its_rooms_stay(servers: Servers)
     await servers.here.give_up("arm")
 
 
-async def test_the_rooms_of_one_that_is_deleted_go_as_before(servers: Servers) -> None:
-    await servers.here.create(NEW)
-    await servers.here.delete("arm")
-    assert servers.transport.existing == set()
-
-
 async def test_one_that_is_taken_in_moves_nothing_before_it_is_restarted_and_then_has_its_rooms(
     servers: Servers,
 ) -> None:
