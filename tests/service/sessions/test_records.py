@@ -23,7 +23,8 @@ from tests.waiting import until
 
 
 def test_a_record_comes_back_as_it_was_written() -> None:
-    record = SessionRecord(NEW, stage="running", reason="because", is_ready=True, made=("arm-front",))
+    newer = {"version": 2, "more": {"cause": "x"}, "wishes": {"max_torque": 3}}
+    record = SessionRecord(NEW, stage="running", reason="because", is_ready=True, made=("arm-front",), **newer)
     assert from_json(record.as_json()) == record
 
 
