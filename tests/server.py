@@ -21,7 +21,7 @@ from service.settings import Settings
 from service.transport.memory import MemoryLink, MemoryTransport
 from tests.waiting import until
 
-REAL_ROOMS: Any = object()
+REAL: Any = object()  # what a server has that is told nothing
 ROOMS = "http://rooms.example"
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 OBSERVATION = {
@@ -103,8 +103,8 @@ async def started(
 
     Args:
         kind: what is given of it.
-        transport: rooms in memory when None; REAL_ROOMS are those of the server itself, or of others.
-        load: how policies are loaded; a ScriptedLoader when None.
+        transport: rooms in memory when None; REAL are those of the server itself, or of others.
+        load: how policies are loaded; a ScriptedLoader when None; REAL is from folders and the Hub.
         parts: more of what ``create_app`` takes.
         roles: keys that are made in the folder of the setting ``state``.
         headers: of every call.
@@ -113,8 +113,8 @@ async def started(
     transport, load = transport or MemoryTransport(), load or ScriptedLoader()
     file = KeyFile(Path(settings.get("state", "nowhere")) / "keys.json")
     keys = {name: file.new(name, role, name, time.time()) for name, role in (roles or {}).items()}
-    rooms = None if transport is REAL_ROOMS else transport
-    app = create_app(Settings(**settings), transport=rooms, load=load, **(parts or {}))
+    given = {name: None if part is REAL else part for name, part in (("transport", transport), ("load", load))}
+    app = create_app(Settings(**settings), **given, **(parts or {}))
     prepare(app)
     async with (
         serving(app, listen("127.0.0.1", port)) as url,

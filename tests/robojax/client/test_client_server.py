@@ -23,7 +23,7 @@ from robojax.client import (
 )
 from robojax.client.stream import open_async_stream
 from service.auth.roles import Role
-from tests.server import REAL_ROOMS, started
+from tests.server import REAL, started
 
 PICTURES = {"front": np.zeros((48, 64, 3), np.uint8)}
 POSE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -35,7 +35,7 @@ async def client(tmp_path: Path) -> AsyncIterator[AsyncClient]:
     settings: dict[str, Any] = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)}
     roles = {"alice": Role.OPERATOR}
     async with (
-        started(transport=REAL_ROOMS, roles=roles, **settings) as server,
+        started(transport=REAL, roles=roles, **settings) as server,
         AsyncClient(server.url, key=server.keys["alice"]) as client,
     ):
         yield client
@@ -162,7 +162,7 @@ async def test_rooms_are_joined_through_the_same_client(client: AsyncClient) -> 
 
 
 async def test_a_server_that_ends_ends_streams(tmp_path: Path) -> None:
-    async with started(transport=REAL_ROOMS, state=str(tmp_path), policy_owners=("policies",)) as server:
+    async with started(transport=REAL, state=str(tmp_path), policy_owners=("policies",)) as server:
         client = AsyncClient(server.url)
         session = await client.create("arm", "policies/act")
         stream = await session.stream().__aenter__()

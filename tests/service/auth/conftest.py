@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.auth.roles import Role
-from tests.server import REAL_ROOMS, Server, started
+from tests.server import REAL, Server, started
 
 Serve = Callable[..., AbstractAsyncContextManager[Server]]
 KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root": Role.ADMIN}
@@ -18,7 +18,7 @@ KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root"
 def serve(tmp_path: Path) -> Serve:
     def start(names: Any = KEYS, real_rooms: bool = False, **settings: Any) -> AbstractAsyncContextManager[Server]:
         kept = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)} | settings
-        rooms = REAL_ROOMS if real_rooms else None
+        rooms = REAL if real_rooms else None
         return started(transport=rooms, roles={name: KEYS[name] for name in names}, **kept)
 
     return start

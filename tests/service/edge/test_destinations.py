@@ -14,7 +14,7 @@ from service.errors import InvalidRequest, TransportError
 from service.settings import Settings, SettingsError
 from service.transport.rest import http_session
 from service.transport.server import serve_transport
-from tests.server import REAL_ROOMS, started
+from tests.server import REAL, started
 
 NAMES = {
     "localhost": ["127.0.0.1", "::1"],
@@ -212,7 +212,7 @@ async def test_a_redirect_to_this_machine_is_not_followed():
 
 
 async def test_a_refused_host_is_422_before_the_policy_is_loaded_and_names_the_setting():
-    async with started(transport=REAL_ROOMS) as server:
+    async with started(transport=REAL) as server:
         for host, said in (("169.254.169.254:8000", "metadata"), ("10.0.0.1", "--transport-hosts")):
             status, told = await server.create(transport_server_url=f"http://{host}")
             assert (status, told["detail"][0]["loc"]) == (422, ["body", "transport_server_url"])

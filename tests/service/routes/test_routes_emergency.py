@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.pauses import Pauses
-from tests.server import POSE, REAL_ROOMS, show, started
+from tests.server import POSE, REAL, show, started
 
 
 async def until(claim: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ async def test_a_stop_over_http_is_heard_before_anything_is_sent_when_the_loop_w
 
 
 async def test_a_robot_that_somebody_elses_controller_commands_is_taken() -> None:
-    async with started(transport=REAL_ROOMS) as first, started(transport=REAL_ROOMS) as second:
+    async with started(transport=REAL) as first, started(transport=REAL) as second:
         new = {"workspace_id": "w", "transport_server_url": first.url}
         assert (await first.create(**new))[0] == 200
         status, refused = await second.create(**new)

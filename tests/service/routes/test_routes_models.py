@@ -15,7 +15,7 @@ import pytest
 
 import jaxmodels
 from tests import server as server_of_tests
-from tests.server import show, started
+from tests.server import REAL, show, started
 from tests.waiting import until
 
 JSON, NPZ, MSGPACK = "application/json", "application/x-npz", "application/msgpack"
@@ -358,7 +358,7 @@ async def test_ticks_keep_time_beside_forwards(serve, loaded):
 
 
 async def test_a_server_starts_with_the_models_of_its_settings(model_folder):
-    async with started(models={"dit": str(model_folder)}) as server:
+    async with started(load=REAL, models={"dit": str(model_folder)}) as server:
         _, [told] = await server.call("GET", "/models")
     assert (told["name"], told["source"], told["kind"]) == ("dit", "transformer", "patches")
     assert str(model_folder) not in json.dumps(told)
