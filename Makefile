@@ -29,17 +29,17 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 HOOKS := tests/hooks tests/stub_hub
 CALLED := tests/robojax tests/test_deploy.py $(patsubst %,tests/test_%.py,docs floors layers notebooks) \
   $(addprefix tests/service/,arrays auth cli doors recording routes ui safety/test_bad_input.py \
-    $(patsubst %,cluster/test_%.py,cluster_settings parcels places remote_policy scaling) \
+    $(patsubst %,cluster/test_%.py,cluster_settings parcels remote_policy scaling) \
     transport/test_acceptance_checklist.py $(patsubst %,edge/test_%.py,destinations policy_places) \
     $(patsubst %,engine/test_%.py,admission batching devices loading real_policy) \
     $(patsubst %,sessions/test_%.py,interrupted records)) \
-  $(patsubst %,tests/service/test_%.py,crash_recovery finite_numbers fleet_sim hostile_requests logs session_cycles settings)
+  $(patsubst %,tests/service/test_%.py,finite_numbers fleet_sim hostile_requests logs settings)
 # These are told what time it is, or keep none.
 CALLED += $(addprefix tests/service/,motion updates/test_gates.py \
   $(patsubst %,safety/test_%.py,guard lease limits_of_motion watchdog) \
   $(patsubst %,engine/test_%.py,batching progress) $(patsubst %,transport/test_transport_%.py,rooms wire) \
-  $(patsubst %,transport/link/test_link_%.py,camera candidates jitter peer) test_stage.py test_stats.py \
-  $(patsubst %,demo/test_demo_%.py,demonstrations episodes expert policy scene tasks units))
+  $(patsubst %,transport/link/test_link_%.py,camera candidates jitter peer) test_stage.py test_metrics.py \
+  $(patsubst %,demo/test_demo_%.py,demonstrations episodes expert policy scene tasks))
 BESIDE := --numprocesses 2 --dist worksteal
 # First of the others what takes long in one piece, so that no process is left with it when the other has done all else.
 LONG := $(addprefix tests/,service/demo service/cluster/test_ray.py service/hosts)

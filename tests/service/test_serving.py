@@ -5,13 +5,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import aiohttp
 import pytest
 from sanic import Sanic
 
-from benchmarks.session_cycles import COUNTED, measure
 from service.app import create_app
 from service.engine.scripted_policy import ScriptedLoader
 from service.loop_watchdog import LoopWatchdog
@@ -171,13 +169,3 @@ def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
 def test_a_server_can_listen_before_jax_is_imported() -> None:
     code = "import sys, service.cli.serve, service.app; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-async def test_nothing_stays_behind_of_thirty_sessions(tmp_path: Path) -> None:
-    """The whole programme has 1,000 cycles and looks at memory, too."""
-    found = await measure(tmp_path, cycles=30, look_every=15)
-    assert found["errors"] == {}
-    grown = {name: found[f"{name}_growth"] for name in COUNTED}
-    assert max(grown.values()) <= 0, (grown, found["looks"])
-    assert found["looks"][-1]["rooms"] == 0
-    assert found["exit_code"] == 0
