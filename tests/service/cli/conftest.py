@@ -1,4 +1,4 @@
-"""The console command as a process of its own, as people start it."""
+"""The console command as a process of its own, as people start it; whatever it is told, it shows no traceback."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def environment(tmp_path) -> dict[str, str]:
 @pytest.fixture
 def robojax(environment, tmp_path) -> Run:
     def run(*arguments: str, timeout: float = 110, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        told = subprocess.run(
             [sys.executable, "-m", "service.cli", *arguments],
             env=environment | more,
             cwd=tmp_path,
@@ -32,6 +32,8 @@ def robojax(environment, tmp_path) -> Run:
             timeout=timeout,
             check=False,
         )
+        assert "Traceback" not in told.stderr
+        return told
 
     return run
 
@@ -54,6 +56,7 @@ def call(environment, tmp_path, monkeypatch, capsys) -> Run:
             with pytest.raises(SystemExit) as ended:
                 main()
         told = capsys.readouterr()
+        assert "Traceback" not in told.err
         assert isinstance(ended.value.code, int)
         return subprocess.CompletedProcess(arguments, ended.value.code, told.out, told.err)
 

@@ -103,7 +103,6 @@ def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(enviro
 def test_wrong_usage_ends_with_2(call, arguments):
     told = call(*arguments)
     assert (told.returncode, told.stdout) == (2, "")
-    assert "Traceback" not in told.stderr
 
 
 def test_wrong_settings_end_with_2_and_say_what_to_do(call, tmp_path):
@@ -112,7 +111,6 @@ def test_wrong_settings_end_with_2_and_say_what_to_do(call, tmp_path):
     assert told.returncode == 2
     for text in ("rate (flag --rate)", "port (environment ROBOJAX_PORT)", "did you mean 'port'", "Do: "):
         assert text in told.stderr
-    assert "Traceback" not in told.stderr
 
 
 @pytest.mark.parametrize("after", [0.0, 0.5], ids=["at once", "while jax is imported"])
@@ -151,7 +149,6 @@ def _is_refused_a_taken_port(robojax, url):
     assert told.returncode == 2
     assert "cannot listen" in told.stderr
     assert "--port 0" in told.stderr
-    assert "Traceback" not in told.stderr
 
 
 def _lists_and_stops_sessions(call, url):
@@ -168,7 +165,6 @@ def test_a_server_that_is_not_there_ends_with_4(call):
         told = call(*arguments, "--url", "http://127.0.0.1:9")
         assert told.returncode == 4
         assert "robojax serve" in told.stderr
-        assert "Traceback" not in told.stderr
     assert call("sessions", "--url", "ftp://x").returncode == 2
 
 
@@ -192,4 +188,3 @@ def test_a_policy_that_is_not_there_ends_with_3(robojax):
     told = robojax("check", "/no/such/policy", HF_HUB_OFFLINE="1")
     assert (told.returncode, told.stdout) == (3, "")
     assert "neither a folder here nor a repo id" in told.stderr
-    assert "Traceback" not in told.stderr

@@ -48,7 +48,6 @@ def test_other_machines_are_not_let_in_without_a_key(robojax, command, host):
     assert (told.returncode, told.stdout) == (2, "")
     for text in ("robojax token new --role operator", f"robojax {command} --host {host} --keys-file", "--insecure"):
         assert text in told.stderr
-    assert "Traceback" not in told.stderr
 
 
 def test_insecure_lets_them_in_and_says_so_loudly(serve):

@@ -110,6 +110,10 @@ class House:
             self.lanes[device] = ScriptedLane()
             self.engine.join(device, self.lanes[device])
 
+    async def load_on(self, *devices: str) -> Served:
+        self.join(*devices)
+        return await self.load()
+
     async def load(self, path: str = "p") -> Served:
         return await self._stack.enter_async_context(self.engine.policy(self.loader, path, None, lambda word: None))
 
@@ -143,8 +147,7 @@ async def house() -> AsyncIterator[House]:
 
 
 async def test_what_is_loaded_is_put_on_one_that_joins_and_asked_of_it(house: House) -> None:
-    house.join("a")
-    served = await house.load()
+    served = await house.load_on("a")
     await house.engine.compile(served, {"front": (8, 8)})
     house.join("b")
     await house.settled()
@@ -177,8 +180,7 @@ async def test_a_policy_cannot_be_loaded_while_no_device_is_there(house: House) 
 
 
 async def test_one_that_leaves_while_a_policy_is_copied_to_it_does_not_get_it(house: House) -> None:
-    house.join("a")
-    served = await house.load()
+    served = await house.load_on("a")
     gate = house.failures_of["b"] = threading.Event()
     house.join("b")
     await until(lambda: "b" in house.copied)
@@ -217,8 +219,7 @@ async def test_a_failed_device_of_this_process_is_not_copied_to() -> None:
 
 
 async def test_what_one_that_is_gone_was_asked_another_one_is(house: House) -> None:
-    house.join("a", "b", "c")
-    served = await house.load()
+    served = await house.load_on("a", "b", "c")
     house.lanes["a"].failures = [DeviceGone("a ended")]
     await house.ask(served, 3)
     assert house.engine.failed == ("a",)
@@ -227,8 +228,7 @@ async def test_what_one_that_is_gone_was_asked_another_one_is(house: House) -> N
 
 
 async def test_of_three_two_may_fail_at_one_moment(house: House) -> None:
-    house.join("a", "b", "c")
-    served = await house.load()
+    served = await house.load_on("a", "b", "c")
     house.lanes["a"].failures = [Overdue("a is slow")]
     house.lanes["b"].failures = [DeviceGone("b ended")]
     house.lanes["b"].asked_at, house.lanes["c"].asked_at = 1.0, 2.0
@@ -264,8 +264,7 @@ def put_late(house: House, served: Served) -> LateLane:
 
 @pytest.mark.parametrize("what", ["waits", "is stuck", "is gone", "left meanwhile"])
 async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(house: House, what: str) -> None:
-    house.join("a", "b")
-    served = await house.load()
+    served = await house.load_on("a", "b")
     late = put_late(house, served)
     house.lanes["b"].asked_at = 1.0
     if what == "left meanwhile":
@@ -290,8 +289,7 @@ async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(hous
 
 
 async def test_where_neither_has_an_answer_the_robot_hears_of_it(house: House) -> None:
-    house.join("a", "b")
-    served = await house.load()
+    served = await house.load_on("a", "b")
     late = put_late(house, served)
     house.lanes["b"].asked_at = 1.0
     house.lanes["b"].failures = [InferenceStuck("b did not return")]
@@ -301,8 +299,7 @@ async def test_where_neither_has_an_answer_the_robot_hears_of_it(house: House) -
 
 
 async def test_one_that_owes_an_answer_is_asked_last(house: House) -> None:
-    house.join("a", "b")
-    served = await house.load()
+    served = await house.load_on("a", "b")
     house.lanes["a"].is_late = True
     house.lanes["a"].asked, house.lanes["b"].asked = 1, 5
     await house.ask(served)
@@ -310,8 +307,7 @@ async def test_one_that_owes_an_answer_is_asked_last(house: House) -> None:
 
 
 async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: House) -> None:
-    house.join("a", "b")
-    served = await house.load()
+    served = await house.load_on("a", "b")
 
     class Slow(ScriptedLane):
         async def ask(self, *args: object, **more: object) -> Inference:
@@ -341,8 +337,7 @@ async def test_requests_wait_while_none_is_there_and_go_on_when_one_joins(house:
 
 
 async def test_a_robot_goes_on_before_the_policies_of_others_are_copied(house: House) -> None:
-    house.join("a")
-    served = await house.load()
+    served = await house.load_on("a")
     gate = threading.Event()
 
     class Slow(Somewhere):
@@ -369,8 +364,7 @@ async def test_a_robot_goes_on_before_the_policies_of_others_are_copied(house: H
 
 
 async def test_a_policy_that_one_cannot_have_does_not_keep_it_from_having_others(house: House) -> None:
-    house.join("a")
-    served = await house.load()
+    served = await house.load_on("a")
     house.failures_of["b"] = OSError(28, "No space left on device")
     house.join("b")
     await house.settled()
@@ -383,8 +377,7 @@ async def test_a_policy_that_one_cannot_have_does_not_keep_it_from_having_others
 async def test_after_its_patience_a_request_fails_with_a_text() -> None:
     async with AsyncExitStack() as stack:
         house = House(stack, patience=0.05)
-        house.join("a")
-        served = await house.load()
+        served = await house.load_on("a")
         house.engine.leave("a", "it ended")
         with pytest.raises(InferenceStuck, match=r"no engine has been there for 0.05 s that the policy could run on"):
             await house.ask(served)
@@ -392,8 +385,7 @@ async def test_after_its_patience_a_request_fails_with_a_text() -> None:
 
 
 async def test_whoever_waits_for_a_device_is_told_when_the_server_ends(house: House) -> None:
-    house.join("a")
-    served = await house.load()
+    served = await house.load_on("a")
     house.engine.leave("a", "it ended")
     robot = asyncio.create_task(house.ask(served))
     await asyncio.sleep(0.01)
@@ -411,8 +403,7 @@ async def test_nothing_joins_an_engine_that_is_closed(house: House) -> None:
 
 
 async def test_compiling_goes_on_without_one_that_is_gone(house: House) -> None:
-    house.join("a", "b")
-    served = await house.load()
+    served = await house.load_on("a", "b")
     gone = served.replicas[1].policy
     assert isinstance(gone, ScriptedPolicy)
     gone.compile_failure = DeviceGone("b ended")
@@ -422,8 +413,7 @@ async def test_compiling_goes_on_without_one_that_is_gone(house: House) -> None:
 
 
 async def test_of_devices_that_come_and_go_for_months_nothing_stays(house: House) -> None:
-    house.join("first")
-    served = await house.load()
+    served = await house.load_on("first")
     before = "first"
     for number in range(50):
         house.join(f"device {number}")
@@ -438,8 +428,7 @@ async def test_of_devices_that_come_and_go_for_months_nothing_stays(house: House
 
 
 async def test_one_that_leaves_alone_and_is_forgotten_makes_place_for_the_next(house: House) -> None:
-    house.join("a")
-    served = await house.load()
+    served = await house.load_on("a")
     house.engine.leave("a", "it ended")
     await house.engine.forget("a")
     house.join("b")

@@ -74,6 +74,13 @@ class Rig:
         await until(lambda: len(link.sent) > 5)
         return session
 
+    async def swapped(self, policy: ScriptedPolicy | None = None) -> Session:
+        """A session that moves its robot and whose policy was just swapped for this one."""
+        session = await self.running()
+        assert (await self.prepare(policy or ScriptedPolicy())).reason is None
+        assert (await self.rollout.swap("s", NEXT)).reason is None
+        return session
+
     async def prepare(self, policy: ScriptedPolicy, sha: str = NEXT):
         self.policies[f"/files/{sha}"] = policy
         return await self.rollout.prepare("s", "owner/name", sha, Path(f"/files/{sha}"), self.told.append)
@@ -243,10 +250,7 @@ async def test_nor_when_all_engines_of_a_cluster_have_left(rig: Rig, monkeypatch
 
 
 async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_the_policy(rig: Rig) -> None:
-    await rig.running()
-    later = ScriptedPolicy()
-    assert (await rig.prepare(later)).reason is None
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    await rig.swapped(later := ScriptedPolicy())
     rig.sessions.engine.leave(later.device, "host 1 is gone")
     later.failures.extend(HostsLost("host 1 is gone") for _ in range(50))
     verdict = await rig.rollout.probation("s", NEXT)
@@ -345,10 +349,7 @@ async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
 
 async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_session_fails(watched: Rig) -> None:
     rig = watched
-    session = await rig.running()
-    later = ScriptedPolicy(step=0.2)
-    assert (await rig.prepare(later)).reason is None
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    session = await rig.swapped(later := ScriptedPolicy(step=0.2))
     later.failures.extend(np.full((1, 20, 6), np.nan, np.float32) for _ in range(50))
     verdict = await rig.rollout.probation("s", NEXT)
     assert verdict.reason == "not_finite"
@@ -360,9 +361,7 @@ async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_ses
 
 async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_more_of_them_are() -> None:
     async with rigged(seconds=30.0, missed=0.02, limits=UNHURRIED) as rig:
-        session = await rig.running()
-        assert (await rig.prepare(ScriptedPolicy())).reason is None
-        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        session = await rig.swapped()
         assert session.drive is not None
         control = session.drive.control
         allowed = int(0.02 * 30.0 / control.period)
@@ -381,10 +380,7 @@ async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_
 
 async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_one_whose_robot_stands() -> None:
     async with rigged(seconds=30.0, patience=1.5, standing=0.5) as rig:
-        session = await rig.running()
-        late = ScriptedPolicy()
-        assert (await rig.prepare(late)).reason is None
-        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        session = await rig.swapped(late := ScriptedPolicy())
         assert session.drive is not None
         # Each answer finds all actions of its chunk over, so the queue runs dry only once.
         late.latency = 1.2 * session.drive.control.pace.chunk / session.drive.control.pace.action_rate
@@ -398,10 +394,7 @@ async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_
 
 async def test_the_answer_that_ends_a_hold_of_other_things_may_take_its_time() -> None:
     async with rigged(seconds=1.5, standing=0.1) as rig:
-        session = await rig.running()
-        slow = ScriptedPolicy()
-        assert (await rig.prepare(slow)).reason is None
-        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        session = await rig.swapped(slow := ScriptedPolicy())
         assert session.drive is not None
         control = session.drive.control
         slow.latency = 0.5 * control.pace.chunk / control.pace.action_rate
@@ -431,9 +424,7 @@ async def test_a_failure_of_the_very_first_inference_is_the_new_policys(watched:
 
 async def test_an_emergency_stop_on_probation_takes_the_policy_back_and_stays_latched(watched: Rig) -> None:
     rig = watched
-    session = await rig.running()
-    assert (await rig.prepare(ScriptedPolicy())).reason is None
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    session = await rig.swapped()
     watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
     await asyncio.sleep(0.05)
     await rig.sessions.emergency_stop("a hand in the way")
@@ -444,9 +435,7 @@ async def test_an_emergency_stop_on_probation_takes_the_policy_back_and_stays_la
 
 
 async def test_a_plain_stop_only_pauses_the_probation(rig: Rig) -> None:
-    session = await rig.running()
-    assert (await rig.prepare(ScriptedPolicy())).reason is None
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    session = await rig.swapped()
     watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
     await rig.sessions.stop("s")
     await asyncio.sleep(0.5)
@@ -458,10 +447,7 @@ async def test_a_plain_stop_only_pauses_the_probation(rig: Rig) -> None:
 
 async def test_a_jump_on_probation_takes_the_policy_back() -> None:
     async with rigged(step=0.01, seconds=30.0) as rig:
-        await rig.running()
-        jumpy = ScriptedPolicy(step=0.1)
-        assert (await rig.prepare(jumpy)).reason is None
-        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        await rig.swapped(jumpy := ScriptedPolicy(step=0.1))
         jumpy.step = 4.0
         rig.policies["owner/name"].latency = 0.15
         verdict = await rig.rollout.probation("s", NEXT)
@@ -569,9 +555,7 @@ async def test_an_error_of_the_old_policy_is_not_blamed_on_the_one_that_mends_it
 
 async def test_a_policy_that_somebody_takes_back_has_not_passed_its_probation(watched: Rig) -> None:
     rig = watched
-    await rig.running()
-    assert (await rig.prepare(ScriptedPolicy())).reason is None
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    await rig.swapped()
     watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
     await asyncio.sleep(0.05)
     assert (await rig.rollout.rollback("s")).reason is None
@@ -581,9 +565,7 @@ async def test_a_policy_that_somebody_takes_back_has_not_passed_its_probation(wa
 async def test_going_back_does_not_wait_for_a_swap_and_that_swap_does_not_come_after_it(
     rig: Rig, pauses: Pauses
 ) -> None:
-    session = await rig.running()
-    assert (await rig.prepare(ScriptedPolicy())).reason is None
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    session = await rig.swapped()
     third = "c" * 40
     assert (await rig.prepare(ScriptedPolicy(), third)).reason is None
     rig.robots[0].cancel()
@@ -655,9 +637,7 @@ async def test_the_plan_of_a_policy_that_is_taken_back_is_not_done_to_its_end(pa
 
 async def test_a_robot_that_is_held_goes_back_at_once() -> None:
     async with rigged(patience=0.3) as rig:
-        session = await rig.running()
-        assert (await rig.prepare(ScriptedPolicy())).reason is None
-        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        session = await rig.swapped()
         rig.robots[0].cancel()
         await until(lambda: session.status().stats["hold_code"] == "camera_stale")
         assert (await rig.rollout.rollback("s")).reason is None
@@ -685,10 +665,7 @@ async def test_with_ensembling_every_action_of_a_chunk_is_judged() -> None:
 async def test_with_ensembling_nothing_of_a_policy_that_is_taken_back_remains(pauses: Pauses) -> None:
     async with rigged(fade=0.0) as rig:
         rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
-        session = await rig.running()
-        later = ScriptedPolicy(ENSEMBLE, step=0.01)
-        assert (await rig.prepare(later)).reason is None
-        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        session = await rig.swapped(later := ScriptedPolicy(ENSEMBLE, step=0.01))
         later.step = 0.45  # 300 of them stay believable
         await until(lambda: max(rig.transport.link.sent[-1].values.values()) > 30)
         assert (await rig.rollout.rollback("s")).reason is None
