@@ -3,51 +3,42 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from hooks.database import Database
 from hooks.errors import DeliveryRefused, InvalidWebhook, UnknownWebhook
 from hooks.registry.jobs import Job
 from hooks.registry.store import WebhookStore
-from hooks.registry.webhook import Webhook
-from hooks.registry.wish import Wish, wish_of
-from hooks.sending import delivery_log
+from hooks.registry.webhook import Webhook, Wish, wish_of
+from hooks.sending import queue
 from hooks.sending.outcome import Outcome
 from hooks.sending.sender import Sender
 from hooks.sending.targets import Resolve, TargetRules
 
 
+@dataclass(frozen=True)
 class Management:
-    """The registered webhooks and their deliveries."""
+    """The registered webhooks and their deliveries.
 
-    def __init__(
-        self,
-        database: Database,
-        store: WebhookStore,
-        sender: Sender,
-        rules: TargetRules,
-        jobs: Mapping[str, Job],
-        resolve: Resolve,
-        clock: Callable[[], float] = time.time,
-    ):
-        self._database = database
-        self._store = store
-        self._sender = sender
-        self._rules = rules
-        self._jobs = jobs
-        self._resolve = resolve
-        self._clock = clock
+    Raises:
+        UnknownWebhook: by every method that is given an id: there is no such webhook.
+    """
+
+    _database: Database
+    _store: WebhookStore
+    _sender: Sender
+    _rules: TargetRules
+    _jobs: Mapping[str, Job]
+    _resolve: Resolve
+    _clock: Callable[[], float] = time.time
 
     async def list(self) -> list[Webhook]:
         """All of them, oldest first."""
         return await self._database.run(self._store.all)
 
     async def get(self, webhook_id: str) -> Webhook:
-        """One of them.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """One of them."""
         return await self._database.run(self._store.get, webhook_id)
 
     async def create(self, body: object) -> Webhook:
@@ -67,7 +58,7 @@ class Management:
         """Change what the body names.
 
         Raises:
-            UnknownWebhook: there is none of this id, or no such job.
+            UnknownWebhook: there is no such webhook, or no such job.
             InvalidWebhook, UnsafeTarget: it cannot be.
         """
         before = await self.get(webhook_id)
@@ -92,39 +83,23 @@ class Management:
         return wish
 
     async def enable(self, webhook_id: str) -> Webhook:
-        """Let it have events again.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """Let it have events again."""
         enabled = await self._database.run(self._store.enable, webhook_id, self._clock())
         self._sender.wake()
         return enabled
 
     async def disable(self, webhook_id: str) -> Webhook:
-        """Let it have no more events.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """Let it have no more events."""
         return await self._database.run(self._store.disable, webhook_id, self._clock())
 
     async def delete(self, webhook_id: str) -> None:
-        """Forget it and its log.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """Forget it and its log."""
         await self._database.run(self._store.delete, webhook_id)
 
     async def deliveries(self, webhook_id: str, limit: int, before: str | None) -> "list[dict[str, Any]]":
-        """Its delivery log, newest first.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """Its delivery log, newest first."""
         await self.get(webhook_id)
-        return await self._database.run(delivery_log.entries, webhook_id, limit, before)
+        return await self._database.run(queue.entries, webhook_id, limit, before)
 
     async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
         """Send one of the log again, now. A job is only started, as it may take long; the log has how it ended.

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from html import escape
 
+from hooks.receiving.endpoint import Filter
 from hooks.receiving.event import Event, Status
-from hooks.receiving.filters import Filter
 from hooks.receiving.payloads import facts_of
 from hooks.samples import SCOPES, Payload, sample
 

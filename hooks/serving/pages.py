@@ -5,16 +5,70 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from sanic import Blueprint, HTTPResponse, Request
-from sanic.response import html, json
+from sanic.response import file, html, json
 
+from hooks.errors import HooksError
 from hooks.receiving.endpoint import Endpoint
 from hooks.receiving.receiver import Receiver
 from hooks.serving import documents, landing
+from hooks.serving.event_routes import HOST, is_here
 from hooks.serving.landing import EndpointInfo
-from hooks.serving.visitor import HOST, is_here
+
+Interface: TypeAlias = str | Path | Blueprint
+
+UI_WANTED = "a text of HTML, the path of a file or folder, or a Sanic ui_blueprint"
+
+
+class UnusableInterface(HooksError, TypeError):
+    """``ui`` is nothing that can be shown."""
+
+
+def checked_ui(ui: object) -> Interface:
+    """The ``ui``, if it can be shown.
+
+    Raises:
+        UnusableInterface: it cannot.
+    """
+    if isinstance(ui, Blueprint):
+        return ui
+    if isinstance(ui, str) and "<" in ui:
+        return ui
+    if isinstance(ui, str | Path):
+        path = Path(ui).absolute()
+        if path.is_file() or path.is_dir():
+            return path
+        raise UnusableInterface(
+            f"ui {str(ui)!r}: found neither HTML nor a file or folder of this name; wanted {UI_WANTED}"
+        )
+    kind = type(ui)
+    hint = (
+        "; a gradio interface runs in a server of its own: launch it beside this one and link to it"
+        if kind.__module__.split(".")[0] == "gradio"
+        else ""
+    )
+    raise UnusableInterface(f"ui: found {kind.__module__}.{kind.__qualname__}, wanted {UI_WANTED}{hint}")
+
+
+def ui_blueprint(ui: Interface) -> Blueprint:
+    """Its routes."""
+    if isinstance(ui, Blueprint):
+        return ui
+    made = Blueprint(f"ui-{secrets.token_hex(4)}")
+    if isinstance(ui, Path) and ui.is_dir():
+        # Sanic serves nothing from outside the folder, by ".." or by a link.
+        made.static("/", ui, name="ui", index="index.html")
+        return made
+
+    async def show(request: Request) -> HTTPResponse:
+        # Read anew, so that an edited file is shown without a new start.
+        return await file(ui) if isinstance(ui, Path) else html(ui)
+
+    made.add_route(show, "/", methods=["GET", "HEAD"], name="ui")
+    return made
 
 
 def endpoints_of(receiver: Receiver) -> list[EndpointInfo]:

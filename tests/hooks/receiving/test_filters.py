@@ -2,7 +2,7 @@
 
 import pytest
 
-from hooks.receiving.filters import Filter
+from hooks.receiving.endpoint import Filter
 from hooks.receiving.payloads import Facts
 
 PUSH = Facts(

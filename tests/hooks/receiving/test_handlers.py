@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from hooks.errors import InvalidWebhook
 from hooks.payload import WebhookPayload
+from hooks.receiving.endpoint import handler_of
 from hooks.receiving.event import Event, Status
-from hooks.receiving.handlers import handler_of
 
 EVENT = Event("e1", 1, "/webhooks/x", Status.RUNNING, 1, 0.0)
 

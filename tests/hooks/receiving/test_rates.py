@@ -1,7 +1,7 @@
 """How much one source may send."""
 
-from hooks.receiving import rates
-from hooks.receiving.rates import Rates
+from hooks.receiving import arrivals
+from hooks.receiving.arrivals import Rates
 
 
 def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
@@ -14,7 +14,7 @@ def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
 
 
 def test_sources_are_forgotten_before_they_fill_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr(rates, "SOURCES", 2)
+    monkeypatch.setattr(arrivals, "SOURCES", 2)
     limit = Rates(rate=1.0, burst=1)
     for source in ("a", "b", "c"):
         limit.take(source, 0.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from hooks.errors import InvalidWebhook
-from hooks.receiving.secrets import Proofs
+from hooks.receiving.endpoint import Proofs
 from hooks.receiving.settings import ReceiverSettings
 from hooks.signatures import sign_github, sign_standard
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hooks.database import Database
-from hooks.sending import delivery_log, queue
+from hooks.sending import queue
 from hooks.sending.outcome import Destination, Outcome, Parcel
 from hooks.sending.queue import Message
 from hooks.sending.schedule import Schedule
@@ -84,7 +84,7 @@ class Sending:
         return await self.sender.put(message, lambda connection: webhooks or ("one",))
 
     def log(self, webhook_id: str = "one") -> list[dict]:
-        return self.database.run_now(delivery_log.entries, webhook_id, 100)
+        return self.database.run_now(queue.entries, webhook_id, 100)
 
     def later(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -270,8 +270,8 @@ async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sendi
         await sending.put(number, subject=f"model:a/{number}")
         await sending.sender.runner.run_due()
         sending.later(1)
-    assert sending.database.run_now(delivery_log.prune, sending.clock() - 3.5, 100) == 2
-    assert sending.database.run_now(delivery_log.prune, 0.0, 1) == 2
+    assert sending.database.run_now(queue.prune, sending.clock() - 3.5, 100) == 2
+    assert sending.database.run_now(queue.prune, 0.0, 1) == 2
     assert [entry["status"] for entry in sending.log()] == ["delivered", "waiting"]
     messages = sending.database.run_now(
         lambda connection: connection.execute("SELECT count(*) FROM messages").fetchone()
@@ -288,7 +288,7 @@ async def test_what_waits_too_long_for_a_webhook_that_is_off_is_forgotten_and_th
     sending.database.run_now(queue.hold, "one")
     sending.later(100)
     await sending.put(2)
-    assert sending.database.run_now(delivery_log.prune, sending.clock() - 50, 100) == 1
+    assert sending.database.run_now(queue.prune, sending.clock() - 50, 100) == 1
     sending.database.run_now(queue.release, "one", sending.clock())
     await sending.sender.runner.run_due()
     assert [parcel.body for _, parcel in sending.courier.got][1:] == [b'{"number":2}']
@@ -297,10 +297,10 @@ async def test_what_waits_too_long_for_a_webhook_that_is_off_is_forgotten_and_th
 async def test_the_log_is_paged(sending: Sending) -> None:
     for number in range(5):
         await sending.put(number)
-    newest = sending.database.run_now(delivery_log.entries, "one", 2)
-    older = sending.database.run_now(delivery_log.entries, "one", 2, newest[-1]["id"])
+    newest = sending.database.run_now(queue.entries, "one", 2)
+    older = sending.database.run_now(queue.entries, "one", 2, newest[-1]["id"])
     assert [entry["id"] for entry in newest + older] == [entry["id"] for entry in sending.log()][:4]
-    assert sending.database.run_now(delivery_log.entries, "one", 2, "unknown") == []
+    assert sending.database.run_now(queue.entries, "one", 2, "unknown") == []
     # The others of a lane have no time of their own: they wait for the oldest.
     assert [entry["nextAttemptAt"] is None for entry in sending.log()] == [True] * 4 + [False]
 

@@ -15,10 +15,9 @@ from hooks.payload import WebhookPayload
 from hooks.receiving.settings import ReceiverSettings
 from hooks.samples import sample
 from hooks.serving import application
-from hooks.serving.address import CannotListen, chosen, listen
-from hooks.serving.background import serving
+from hooks.serving.background import CannotListen, chosen, listen, serving
 from hooks.serving.endpoint import the_server, webhook_endpoint
-from hooks.serving.interface import UnusableInterface
+from hooks.serving.pages import UnusableInterface
 from hooks.serving.server import WebhooksServer
 from tests.hooks.serving.conftest import ask
 
