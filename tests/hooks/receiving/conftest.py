@@ -43,8 +43,15 @@ class Sender:
 
 
 @asynccontextmanager
-async def serve(receiver: Receiver, prepare: Callable[[Sanic], None] = lambda app: None) -> AsyncIterator[Sender]:
-    """The receiver's blueprint in an app of its own."""
+async def serve(
+    receiver: Receiver,
+    *handler: Any,
+    prepare: Callable[[Sanic], None] = lambda app: None,
+    **options: Any,
+) -> AsyncIterator[Sender]:
+    """The receiver's blueprint in an app of its own; a handler is added with its options before."""
+    if handler:
+        receiver.add(*handler, **options)
     app = Sanic(f"test-{secrets.token_hex(4)}", configure_logging=False)
     app.config.update(TOUCHUP=False, MOTD=False, AUTO_EXTEND=False)
     prepare(app)

@@ -18,8 +18,7 @@ async def test_a_webhook_near_the_hubs_daily_limit_is_warned_of_once_a_day(
 ) -> None:
     monkeypatch.setattr("hooks.receiving.intake.HUB_LIMIT", 5)
     receiver = Receiver()
-    receiver.add(lambda: None, "x")
-    async with serving(receiver) as sender:
+    async with serving(receiver, lambda: None, "x") as sender:
         running = receiver._running
         keeper = Keeper(running.inbox, running.runner, ReceiverSettings())
         warned = []
@@ -35,8 +34,7 @@ async def test_a_webhook_near_the_hubs_daily_limit_is_warned_of_once_a_day(
 
 async def test_what_is_old_is_forgotten_while_it_runs(serving, make_payload) -> None:
     receiver = Receiver(ReceiverSettings(kept=10.0))
-    receiver.add(lambda: None, "x")
-    async with serving(receiver) as sender:
+    async with serving(receiver, lambda: None, "x") as sender:
         await sender.post("/webhooks/x", make_payload())
         running = receiver._running
         keeper = Keeper(running.inbox, running.runner, receiver.settings)

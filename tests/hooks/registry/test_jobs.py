@@ -1,6 +1,5 @@
 """Jobs: only those of the operator's file, with the payload and nothing of the server's, in bounds, to their end."""
 
-import asyncio
 import json
 import os
 import signal
@@ -23,9 +22,8 @@ from hooks.registry.jobs import Job, load_jobs
 from hooks.registry.registry import Registry
 from hooks.sending.outcome import Destination, Outcome, Parcel
 from tests.hooks.registry.serving import settings
-from tests.hooks.sending.target import until
 from tests.pauses import Pauses
-from tests.waiting import lives
+from tests.waiting import lives, until
 
 PARCEL = Parcel("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -191,13 +189,14 @@ async def running(tmp_path: Path, code: str, **named: Any) -> AsyncIterator[tupl
         yield registry, webhook.id
 
 
-async def finished(registry: Registry, webhook: str) -> dict[str, Any]:
-    for _ in range(3000):
-        [entry] = await registry.management.deliveries(webhook, 10, None)
-        if entry["status"] != "waiting":
-            return entry
-        await asyncio.sleep(0.02)
-    raise AssertionError(entry)
+async def finished(registry: Registry, webhook: str, attempts: int = 1) -> dict[str, Any]:
+    async def entry() -> dict[str, Any] | None:
+        [one] = await registry.management.deliveries(webhook, 10, None)
+        return one if one["status"] != "waiting" and len(one["attempts"]) >= attempts else None
+
+    found = await until(entry)
+    assert found is not None
+    return found
 
 
 async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path: Path) -> None:
@@ -211,12 +210,7 @@ async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path
         assert [attempt["exitStatus"] for attempt in entry["attempts"]] == [7, 0]
         assert {attempt["excerpt"] for attempt in entry["attempts"]} == {f"{entry['webhookDeliveryId']} ***\n"}
         assert (await registry.management.replay(webhook, entry["id"])).status == 202
-        for _ in range(3000):
-            entry = await finished(registry, webhook)
-            if len(entry["attempts"]) == 3:
-                break
-            await asyncio.sleep(0.01)
-        assert entry["attempts"][2]["isReplay"] is True
+        assert (await finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
 
 
 async def test_when_the_server_stops_its_jobs_end_within_two_seconds_and_are_run_again(
