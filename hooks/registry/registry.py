@@ -17,8 +17,7 @@ from hooks.errors import HooksError, StoreError
 from hooks.payload import WebhookPayload
 from hooks.registry.job_courier import JobCourier
 from hooks.registry.jobs import load_jobs
-from hooks.registry.management import Management
-from hooks.registry.routes import add_routes
+from hooks.registry.routes import Management, add_routes
 from hooks.registry.settings import RegistrySettings
 from hooks.registry.store import SCHEMA, WebhookStore, note_content
 from hooks.registry.watcher import FolderWatcher
