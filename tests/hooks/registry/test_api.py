@@ -160,11 +160,17 @@ async def test_a_body_that_is_no_object_is_a_400(served: Served, body: bytes) ->
     assert answer["error"].startswith("body: ")
 
 
-async def test_a_body_with_both_or_neither_or_a_job_of_its_own_is_a_400(served: Served) -> None:
+async def test_a_body_whose_parts_do_not_go_together_or_are_of_another_kind_is_a_400(served: Served) -> None:
     for body, text in (
         ({"url": PUBLIC, "jobSourceId": "retrain"}, "both are given"),
         ({}, "wanted one of them"),
         ({"job": {"command": ["rm"]}}, "registered by the operator"),
+        ({"url": PUBLIC, "watched": [5]}, "watched[0]: wanted {'type'"),
+        ({"url": PUBLIC, "secrets": {"HF_TOKEN": "x"}}, "wanted with jobSourceId only"),
+        ({"jobSourceId": "retrain", "secrets": ["HF_TOKEN"]}, "secrets: wanted an object"),
+        ({"jobSourceId": "retrain", "secrets": {"HF TOKEN": "x"}}, "is no name of a variable"),
+        ({"jobSourceId": "retrain", "secrets": {"HF_TOKEN": 5}}, "HF_TOKEN: wanted text"),
+        ({"url": PUBLIC, "secret": 5}, "secret: int, wanted text"),
     ):
         status, answer, _ = await served.request("POST", BASE, json={"watched": [], **body})
         assert (status, text in answer["error"]) == (400, True)
