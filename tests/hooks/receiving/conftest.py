@@ -41,6 +41,14 @@ class Sender:
             body = None if method == "HEAD" else await answer.json()
             return Told(answer.status, body, answer.headers)
 
+    async def raw(self, request: bytes, *, whole: bool = False) -> bytes:
+        """The first line of the answer to these bytes, or all of it."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
+        writer.write(request)
+        told = await (reader.read() if whole else reader.readline())
+        writer.close()
+        return told
+
 
 @asynccontextmanager
 async def serve(

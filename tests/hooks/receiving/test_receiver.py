@@ -16,6 +16,8 @@ from pydantic import BaseModel
 
 from hooks.errors import HooksError, InvalidWebhook
 from hooks.payload import WebhookPayload
+from hooks.receiving import arrivals
+from hooks.receiving.arrivals import Rates
 from hooks.receiving.event import Event, Status
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import ReceiverSettings
@@ -162,19 +164,13 @@ async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) ->
         assert told.status == 413
         # Who asks first is told at once: nothing of the body is sent.
         head = b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 52428800\r\nexpect: 100-continue\r\n\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(sender.url.rsplit(":", 1)[1]))
-        writer.write(head)
-        assert b" 413 " in await reader.readline()
-        writer.close()
+        assert b" 413 " in await sender.raw(head)
         assert (await sender.post("/webhooks/echo", {"a": "x" * 900_000}, headers=SIGNED)).status == 200
 
 
 async def test_a_body_that_drips_is_408(serving) -> None:
     async with serving(Receiver(ReceiverSettings(read_within=0.05)), echo) as sender:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(sender.url.rsplit(":", 1)[1]))
-        writer.write(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
-        assert b" 408 " in await reader.readline()
-        writer.close()
+        assert b" 408 " in await sender.raw(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
 
 
 async def test_a_source_that_sends_too_much_is_429(serving) -> None:
@@ -571,12 +567,11 @@ async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make
 
 async def test_a_body_whose_encoding_is_broken_is_400(serving) -> None:
     async with serving(Receiver(), echo) as sender:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(sender.url.rsplit(":", 1)[1]))
-        writer.write(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n")
-        told = await reader.read()
+        told = await sender.raw(
+            b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n", whole=True
+        )
         assert told.startswith(b"HTTP/1.1 400 ")
         assert b'{"error":"The body cannot be read."}' in told
-        writer.close()
 
 
 async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving, make_payload, until) -> None:
@@ -589,3 +584,21 @@ async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving,
         await sender.post("/webhooks/look", make_payload(), headers={**SIGNED, "user-agent": "hub"})
         await until(receiver)
     assert seen == [(make_payload(), "hub", "/webhooks/look")]
+
+
+def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
+    limit = Rates(rate=2.0, burst=3)
+    assert [limit.take("a", 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert limit.take("b", 10.0) == 0.0
+    assert limit.take("a", 10.4) > 0
+    assert limit.take("a", 10.5) == 0.0
+    assert [limit.take("a", 1000.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_sources_are_forgotten_before_they_fill_the_memory(monkeypatch) -> None:
+    monkeypatch.setattr(arrivals, "SOURCES", 2)
+    limit = Rates(rate=1.0, burst=1)
+    for source in ("a", "b", "c"):
+        limit.take(source, 0.0)
+    assert limit.take("c", 0.0) > 0
+    assert limit.take("a", 0.0) == 0.0

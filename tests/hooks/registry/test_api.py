@@ -16,7 +16,7 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 
 from hooks.registry.registry import Registry
 from tests.hooks.registry.serving import READ_TOKEN, TOKEN, serve, settings
-from tests.hooks.sending.target import TargetServer, target_server
+from tests.hooks.sending.target import TargetServer
 
 WATCHED = [WebhookWatchedItem(type="model", name="lab/act"), WebhookWatchedItem(type="user", name="julien")]
 PUBLIC = "http://93.184.215.14/hook"
@@ -47,12 +47,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     registry = Registry(settings(database=tmp_path / "registry.sqlite3", jobs_file=jobs, max_webhooks=5))
     async with serve(registry) as url:
         yield Served(registry, url)
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[TargetServer]:
-    async with target_server() as made:
-        yield made
 
 
 async def test_the_real_client_goes_through_the_whole_life_of_a_webhook(served: Served) -> None:

@@ -17,16 +17,10 @@ from hooks.sending.schedule import Schedule
 from hooks.sending.sender import SenderSettings
 from hooks.signatures import is_standard
 from tests.hooks.registry.serving import settings
-from tests.hooks.sending.target import TargetServer, target_server
+from tests.hooks.sending.target import TargetServer
 from tests.waiting import until
 
 OLD, NEW = "a" * 40, "b" * 40
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[TargetServer]:
-    async with target_server() as made:
-        yield made
 
 
 @pytest.fixture
