@@ -35,13 +35,16 @@ def option(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, **more)
 
 
+Text = str | None
+Texts = list[str] | None
+File = Path | None
 Format = StrEnum("Format", ["AUTO", "HUMAN", "AGENT", "JSON", "QUIET"])
 Id = Annotated[str, typer.Argument(metavar="ID", help="Of the webhook.")]
 EventId = Annotated[str, typer.Argument(metavar="ID", help="Of the event.")]
 Watch = Annotated[list[str], option("What to watch, as model:someone/arm or org:someone; repeatable.")]
-SecretFile = Annotated[Path | None, option("File with the secret.")]
-SecretEnv = Annotated[str | None, option("Environment variable with the secret.", metavar="NAME")]
-ServedSecretFile = Annotated[Path | None, option(f"File with the secret; default: {VARIABLE}.")]
+SecretFile = Annotated[File, option("File with the secret.")]
+SecretEnv = Annotated[Text, option("Environment variable with the secret.", metavar="NAME")]
+ServedSecretFile = Annotated[File, option(f"File with the secret; default: {VARIABLE}.")]
 AsJson = Annotated[bool, option("JSON, for programs.", "--json")]
 
 
@@ -49,13 +52,11 @@ AsJson = Annotated[bool, option("JSON, for programs.", "--json")]
 class Hub:
     """Options that say where the webhooks are, and who asks."""
 
-    endpoint: Annotated[
-        str | None, option("Of a Hub or of a robojax server; default: HF_ENDPOINT, or huggingface.co.")
-    ] = None
-    token_file: Annotated[
-        Path | None, option("File with the token; default: HF_TOKEN, or the one of `hf auth login`.")
-    ] = None
-    token: Annotated[str | None, option("As `hf` has it; it stays in the shell's history.", hidden=True)] = None
+    endpoint: Annotated[Text, option("Of a Hub or of a robojax server; default: HF_ENDPOINT, or huggingface.co.")] = (
+        None
+    )
+    token_file: Annotated[File, option("File with the token; default: HF_TOKEN, or the one of `hf auth login`.")] = None
+    token: Annotated[Text, option("As `hf` has it; it stays in the shell's history.", hidden=True)] = None
     timeout: Annotated[float, option("Seconds that the Hub has for an answer.")] = 30.0
 
     def connect(self, allow_http: Sequence[str] | None = None) -> "hooks.WebhooksClient":
@@ -79,24 +80,22 @@ class Hub:
 class Content:
     """Options that say what a webhook is made of."""
 
-    url: Annotated[str | None, option("Address that it sends to.")] = None
-    job_id: Annotated[str | None, option("Job that it starts (from job.id), instead of --url.")] = None
-    domain: Annotated[list[str] | None, option("repo or discussion (or session, of a robojax server); repeatable.")] = (
-        None
-    )
-    secret: Annotated[str | None, option("Secret of its deliveries; it stays in the shell's history.")] = None
+    url: Annotated[Text, option("Address that it sends to.")] = None
+    job_id: Annotated[Text, option("Job that it starts (from job.id), instead of --url.")] = None
+    domain: Annotated[Texts, option("repo or discussion (or session, of a robojax server); repeatable.")] = None
+    secret: Annotated[Text, option("Secret of its deliveries; it stays in the shell's history.")] = None
     secret_file: SecretFile = None
     secret_env: SecretEnv = None
     generate: Annotated[
         bool, option("Make --secret-file with a new secret if it is not there.", "--generate-secret")
     ] = False
-    secrets: Annotated[
-        list[str] | None, option("NAME (from the environment) or NAME=value for the job.", "--secrets", "-s")
-    ] = None
-    secrets_file: Annotated[str | None, option("File of NAME=value lines for the job; - for standard input.")] = None
+    secrets: Annotated[Texts, option("NAME (from the environment) or NAME=value for the job.", "--secrets", "-s")] = (
+        None
+    )
+    secrets_file: Annotated[Text, option("File of NAME=value lines for the job; - for standard input.")] = None
     any_type: Annotated[bool, option("Send a type in --watch that is not known here.", "--any-type")] = False
     allow_http: Annotated[
-        list[str] | None, option("Host or network that may be sent to without TLS; repeatable.", metavar="HOST")
+        Texts, option("Host or network that may be sent to without TLS; repeatable.", metavar="HOST")
     ] = None
 
     def read(self, watch: list[str] | None) -> dict[str, Any]:
@@ -223,7 +222,7 @@ def update(
     content: Content,
     hub: Hub,
     output: Output,
-    watch: Annotated[list[str] | None, option("All that is to be watched from now on; repeatable.")] = None,
+    watch: Annotated[Texts, option("All that is to be watched from now on; repeatable.")] = None,
     watch_nothing: Annotated[bool, option("Deliver nothing any more.", "--watch-nothing")] = False,
 ) -> None:
     """Change what is named; all else stays, what is watched too."""
@@ -243,7 +242,7 @@ def ensure(
     content: Content,
     hub: Hub,
     output: Output,
-    webhook_id: Annotated[str | None, option("Of the webhook, instead of looking for it.", "--id")] = None,
+    webhook_id: Annotated[Text, option("Of the webhook, instead of looking for it.", "--id")] = None,
     enabled: Annotated[bool, option("Whether to enable one that is not.", "--enable/--no-enable")] = True,
 ) -> None:
     """Have exactly one webhook like this: it is made, changed or enabled as need be. Twice is once."""
@@ -269,7 +268,7 @@ def disable(webhook_id: Id, hub: Hub, output: Output) -> None:
 @command("the webhooks were not healed")
 def heal(
     hub: Hub,
-    webhook_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one; default: all.")] = None,
+    webhook_id: Annotated[Text, typer.Argument(metavar="[ID]", help="Only this one; default: all.")] = None,
     try_first: Annotated[
         bool, option("Enable only if its address takes a test payload from here.", "--try-first")
     ] = False,
@@ -323,15 +322,13 @@ def serve(
     target: Annotated[
         str, typer.Argument(metavar="MODULE:NAME", help="Or a .py file. Without :NAME, the only server in it.")
     ],
-    host: Annotated[str | None, option("To listen on; default: 127.0.0.1.")] = None,
+    host: Annotated[Text, option("To listen on; default: 127.0.0.1.")] = None,
     port: Annotated[int | None, option("Default: the first free one from 7860 on; 0: any.")] = None,
     secret_file: ServedSecretFile = None,
     share: Annotated[
         bool | None, option("Whether to ask a tunnel program for a public address.", "--share/--no-share")
     ] = None,
-    database: Annotated[
-        Path | None, option(f"File of the events; default: what the module says, or {DATABASE}.")
-    ] = None,
+    database: Annotated[File, option(f"File of the events; default: what the module says, or {DATABASE}.")] = None,
 ) -> None:
     """Receive webhooks with the functions of a module until Ctrl-C."""
     from dataclasses import replace
@@ -358,18 +355,16 @@ def serve(
 @app.command()
 def send(
     url: Annotated[str, typer.Argument(metavar="URL", help="Of the endpoint: http://127.0.0.1:7860/webhooks/NAME.")],
-    scope: Annotated[
-        list[str] | None, option("repo.content, discussion, repo:move, ...; repeatable. See --list-scopes.")
-    ] = None,
+    scope: Annotated[Texts, option("repo.content, discussion, repo:move, ...; repeatable. See --list-scopes.")] = None,
     all_scopes: Annotated[bool, option("One of every kind that the Hub documents.", "--all-scopes")] = False,
     list_scopes: Annotated[bool, option("Print the kinds and end.", "--list-scopes")] = False,
     repo: Annotated[str, option("That it happened to.")] = "robotics-lab/pick-cubes",
     repo_type: Annotated[str, option("model, dataset, space or bucket.")] = "model",
-    sha: Annotated[str | None, option("Commit that it is about; default: one made up.")] = None,
+    sha: Annotated[Text, option("Commit that it is about; default: one made up.")] = None,
     secret_file: ServedSecretFile = None,
     bad_secret: Annotated[bool, option("Send a wrong secret.", "--bad-secret")] = False,
-    standard_secret_file: Annotated[Path | None, option("Sign by Standard Webhooks too.")] = None,
-    github_secret_file: Annotated[Path | None, option("Sign as GitHub does too.")] = None,
+    standard_secret_file: Annotated[File, option("Sign by Standard Webhooks too.")] = None,
+    github_secret_file: Annotated[File, option("Sign as GitHub does too.")] = None,
     count: Annotated[int, option("Events of each kind.", min=1, max=10_000)] = 1,
     dup: Annotated[int, option("Copies of each event, with one id.", min=1, max=100)] = 1,
     reorder: Annotated[bool, option("Shuffle them.", "--reorder")] = False,
@@ -437,13 +432,9 @@ def send(
 class Log:
     """Options that say where the events are, a file or a running server, and how they are printed."""
 
-    database: Annotated[
-        Path | None, option(f"File of the events; default: ROBOJAX_WEBHOOKS_DATABASE or {DATABASE}.")
-    ] = None
-    url: Annotated[str | None, option("A running server instead of a file: http://127.0.0.1:7860.")] = None
-    secret_file: Annotated[Path | None, option(f"File with the server's secret, for --url; default: {VARIABLE}.")] = (
-        None
-    )
+    database: Annotated[File, option(f"File of the events; default: ROBOJAX_WEBHOOKS_DATABASE or {DATABASE}.")] = None
+    url: Annotated[Text, option("A running server instead of a file: http://127.0.0.1:7860.")] = None
+    secret_file: Annotated[File, option(f"File with the server's secret, for --url; default: {VARIABLE}.")] = None
     key: Key = None
     as_json: AsJson = False
 
@@ -505,8 +496,8 @@ class Log:
 @flatten
 def list_events(
     log: Log,
-    status: Annotated[str | None, option(f"Only these: {STATUSES}.")] = None,
-    path: Annotated[str | None, option("Only of this endpoint, as /webhooks/NAME.")] = None,
+    status: Annotated[Text, option(f"Only these: {STATUSES}.")] = None,
+    path: Annotated[Text, option("Only of this endpoint, as /webhooks/NAME.")] = None,
     limit: Annotated[int, option("How many.", min=1, max=500)] = 50,
     before: Annotated[int | None, option("Only those before this number.")] = None,
 ) -> None:

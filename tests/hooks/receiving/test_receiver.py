@@ -430,7 +430,9 @@ class Panic(BaseException):
     """As libraries in Rust raise it."""
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), Panic()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), StopIteration(), Panic()], ids=repr
+)
 async def test_a_handler_cannot_end_the_server(serving, error: BaseException, caplog) -> None:
     receiver = Receiver()
 

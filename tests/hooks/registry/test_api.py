@@ -192,6 +192,13 @@ async def test_job_webhooks_name_a_job_of_the_operator_and_its_secrets(served: S
     assert "secretNames" not in answer["webhook"]
 
 
+async def test_an_update_that_names_no_secret_keeps_it(served: Served) -> None:
+    body = {"url": PUBLIC, "watched": [{"type": "model", "name": "act"}], "secret": "of-the-webhook"}
+    _, answer, _ = await served.request("POST", BASE, json=body)
+    _, answer, _ = await served.request("POST", f"{BASE}/{answer['webhook']['id']}", json={"domains": ["repo"]})
+    assert (answer["webhook"]["hasSecret"], answer["webhook"]["domains"]) == (True, ["repo"])
+
+
 async def test_secrets_go_in_and_never_come_out(
     served: Served, target: TargetServer, caplog: pytest.LogCaptureFixture
 ) -> None:

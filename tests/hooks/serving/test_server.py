@@ -306,6 +306,8 @@ def test_ports_are_gradios(monkeypatch):
     assert chosen("::1", 5, {"ROBOJAX_WEBHOOKS_PORT": "1"}) == ("::1", (5,))
     with pytest.raises(CannotListen, match="GRADIO_SERVER_PORT is 'x'"):
         chosen(None, None, {"GRADIO_SERVER_PORT": "x"})
+    with pytest.raises(CannotListen, match="port 65536: wanted a number from 0 to 65535"):
+        chosen(None, 65536, {})
 
 
 def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):
