@@ -10,7 +10,7 @@ from sanic import Sanic
 
 from hooks.database import Database
 from hooks.errors import StoreError
-from hooks.sending.resolver import PinnedResolver, resolve
+from hooks.sending.post import PinnedResolver, resolve
 from hooks.sending.targets import danger, layers
 from service.api import PREFIXES, ROUTES, api, configuration, watch
 from service.auth.access import guard_of

@@ -29,7 +29,6 @@ COMPOSITION_ONLY = {
         "service/app.py",
         "service/updates/webhooks.py",  # the part of the composition that is about webhooks
         "service/cli/webhooks.py",
-        "service/cli/webhooks_receive.py",
     },
 }
 # module of ours -> the only places of robojax that use it, and only inside of functions: WebRTC is a lot to import

@@ -8,6 +8,7 @@ HF_DEBUG.
 
 import asyncio
 import functools
+import itertools
 import json
 import time
 import uuid
@@ -238,17 +239,13 @@ class WebhooksClient:
         body = make_body(**fields, is_new=True, allow_http=self.allow_http, shortest_secret=GOOD_SECRET)
         url, job_id = body.get("url"), body.get("jobSourceId")
         tell = tell or (lambda _: None)
-        attempt = 0
-        while True:
-            attempt += 1
-            if webhook_id is not None:
-                found = self.get_webhook(webhook_id, token=token)
-            else:
-                found = _find(self.list_webhooks(token=token), url, job_id)
+        found, steps = self.get_webhook(webhook_id, token=token) if webhook_id is not None else None, []
+        for attempt in itertools.count(1):
+            found = found or _find(self.list_webhooks(token=token), url, job_id)
             if found is not None:
                 break
             try:
-                made = self._webhook("POST", body=_with_domains(body), token=token, repeats=False)
+                found = self._webhook("POST", body=_with_domains(body), token=token, repeats=False)
             except HubTrouble as trouble:
                 wait = wait_before_retry(trouble, attempt, now=time.time())
                 if wait is None or wait > self.timeout:
@@ -256,8 +253,8 @@ class WebhooksClient:
                 time.sleep(wait)
             else:
                 tell("created")
-                return made
-        steps = []
+                return found
+        assert found is not None
         # Of a job that was named by the webhook's id, nobody tells whether it is this one.
         is_unsure = "secret" in body or bool(body.get("secrets")) or (webhook_id is not None and job_id is not None)
         body = {"domains": found.domains} | body
@@ -286,19 +283,15 @@ class WebhooksClient:
             try_first: send a test payload to the address from here, and enable only if it is taken.
             secret: for the test; otherwise the one that the Hub tells, if it does.
         """
-        if webhook_id is not None:
-            webhook = self.get_webhook(webhook_id, token=token)
-            if webhook.status != "suspended":
-                return [Healing(webhook, False, f"it is not suspended but {webhook.status}")]
-            webhooks = [webhook]
-        else:
-            webhooks = self.list_webhooks(token=token)
+        one = None if webhook_id is None else self.get_webhook(webhook_id, token=token)
         found = []
-        for webhook in webhooks:
+        for webhook in self.list_webhooks(token=token) if one is None else [one]:
             if webhook.status == "suspended":
                 is_good, reason = self_test(webhook, secret or webhook.secret) if try_first else (True, "")
                 now = self.enable_webhook(webhook.id, token=token) if is_good else webhook
                 found.append(Healing(now, is_good, reason))
+            elif one is not None:
+                found.append(Healing(one, False, f"it is not suspended but {one.status}"))
         return found
 
     def _webhook(self, method: str, *path: str, **more: Any) -> WebhookInfo:
@@ -306,12 +299,7 @@ class WebhooksClient:
         return read_webhook(answer.get("webhook") if isinstance(answer, Mapping) else answer)
 
     def _call(
-        self,
-        method: str,
-        *names: str,
-        token: Token,
-        body: Mapping[str, Any] | None = None,
-        repeats: bool = True,
+        self, method: str, *names: str, token: Token, body: Mapping[str, Any] | None = None, repeats: bool = True
     ) -> Any:
         """The JSON of the answer, None where it has no body.
 
@@ -322,8 +310,7 @@ class WebhooksClient:
         path = "".join(f"/{check_webhook_id(name)}" for name in names)
         headers = self._headers(token)
         end = time.monotonic() + self.timeout
-        is_maybe_done = False
-        attempt = 0
+        is_maybe_done, attempt = False, 0
         while True:
             attempt += 1
             try:
@@ -338,15 +325,9 @@ class WebhooksClient:
             time.sleep(wait)
 
     def _headers(self, token: Token) -> dict[str, str]:
-        api = self.api
+        known = {name: getattr(self.api, name) for name in ("library_name", "library_version", "user_agent", "headers")}
         try:
-            headers = build_hf_headers(
-                token=api.token if token is None else token,
-                library_name=api.library_name,
-                library_version=api.library_version,
-                user_agent=api.user_agent,
-                headers=api.headers,
-            )
+            headers = build_hf_headers(token=self.api.token if token is None else token, **known)
         except LocalTokenNotFoundError:
             raise HubTrouble("there is no token; run `hf auth login`, or set HF_TOKEN") from None
         # Looked at here: the HTTP client's error would quote it.
@@ -357,8 +338,7 @@ class WebhooksClient:
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, headers: dict[str, str], end: float
     ) -> httpx2.Response:
-        progress = _Progress(end)
-        began = time.monotonic()
+        began, is_sent = time.monotonic(), False
         seconds = max(end - began, 0.001)
         content = None
         if body is not None:
@@ -367,6 +347,13 @@ class WebhooksClient:
             content = iter((encoded,))
             headers = {**headers, "content-type": "application/json", "content-length": str(len(encoded))}
 
+        def follow(event: str, details: object) -> None:
+            nonlocal is_sent
+            if event.endswith("send_request_headers.started"):
+                if time.monotonic() > end:  # nothing is sent after the limit
+                    raise httpx2.WriteTimeout("the limit is over")
+                is_sent = True
+
         def send() -> httpx2.Response:
             return get_session().request(
                 method,
@@ -374,18 +361,18 @@ class WebhooksClient:
                 headers=headers,
                 content=content,
                 timeout=httpx2.Timeout(seconds, connect=min(CONNECT, seconds)),
-                extensions={"trace": progress},
+                extensions={"trace": follow},
             )
 
         try:
             # The client's timeouts are for each piece it waits for, and an address look-up has none.
             return within(seconds, send)
         except (httpx2.TimeoutException, TimeoutError):
-            what = f"did not answer {method} {ROOT}{path}" if progress.is_sent else "could not be connected to"
+            what = f"did not answer {method} {ROOT}{path}" if is_sent else "could not be connected to"
             raise HubSilent(
                 f"{self.endpoint} {what} in {time.monotonic() - began:.1f} s (timeout {self.timeout:g} s); "
                 "try again later, or give a longer timeout",
-                was_sent=progress.is_sent,
+                was_sent=is_sent,
             ) from None
         except httpx2.InvalidURL as error:
             raise InvalidWebhook(f"endpoint {self.endpoint!r} is no address: {error}") from None
@@ -395,7 +382,7 @@ class WebhooksClient:
                 raise
             raise HubUnreachable(
                 f"{self.endpoint} cannot be reached: {error}; look at the endpoint and the network",
-                was_sent=progress.is_sent,
+                was_sent=is_sent,
             ) from None
 
     def _read(self, response: httpx2.Response, path: str, body: Mapping[str, Any]) -> Any:
@@ -426,20 +413,6 @@ class WebhooksClient:
         }.get(status, "")
         text = f"{self.endpoint} refused {asked} with {status}: {message[:500]}{advice}"
         raise HubRefused(text, response=response, server_message=message)
-
-
-class _Progress:
-    """Hears from the connection how far a request got, and stops one that would be sent after its limit."""
-
-    def __init__(self, end: float):
-        self.end = end
-        self.is_sent = False
-
-    def __call__(self, event: str, details: object) -> None:
-        if event.endswith("send_request_headers.started"):
-            if time.monotonic() > self.end:
-                raise httpx2.WriteTimeout("the limit is over")
-            self.is_sent = True
 
 
 def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float | None:

@@ -1,23 +1,144 @@
-"""What has to hold before a request becomes an event, cheapest first; nothing is parsed for a stranger."""
+"""What has to hold before a request becomes an event: rate, size, secret, payload, cheapest first."""
 
 import asyncio
 import hashlib
 import json
 import secrets
 import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 from sanic import Request
+from sanic.exceptions import SanicException
 
-from hooks.receiving import answers, body
-from hooks.receiving.body import Broken, TooLarge, TooSlow
-from hooks.receiving.endpoint import Endpoint
+from hooks.receiving import answers
+from hooks.receiving.endpoint import SECRET_HEADERS, Endpoint
 from hooks.receiving.event import Answer, Status
 from hooks.receiving.ledger import Arrival
 from hooks.receiving.payloads import Facts, Unusable, check, facts_of, is_quick, parse
-from hooks.receiving.rates import Rates
-from hooks.receiving.secrets import SECRET_HEADERS
 from hooks.receiving.settings import ReceiverSettings
+
+DRAINED = 1 << 26  # bytes that are read and thrown away so that a sender hears why it is refused
+DRAINED_WITHIN = 2.0
+
+
+class TooLarge(Exception):
+    """It has more bytes than it may have."""
+
+
+class TooSlow(Exception):
+    """It did not come in time; no more of it is waited for."""
+
+
+class Broken(Exception):
+    """Its encoding is broken, or its sender has gone."""
+
+
+def declared(request: Request) -> int:
+    """Bytes that it says it has; 0 when it does not say."""
+    text = request.headers.get("content-length", "0")
+    return int(text[:20]) if text.isdecimal() else 0
+
+
+async def read_body(request: Request, most: int, within: float) -> bytes:
+    """All of it.
+
+    Raises:
+        TooLarge, TooSlow, Broken: it cannot be had.
+    """
+    pieces: list[bytes] = []
+    count = 0
+    try:
+        async with asyncio.timeout(within):
+            async for piece in _pieces(request):
+                count += len(piece)
+                if count > most:
+                    raise TooLarge
+                pieces.append(piece)
+    except TimeoutError:
+        raise TooSlow from None
+    except SanicException as error:
+        raise Broken from error
+    return b"".join(pieces)
+
+
+async def discard(request: Request) -> None:
+    """Read on what is not looked at: a sender that writes before it listens would not hear the answer."""
+    stream = cast(Any, request.stream)
+    if getattr(stream, "expecting_continue", False):
+        # Who asks before sending is not told to go on, and will not send.
+        leave(request)
+        return
+    count = 0
+    with suppress(TimeoutError, SanicException):
+        async with asyncio.timeout(DRAINED_WITHIN):
+            async for piece in _pieces(request):
+                count += len(piece)
+                if count > DRAINED:
+                    break
+            else:
+                return
+    leave(request)
+
+
+def leave(request: Request) -> None:
+    """Close the connection after the answer, without what may still come of the body."""
+    stream = cast(Any, request.stream)
+    if stream is not None:
+        stream.expecting_continue = False
+        stream.request_body = None
+        stream.keep_alive = False
+
+
+def _pieces(request: Request) -> AsyncIterator[bytes]:
+    if request.stream is None:
+        return _whole(request.body)
+    # Sanic calls the type of its own stream Stream, which is less than it is.
+    return cast(Any, request.stream).__aiter__()
+
+
+async def _whole(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+SOURCES = 10_000  # that are remembered; the one that was silent for longest is forgotten first
+
+
+@dataclass
+class _Bucket:
+    left: float
+    at: float
+
+
+class Rates:
+    """A bucket of tokens per source."""
+
+    def __init__(self, rate: float, burst: int):
+        self._rate = rate
+        self._burst = burst
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def take(self, source: str, now: float) -> float:
+        """Seconds until it may send again; 0 when it may now, which is counted.
+
+        Args:
+            now: monotonic.
+        """
+        bucket = self._buckets.setdefault(source, _Bucket(self._burst, now))
+        self._buckets.move_to_end(source)
+        if len(self._buckets) > SOURCES:
+            self._buckets.popitem(last=False)
+        bucket.left = min(self._burst, bucket.left + (now - bucket.at) * self._rate)
+        bucket.at = now
+        if bucket.left < 1:
+            return (1 - bucket.left) / self._rate
+        bucket.left -= 1
+        return 0.0
+
 
 ID_HEADERS = ("webhook-id", "x-github-delivery")
 LONGEST_ID = 256
@@ -38,7 +159,7 @@ async def read(endpoint: Endpoint, request: Request, settings: ReceiverSettings,
         Refused: it may not.
     """
     too_large = answers.refusal(413, f"The body has more than {settings.max_body} bytes.")
-    if body.declared(request) > settings.max_body:
+    if declared(request) > settings.max_body:
         raise Refused(too_large)
     wait = rates.take(request.remote_addr or request.ip or "", time.monotonic())
     if wait:
@@ -48,7 +169,7 @@ async def read(endpoint: Endpoint, request: Request, settings: ReceiverSettings,
     if refusal is not None:
         raise Refused(refusal)
     try:
-        content = await body.read(request, settings.max_body, settings.read_within)
+        content = await read_body(request, settings.max_body, settings.read_within)
     except TooLarge:
         raise Refused(too_large) from None
     except TooSlow:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from hooks.database import Database, alone
-from hooks.receiving import ledger, records
+from hooks.receiving import ledger
 from hooks.receiving.event import Event
 
 
@@ -22,7 +22,7 @@ class Inbox:
 
     def __init__(self, path: str | Path | None):
         self.path = None if path is None else Path(path)
-        self.database = Database(path, records.SCHEMA)
+        self.database = Database(path, ledger.SCHEMA)
         self._owned = ExitStack()
 
     def own(self) -> None:
@@ -43,7 +43,7 @@ class Inbox:
             status: one of ``Status``; ``dead`` lists the dead letters.
             before: the ``number`` of the last one of the page before.
         """
-        return self.database.run_now(records.newest, status=status, path=path, limit=limit, before=before)
+        return self.database.run_now(ledger.newest, status=status, path=path, limit=limit, before=before)
 
     def get(self, event_id: str) -> Event:
         """One event, whole.
@@ -51,7 +51,7 @@ class Inbox:
         Raises:
             UnknownEvent: there is none of this id.
         """
-        return self.database.run_now(records.get, event_id)
+        return self.database.run_now(ledger.get, event_id)
 
     def replay(self, event_id: str) -> Event:
         """Have it run again; a running receiver begins within a second, else the next one that starts.

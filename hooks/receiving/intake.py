@@ -15,20 +15,73 @@ from sanic import HTTPResponse, Request, Sanic
 
 from hooks.errors import StoreError
 from hooks.queue import Runner
-from hooks.receiving import answers, body, ledger, records
-from hooks.receiving.arrivals import Refused, arrival_of, read
+from hooks.receiving import answers, ledger
+from hooks.receiving.arrivals import Rates, Refused, arrival_of, discard, leave, read
 from hooks.receiving.endpoint import Endpoint
 from hooks.receiving.event import Answer, Event, Status
 from hooks.receiving.inbox import Inbox
-from hooks.receiving.keeper import Keeper
 from hooks.receiving.ledger import Arrival, Verdict
 from hooks.receiving.payloads import is_quick
-from hooks.receiving.rates import Rates
-from hooks.receiving.reply import Reply
-from hooks.receiving.runs import Runs
-from hooks.receiving.settings import ReceiverSettings
+from hooks.receiving.runs import Reply, Runs
+from hooks.receiving.settings import DAY, ReceiverSettings
 
 log = logging.getLogger(__name__)
+
+LOOK_EVERY = 0.5  # seconds between looks for replays by other processes
+TIDY_EVERY = 60.0
+HUB_LIMIT = 1000  # deliveries of one webhook in a day; the Hub's
+WARNED_AT = 0.8  # of it
+
+
+class Keeper:
+    """Finds what other processes replay in a running receiver's inbox, and forgets what is old."""
+
+    def __init__(self, inbox: Inbox, runner: Runner, settings: ReceiverSettings):
+        self._inbox = inbox
+        self._runner = runner
+        self._settings = settings
+        self._warned: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        seen: int | None = None
+        tidied, told = 0.0, ""
+        while True:
+            try:
+                before, seen = seen, await self._inbox.database.run(ledger.version)
+                if seen != before:
+                    self._runner.wake()
+                if time.monotonic() - tidied > TIDY_EVERY:
+                    tidied = time.monotonic()
+                    await self.tidy(time.time())
+                told = ""
+            except StoreError as error:
+                # Once: a disk that is full stays so for long, and a log of it would fill another.
+                if str(error) != told:
+                    log.error("the inbox cannot be looked after: %s", error)
+                told = str(error)
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def tidy(self, now: float) -> None:
+        """Forget what is old, and warn of webhooks that the Hub will soon hold back.
+
+        Args:
+            now: seconds since 1970.
+        """
+        kept = self._settings
+        pruned = 1
+        while pruned:
+            # A few at a time: deliveries are written in between.
+            pruned = await self._inbox.database.run(
+                ledger.prune, now=now, kept=kept.kept, kept_dead=kept.kept_dead, kept_bytes=kept.kept_bytes
+            )
+        counts = await self._inbox.database.run(ledger.counts, since=now - DAY)
+        for webhook_id, count in counts.items():
+            if count >= WARNED_AT * HUB_LIMIT and now - self._warned.get(webhook_id, 0.0) >= DAY:
+                self._warned[webhook_id] = now
+                log.warning(
+                    "webhook %s had %d deliveries within a day; the Hub stops at %d", webhook_id, count, HUB_LIMIT
+                )
 
 
 class Intake:
@@ -38,7 +91,7 @@ class Intake:
         self.inbox = inbox
         self.settings = settings
         self.rates = Rates(settings.rate, settings.burst)
-        self.runner = Runner(inbox.database, records.QUEUE, self._run, self._limits)
+        self.runner = Runner(inbox.database, ledger.QUEUE, self._run, self._limits)
         self._endpoints = endpoints
         self._runs = Runs(inbox, settings, app, self.runner.write)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -78,7 +131,7 @@ class Intake:
         return most if endpoint.concurrency is None else most | {path: endpoint.concurrency}
 
     async def _run(self, row: sqlite3.Row) -> bool:
-        event = records.event_of(row)
+        event = ledger.event_of(row)
         reply, request = self._senders.pop(event.id, (None, None))
         try:
             return await self._runs.attempt(self._endpoints[event.path], event, reply, request and request())
@@ -97,7 +150,7 @@ class Intake:
         for event_id, (reply, _) in self._senders.items():
             reply.tell(answers.accepted(event_id))
         with suppress(StoreError):  # what could not be released is resumed anyway
-            await self.inbox.database.run(records.QUEUE.release)
+            await self.inbox.database.run(ledger.QUEUE.release)
         await asyncio.to_thread(self.inbox.close)
 
     @staticmethod
@@ -115,12 +168,12 @@ class Intake:
         except Refused as refused:
             told = refused.told
             if told.status == HTTPStatus.REQUEST_TIMEOUT:
-                body.leave(request)
+                leave(request)
                 return answers.respond(told)
         except Exception:
             log.exception("a delivery to %s failed", endpoint.path)
             told = answers.refusal(500, "Internal Server Error")
-        await body.discard(request)
+        await discard(request)
         return answers.respond(told)
 
     async def _receive(self, endpoint: Endpoint, request: Request) -> Answer:

@@ -10,13 +10,10 @@ from sanic import Blueprint, HTTPResponse, Request, Sanic
 from sanic.constants import HTTP_METHODS
 
 from hooks.errors import HooksError, InvalidWebhook
-from hooks.receiving import records
-from hooks.receiving.endpoint import Endpoint, Mode, Retry
+from hooks.receiving import ledger
+from hooks.receiving.endpoint import Endpoint, Filter, Mode, Names, Proofs, Retry, handler_of
 from hooks.receiving.event import Event
-from hooks.receiving.filters import Filter, Names
-from hooks.receiving.handlers import handler_of
 from hooks.receiving.intake import Intake
-from hooks.receiving.secrets import Proofs
 from hooks.receiving.settings import ReceiverSettings, check_secrets
 
 log = logging.getLogger(__name__)
@@ -179,7 +176,7 @@ class Receiver:
             before: the ``number`` of the last one of the page before.
         """
         return await self._running.inbox.database.run(
-            records.newest, status=status, path=path, limit=limit, before=before
+            ledger.newest, status=status, path=path, limit=limit, before=before
         )
 
     async def event(self, event_id: str) -> Event:
@@ -188,7 +185,7 @@ class Receiver:
         Raises:
             UnknownEvent: there is none of this id.
         """
-        return await self._running.inbox.database.run(records.get, event_id)
+        return await self._running.inbox.database.run(ledger.get, event_id)
 
     async def replay(self, event_id: str) -> Event:
         """Have an event run again, whatever became of it.

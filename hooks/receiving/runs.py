@@ -1,11 +1,15 @@
-"""One attempt at an event: its handler is called, and what became of it is written and told."""
+"""One attempt at an event: its handler is called, in a thread when it is sync, and its outcome is written and told."""
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -19,9 +23,96 @@ from hooks.receiving.event import Answer, Event, Status
 from hooks.receiving.inbox import Inbox
 from hooks.receiving.ledger import EffectFailed
 from hooks.receiving.payloads import Unusable, parse, payload_of
-from hooks.receiving.reply import Reply
 from hooks.receiving.settings import ReceiverSettings
-from hooks.receiving.threads import Threads
+
+
+class Reply:
+    """Between the request, which waits, and the run, which tells.
+
+    A failure that is handed back to the sender is written as such first, so from ``decide`` on the request waits for
+    that instead of saying 202: an event must not be both accepted and handed back.
+    """
+
+    def __init__(self) -> None:
+        self._told: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._is_waited = True
+        self._is_decided = False
+
+    def tell(self, told: Answer) -> None:
+        """The first one counts."""
+        if not self._told.done():
+            self._told.set_result(told)
+
+    def decide(self) -> bool:
+        """Keep the sender waiting until it is told; False when it does not wait any more."""
+        self._is_decided = self._is_waited and not self._told.done()
+        return self._is_decided
+
+    async def wait(self, seconds: float) -> Answer | None:
+        """What was told in this time; None when nothing was."""
+        try:
+            done, _ = await asyncio.wait({self._told}, timeout=seconds)
+            if not done and self._is_decided:
+                await asyncio.wait({self._told})
+        finally:
+            self._is_waited = False
+        return self._told.result() if self._told.done() else None
+
+
+class Threads:
+    """At most so many threads, started as they are needed. They are daemons, unlike those of an executor."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = 0
+
+    def run(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Call it in a thread; cancelling the future only ends the waiting."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+        # Whoever waited may have given up; its error is no news then.
+        outcome.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            result: object = None
+            error: Exception | None = None
+            try:
+                result = context.run(call)
+            except StopIteration:  # a future cannot carry it
+                error = RuntimeError("StopIteration in a handler")
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:  # an exit of this thread is no exit of the process
+                error = RuntimeError(f"{type(raised).__name__} in a handler")
+            with suppress(RuntimeError):  # the loop has ended, and whoever waited with it
+                loop.call_soon_threadsafe(_tell, outcome, result, error)
+
+        self._calls.put(work)
+        if self._started < self._count:
+            self._started += 1
+            threading.Thread(target=self._work, name=f"webhook-{self._started}", daemon=True).start()
+        return outcome
+
+    def close(self) -> None:
+        """Let the threads end after what they do now."""
+        for _ in range(self._started):
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (work := self._calls.get()) is not None:
+            work()
+
+
+def _tell(outcome: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+    if outcome.done():
+        return
+    if error is None:
+        outcome.set_result(result)
+    else:
+        outcome.set_exception(error)
+
 
 log = logging.getLogger(__name__)
 

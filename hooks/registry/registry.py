@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,21 +15,98 @@ from sanic import Blueprint
 from hooks.database import Database, alone
 from hooks.errors import HooksError, StoreError
 from hooks.payload import WebhookPayload
-from hooks.registry import events
-from hooks.registry.folder_log import note_content
 from hooks.registry.job_courier import JobCourier
 from hooks.registry.jobs import load_jobs
-from hooks.registry.management import Management
-from hooks.registry.routes import add_routes
+from hooks.registry.routes import Management, add_routes
 from hooks.registry.settings import RegistrySettings
-from hooks.registry.store import SCHEMA, WebhookStore
+from hooks.registry.store import SCHEMA, WebhookStore, note_content
 from hooks.registry.watcher import FolderWatcher
-from hooks.sending import delivery_log
+from hooks.sending import queue
 from hooks.sending.post import PostCourier
-from hooks.sending.queue import Message
-from hooks.sending.resolver import resolve as ask_name_server
+from hooks.sending.post import resolve as ask_name_server
+from hooks.sending.queue import Message, new_id
+from hooks.sending.schedule import iso
 from hooks.sending.sender import Sender
 from hooks.sending.targets import Resolve
+
+_TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
+
+
+def repo_message(
+    name: str, new_sha: str, old_sha: str | None, *, repo_type: str = "model", ref: str = "refs/heads/main"
+) -> Message:
+    """The content of a repo of ours is another one."""
+    repo = {
+        "type": repo_type,
+        "name": name,
+        "id": f"{repo_type}:{name}",
+        "private": True,
+        "owner": {"id": name.partition("/")[0] if "/" in name else "local"},
+        "headSha": new_sha,
+        "tags": [],
+        # It is nowhere on the web; huggingface_hub's model of the payload wants a text.
+        "url": {"web": f"robojax:{repo_type}/{name}"},
+    }
+    body = {
+        "event": {"action": "update", "scope": "repo.content"},
+        "repo": repo,
+        "updatedRefs": [{"ref": ref, "oldSha": old_sha, "newSha": new_sha}],
+    }
+    return Message(new_id(), "repo.content", str(repo["id"]), body, is_hub=True)
+
+
+def relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str | None) -> tuple[Message, str]:
+    """A verified event of the Hub, to be sent on as it is, and the webhook that it came by.
+
+    Args:
+        event_id: the delivery it came with; the same again is no new event. None: it is new.
+
+    Raises:
+        ValueError: it is no payload of the Hub.
+    """
+    checked = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
+    body = checked.model_dump(mode="json", exclude_unset=True)
+    del body["webhook"]
+    message_id = new_id() if event_id is None else f"relay:{checked.webhook.id}:{event_id}"
+    subject = f"{checked.repo.type}:{checked.repo.id}"
+    return Message(message_id, checked.event.scope, subject, body, is_hub=True), checked.webhook.id
+
+
+def session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:
+    """Something happened to a session, or to the server.
+
+    Args:
+        kind: ``session.started``, ``session.policy.swapped``, ``server.degraded``, ...
+        data: plain values; ``session_id`` in it is what the order of events is kept by.
+        now: seconds since 1970.
+
+    Raises:
+        ValueError: the type is none.
+    """
+    if not _TYPE.fullmatch(kind):
+        raise ValueError(f"event type {kind!r}: wanted words with dots between, e.g. session.started")
+    plain = _plain(data)
+    body = {"type": kind, "timestamp": iso(now), "data": plain}
+    return Message(new_id(), kind, f"session:{plain.get('session_id', '')}", body, is_hub=False)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: a figure that is not finite is null, and what has no form of its own is its text."""
+    if isinstance(value, Mapping):
+        return {_text(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """Without lone surrogates, as names of files may have and no database takes."""
+    return str(value).encode("utf-8", "replace").decode()
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +116,7 @@ class Registry:
 
     Raises:
         InvalidSettings: the jobs file cannot be used.
+        HooksError: by all but ``blueprint`` and ``running``: it does not run, or its database cannot be used.
     """
 
     def __init__(
@@ -68,20 +148,12 @@ class Registry:
 
     @property
     def management(self) -> Management:
-        """The registered webhooks.
-
-        Raises:
-            HooksError: the registry does not run.
-        """
+        """The registered webhooks."""
         return self._running[2]
 
     @property
     def sender(self) -> Sender:
-        """The deliveries.
-
-        Raises:
-            HooksError: the registry does not run.
-        """
+        """The deliveries."""
         return self._running[1]
 
     def blueprint(self) -> Blueprint:
@@ -158,9 +230,8 @@ class Registry:
 
         Raises:
             ValueError: the type is none.
-            HooksError: the registry does not run, or its database cannot be written.
         """
-        message = events.session_message(type, data, self._clock())
+        message = session_message(type, data, self._clock())
         return await self.sender.put(
             message, lambda connection: [one.id for one in self._store.all(connection) if one.wants_sessions]
         )
@@ -174,12 +245,8 @@ class Registry:
         repo_type: str = "model",
         ref: str = "refs/heads/main",
     ) -> int:
-        """Tell that the content of a repo of ours is another one. For how many webhooks.
-
-        Raises:
-            HooksError: the registry does not run, or its database cannot be written.
-        """
-        return await self._emit(events.repo_message(name, new_sha, old_sha, repo_type=repo_type, ref=ref))
+        """Tell that the content of a repo of ours is another one. For how many webhooks."""
+        return await self._emit(repo_message(name, new_sha, old_sha, repo_type=repo_type, ref=ref))
 
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
         """Send a verified event of the Hub on to the webhooks here that watch its repo. For how many.
@@ -191,9 +258,8 @@ class Registry:
 
         Raises:
             ValueError: it is no payload of the Hub.
-            HooksError: the registry does not run, or its database cannot be written.
         """
-        return await self._emit(*events.relayed_message(payload, event_id))
+        return await self._emit(*relayed_message(payload, event_id))
 
     async def _emit(self, message: Message, came_by: str | None = None) -> int:
         return await self.sender.put(message, lambda connection: self._wanting(connection, message, came_by))
@@ -213,7 +279,7 @@ class Registry:
             is_change, old = note_content(connection, name, sha, self._clock())
             if not is_change:
                 return None
-            message = events.repo_message(name, sha, old)
+            message = repo_message(name, sha, old)
             return old or "", *sender.put_within(connection, message, self._wanting(connection, message))
 
         while True:
@@ -230,11 +296,7 @@ class Registry:
             return
 
     async def facts(self) -> dict[str, int]:
-        """Figures: webhooks, folders read so far, deliveries by status, and those dropped since the start.
-
-        Raises:
-            HooksError: the registry does not run, or its database cannot be read.
-        """
+        """Figures: webhooks, folders read so far, deliveries by status, and those dropped since the start."""
         database, sender, _ = self._running
 
         def transaction(connection: sqlite3.Connection) -> dict[str, int]:
@@ -243,7 +305,7 @@ class Registry:
                 "webhooks": len(webhooks),
                 "webhooks_disabled": sum(bool(one.disabled) for one in webhooks),
                 "folders_known": connection.execute("SELECT count(*) FROM folders").fetchone()[0],
-                **{f"deliveries_{status}": count for status, count in delivery_log.counts(connection).items()},
+                **{f"deliveries_{status}": count for status, count in queue.counts(connection).items()},
             }
 
         return await database.run(transaction) | {"deliveries_dropped_since_start": sender.dropped}

@@ -2,13 +2,30 @@
 
 import json
 import sqlite3
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hooks.errors import InvalidWebhook, UnknownWebhook
-from hooks.registry.webhook import SUSPENDED, Watched, Webhook
-from hooks.registry.wish import Wish
-from hooks.sending import delivery_log, queue
+from hooks.registry.webhook import SUSPENDED, Watched, Webhook, Wish
+from hooks.sending import queue
 from hooks.sending.outcome import Destination
+
+
+def note_content(connection: sqlite3.Connection, name: str, sha: str, now: float) -> tuple[bool, str | None]:
+    """Write the content down; whether it is a change, and what it was before.
+
+    The first content that is ever seen of a folder is no change.
+    """
+    row = connection.execute("SELECT sha FROM folders WHERE name = ?", (name,)).fetchone()
+    old = None if row is None else row["sha"]
+    if old == sha:
+        return False, old
+    connection.execute(
+        "INSERT INTO folders VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET sha = excluded.sha, "
+        "changed_at = excluded.changed_at",
+        (name, sha, now),
+    )
+    return old is not None, old
+
 
 WEBHOOKS = """
 CREATE TABLE webhooks (
@@ -34,28 +51,27 @@ CREATE TABLE folders (
 SCHEMA = (WEBHOOKS + queue.SCHEMA, queue.LANES)
 
 
+@dataclass(frozen=True)
 class WebhookStore:
     """What is done to webhooks; every method is a transaction, or a part of one.
 
     Attributes:
         max_webhooks: that there may be.
         suspend_after: deliveries in a row that were given up, after which a webhook gets nothing more.
+
+    Raises:
+        UnknownWebhook: by every method that is given an id but the last two: there is no such webhook.
     """
 
-    def __init__(self, max_webhooks: int, suspend_after: int):
-        self.max_webhooks = max_webhooks
-        self.suspend_after = suspend_after
+    max_webhooks: int
+    suspend_after: int
 
     def all(self, connection: sqlite3.Connection) -> list[Webhook]:
         """Oldest first."""
         return [_webhook(row) for row in connection.execute("SELECT * FROM webhooks ORDER BY created_at, rowid")]
 
     def get(self, connection: sqlite3.Connection, webhook_id: str) -> Webhook:
-        """One of them.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """One of them."""
         row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             raise UnknownWebhook("there is no webhook of this id", 404)
@@ -88,7 +104,6 @@ class WebhookStore:
         """Change what the wish names, and keep the rest; what waits goes to the new place.
 
         Raises:
-            UnknownWebhook: there is none of this id.
             InvalidWebhook: the result would watch nothing, or would be a URL with secrets for a job.
         """
         before = self.get(connection, webhook_id)
@@ -118,21 +133,13 @@ class WebhookStore:
         return after
 
     def enable(self, connection: sqlite3.Connection, webhook_id: str, now: float) -> Webhook:
-        """Let it have events again; what has waited is sent at once.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """Let it have events again; what has waited is sent at once."""
         self._set(connection, webhook_id, "", now)
         queue.release(connection, webhook_id, now)
         return self.get(connection, webhook_id)
 
     def disable(self, connection: sqlite3.Connection, webhook_id: str, now: float, how: str = "disabled") -> Webhook:
-        """Let it have no more events; what waits goes on waiting.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """Let it have no more events; what waits goes on waiting."""
         self._set(connection, webhook_id, how, now)
         queue.hold(connection, webhook_id)
         return self.get(connection, webhook_id)
@@ -144,14 +151,10 @@ class WebhookStore:
         )
 
     def delete(self, connection: sqlite3.Connection, webhook_id: str) -> None:
-        """Forget it, what waits for it, and its log.
-
-        Raises:
-            UnknownWebhook: there is none of this id.
-        """
+        """Forget it, what waits for it, and its log."""
         self.get(connection, webhook_id)
         connection.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
-        delivery_log.forget(connection, webhook_id)
+        queue.forget(connection, webhook_id)
 
     def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
         """Where its events go now."""
@@ -176,36 +179,25 @@ class WebhookStore:
 
 
 def _write(connection: sqlite3.Connection, webhook: Webhook) -> None:
+    watched = json.dumps([[item.type, item.name] for item in webhook.watched])
+    texts = {"watched": watched, "domains": json.dumps(webhook.domains), "secrets": json.dumps(dict(webhook.secrets))}
     connection.execute(
         "INSERT INTO webhooks (id, url, job, watched, domains, secret, secrets, disabled, created_at, updated_at) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET url = excluded.url, job = excluded.job, "
-        "watched = excluded.watched, domains = excluded.domains, secret = excluded.secret, "
-        "secrets = excluded.secrets, updated_at = excluded.updated_at",
-        (
-            webhook.id,
-            webhook.url,
-            webhook.job,
-            json.dumps([[item.type, item.name] for item in webhook.watched]),
-            json.dumps(webhook.domains),
-            webhook.secret,
-            json.dumps(dict(webhook.secrets)),
-            webhook.disabled,
-            webhook.created_at,
-            webhook.updated_at,
-        ),
+        "VALUES (:id, :url, :job, :watched, :domains, :secret, :secrets, :disabled, :created_at, :updated_at) "
+        "ON CONFLICT (id) DO UPDATE SET url = excluded.url, job = excluded.job, watched = excluded.watched, "
+        "domains = excluded.domains, secret = excluded.secret, secrets = excluded.secrets, "
+        "updated_at = excluded.updated_at",
+        vars(webhook) | texts,
     )
 
 
 def _webhook(row: sqlite3.Row) -> Webhook:
+    kept = {name: row[name] for name in row.keys() if name != "exhausted"}  # noqa: SIM118 (a Row is no dict)
     return Webhook(
-        id=row["id"],
-        url=row["url"],
-        job=row["job"],
-        watched=tuple(Watched(*item) for item in json.loads(row["watched"])),
-        domains=tuple(json.loads(row["domains"])),
-        secret=row["secret"],
-        secrets=json.loads(row["secrets"]),
-        disabled=row["disabled"],
-        created_at=row["created_at"],
-        updated_at=row["updated_at"],
+        **kept
+        | {
+            "watched": tuple(Watched(*item) for item in json.loads(row["watched"])),
+            "domains": tuple(json.loads(row["domains"])),
+            "secrets": json.loads(row["secrets"]),
+        }
     )

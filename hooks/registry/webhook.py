@@ -1,10 +1,15 @@
-"""A registered webhook, and which events it wants."""
+"""A registered webhook, which events it wants, and what a create or update asks for, with all that is wrong in it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hooks.errors import InvalidWebhook
+from hooks.sending.outcome import MAX_JOB_SECRET, MAX_SECRET
 from hooks.sending.schedule import iso
+from hooks.sending.targets import MAX_URL
+from hooks.signatures import sign_standard
 
 WATCHABLE = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
 DOMAINS = ("repo", "discussion", "session")
@@ -12,6 +17,10 @@ HUB_DOMAINS = DOMAINS[:2]
 
 # What ``disabled`` says beside true and false, as on the Hub.
 SUSPENDED = "suspended-after-failure"
+MAX_WATCHED = 100
+MAX_SECRETS = 32
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -76,3 +85,130 @@ class Webhook:
     def wants_sessions(self) -> bool:
         """Whether it gets the events of sessions."""
         return not self.disabled and "session" in self.domains
+
+
+@dataclass(frozen=True)
+class Wish:
+    """None: not named, which an update keeps.
+
+    Attributes:
+        secret: empty to have none any more.
+        secrets: variables to set; an empty value takes one away.
+    """
+
+    url: str | None = None
+    job: str | None = None
+    watched: tuple[Watched, ...] | None = None
+    domains: tuple[str, ...] | None = None
+    secret: str | None = field(default=None, repr=False)
+    secrets: Mapping[str, str] | None = field(default=None, repr=False)
+
+
+def wish_of(body: object, *, is_new: bool) -> Wish:
+    """Read the JSON of a create (``is_new``) or update.
+
+    An update's empty ``watched`` counts as not named: huggingface_hub sends that whenever the caller gives none.
+
+    Raises:
+        InvalidWebhook: with all that is wrong.
+    """
+    if not isinstance(body, dict):
+        raise InvalidWebhook(f"body: {type(body).__name__}, wanted a JSON object")
+    wrong: list[str] = []
+    url, job = (_text(body, name, MAX_URL, wrong) for name in ("url", "jobSourceId"))
+    if body.get("job") is not None:
+        wrong.append("job: jobs are registered by the operator here; give the id of one as jobSourceId")
+    elif url and job:
+        wrong.append("url and jobSourceId: both are given, wanted one of them")
+    elif is_new and not url and not job:
+        wrong.append("url or jobSourceId: wanted one of them")
+    domains = _domains(body.get("domains"), wrong)
+    if domains is None and is_new:
+        domains = HUB_DOMAINS
+    watched = _watched(body.get("watched"), wrong)
+    if not watched:
+        if is_new and not wrong and domains != ("session",):
+            wrong.append("watched: wanted at least one item, e.g. {'type': 'model', 'name': 'owner/name'}")
+        watched = () if is_new else None
+    wish = Wish(url or None, job or None, watched, domains, _secret(body, wrong), _secrets(body, wrong))
+    if wish.secrets and (wish.url or (is_new and not wish.job)):
+        wrong.append("secrets: they are for jobs; wanted with jobSourceId only")
+    if wrong:
+        raise InvalidWebhook("; ".join(wrong))
+    return wish
+
+
+def _text(body: Mapping[str, Any], name: str, most: int, wrong: list[str]) -> str | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        wrong.append(f"{name}: {type(value).__name__}, wanted text")
+    elif len(value) > most:
+        wrong.append(f"{name}: {len(value)} characters, wanted at most {most}")
+    else:
+        return value
+    return None
+
+
+def _domains(value: object, wrong: list[str]) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value:
+        wrong.append(f"domains: wanted a list of {', '.join(DOMAINS)}")
+        return None
+    # Older versions of huggingface_hub say it in the plural.
+    named = tuple(dict.fromkeys("discussion" if item == "discussions" else str(item)[:40] for item in value))
+    unknown = [name for name in named if name not in DOMAINS]
+    if unknown:
+        wrong.append(f"domains: {', '.join(map(repr, unknown[:5]))}, wanted {', '.join(DOMAINS)}")
+    return named
+
+
+def _watched(value: object, wrong: list[str]) -> tuple[Watched, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_WATCHED:
+        wrong.append(f"watched: wanted a list of at most {MAX_WATCHED} items")
+        return ()
+    items = []
+    for number, item in enumerate(value):
+        kind, name = (item.get("type"), item.get("name")) if isinstance(item, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(name, str):
+            wrong.append(f"watched[{number}]: wanted {{'type': ..., 'name': ...}}")
+        elif kind not in WATCHABLE:
+            wrong.append(f"watched[{number}]: type {kind[:40]!r}, wanted one of {', '.join(WATCHABLE)}")
+        elif not _NAME.fullmatch(name):
+            wrong.append(f"watched[{number}]: name {name[:100]!r}, wanted name or owner/name")
+        else:
+            items.append(Watched(kind, name))
+    return tuple(dict.fromkeys(items))
+
+
+def _secret(body: Mapping[str, Any], wrong: list[str]) -> str | None:
+    secret = _text(body, "secret", MAX_SECRET, wrong)
+    if secret is None:
+        return None
+    if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
+        wrong.append("secret: wanted printable ASCII (it is sent as a header) without spaces at its ends")
+        return None
+    try:
+        sign_standard(secret, "", 0, b"")
+    except InvalidWebhook as error:
+        wrong.append(f"secret: {error}")
+    return secret
+
+
+def _secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str] | None:
+    value = body.get("secrets")
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_SECRETS:
+        wrong.append(f"secrets: wanted an object of at most {MAX_SECRETS} variables")
+        return None
+    for name, text in value.items():
+        if not _VARIABLE.fullmatch(name):
+            wrong.append(f"secrets: {name[:40]!r} is no name of a variable")
+        elif not isinstance(text, str) or len(text.encode("utf-8", "replace")) > MAX_JOB_SECRET or "\0" in text:
+            wrong.append(f"secrets: {name}: wanted text of at most {MAX_JOB_SECRET} bytes")
+    return value

@@ -1,17 +1,68 @@
 """Posts one event to one URL: signed, to a checked address, without redirects, in bounded time."""
 
 import asyncio
+import socket
 import time
+from collections.abc import Sequence
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from hooks.errors import UnsafeTarget
+from hooks.limits import begin
 from hooks.sending.outcome import MAX_READ, Destination, Outcome, Parcel, excerpt
-from hooks.sending.resolver import PinnedResolver
-from hooks.sending.resolver import resolve as ask_name_server
 from hooks.sending.schedule import retry_after
 from hooks.sending.targets import Resolve, TargetRules
 from hooks.signatures import sign_standard
+
+RESOLVE_WITHIN = 5.0
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """The addresses of a host.
+
+    The thread is a daemon, as an unanswered question to a name server can take half a minute, and a server that ends
+    would wait for the threads of the loop's own pool.
+
+    Raises:
+        OSError: there is no such host, or nobody said so in time (``TimeoutError``).
+    """
+    try:
+        async with asyncio.timeout(RESOLVE_WITHIN):
+            found = await asyncio.wrap_future(begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    except UnicodeError:
+        raise OSError(f"{host!r} is no name of a host") from None
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class PinnedResolver(AbstractResolver):
+    """Knows one host, by addresses that were checked; a connection goes to them and nowhere else."""
+
+    def __init__(self, host: str, addresses: Sequence[str]):
+        self._host = host
+        self._addresses = tuple(addresses)
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """The pinned addresses."""
+        if host.rstrip(".") != self._host.rstrip("."):
+            raise OSError(f"asked for {host!r}, pinned to {self._host!r}")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=socket.IPPROTO_TCP,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for address in self._addresses
+        ]
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
 
 TIMEOUT = 12.0
 # The status is the answer; what else the target has to say is only for the log.
@@ -25,7 +76,7 @@ class PostCourier:
         timeout: seconds for one attempt, with the name looked up and the connection made.
     """
 
-    def __init__(self, rules: TargetRules, *, timeout: float = TIMEOUT, resolve: Resolve = ask_name_server):
+    def __init__(self, rules: TargetRules, *, timeout: float = TIMEOUT, resolve: Resolve = resolve):
         self.timeout = timeout
         self._rules = rules
         self._resolve = resolve

@@ -13,7 +13,7 @@ from typing import Protocol
 from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.queue import Runner
-from hooks.sending import delivery_log, queue
+from hooks.sending import queue
 from hooks.sending.outcome import Courier, Destination, Outcome
 from hooks.sending.queue import Due, Message
 from hooks.sending.schedule import Schedule
@@ -219,9 +219,7 @@ class Sender:
     async def _prune(self) -> None:
         while True:
             try:
-                await self._database.run(
-                    delivery_log.prune, self._clock() - self._settings.kept, self._settings.most_kept
-                )
+                await self._database.run(queue.prune, self._clock() - self._settings.kept, self._settings.most_kept)
             except StoreError as error:
                 logger.error("the delivery log cannot be shortened: %s", error)
             await asyncio.sleep(PRUNE_EVERY)

@@ -152,13 +152,11 @@ def layers(address: Address) -> list[Address]:
     """The IPv4 address that an IPv6 one stands for, if it does; else the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
-    if address.ipv4_mapped is not None:
-        return [address.ipv4_mapped]
-    if address.sixtofour is not None:
-        return [address, address.sixtofour]
-    if address in _NAT64:
-        return [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)]
-    return [address]
+    # Of 6to4, too, the inner one alone is judged: since Python 3.13 all of 2002::/16 is "private".
+    inner = address.ipv4_mapped or address.sixtofour
+    if inner is None and address in _NAT64:
+        inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return [inner or address]
 
 
 def danger(address: Address) -> str | None:

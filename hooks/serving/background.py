@@ -1,17 +1,226 @@
-"""An app on an event loop of its own, in a thread of its own."""
+"""Where an app listens, how its connections are read, and an event loop in a thread of its own to serve it."""
 
 import asyncio
 import contextlib
 import logging
+import os
+import re
+import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import FrameType
 from typing import Any
 
 from sanic import Sanic
+from sanic.exceptions import BadRequest
+from sanic.http import Http, Stage
+from sanic.http.http1 import HTTP_CONTINUE
+from sanic.server.protocols.websocket_protocol import WebSocketProtocol
 
-from hooks.serving.prompt import PromptProtocol
+from hooks.errors import HooksError
+
+FIRST_PORT = 7860  # gradio's, so that what was set up for huggingface_hub's server finds this one
+PORTS = 100
+HOST, PORT = "ROBOJAX_WEBHOOKS_HOST", "ROBOJAX_WEBHOOKS_PORT"
+
+
+class CannotListen(HooksError, OSError):
+    """The address cannot be listened on; the text says what to do."""
+
+
+def chosen(
+    host: str | None, port: int | None, environment: Mapping[str, str] = os.environ
+) -> tuple[str, tuple[int, ...]]:
+    """The host, and the ports to try in this order.
+
+    Arguments win over ``ROBOJAX_WEBHOOKS_HOST`` and ``ROBOJAX_WEBHOOKS_PORT``, those over gradio's
+    ``GRADIO_SERVER_NAME`` and ``GRADIO_SERVER_PORT``. A port that was named is the only one; else it is the first free
+    one from 7860 on.
+
+    Raises:
+        CannotListen: a port in the environment is no port.
+    """
+    is_space = bool(environment.get("SPACE_ID"))
+    named = environment.get(HOST) or environment.get("GRADIO_SERVER_NAME")
+    host = host or named or ("0.0.0.0" if is_space else "127.0.0.1")
+    if port is None:
+        variable = next((name for name in (PORT, "GRADIO_SERVER_PORT") if environment.get(name)), None)
+        if variable is None:
+            # A Space is reached on this port only.
+            return host, (FIRST_PORT,) if is_space else tuple(range(FIRST_PORT, FIRST_PORT + PORTS))
+        try:
+            port = int(environment[variable])
+        except ValueError:
+            raise CannotListen(f"{variable} is {environment[variable]!r}; wanted a number from 0 to 65535") from None
+    if not 0 <= port <= 65535:
+        raise CannotListen(f"port {port}: wanted a number from 0 to 65535 (0: any free one)")
+    return host, (port,)
+
+
+def listen(host: str, ports: tuple[int, ...]) -> socket.socket:
+    """A listening socket on the first of these ports that is free.
+
+    Raises:
+        CannotListen: none is, or the host is no address of this machine.
+    """
+    refused: OSError | None = None
+    for port in ports:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except OSError as error:
+            raise CannotListen(f"host {host!r} is no address of this machine ({error.strerror or error})") from error
+        listener = socket.socket(family, kind, protocol)
+        try:
+            # One that ended a moment ago does not block its port; one that listens does.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            refused = error
+        else:
+            return listener
+    tried = str(ports[0]) if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
+    raise CannotListen(
+        f"cannot listen on {host}, port {tried}: {refused.strerror if refused else 'no port'}; "
+        f"end what listens there, or choose another port (port=0 or {PORT}=0: any free one)"
+    ) from refused
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL that a client on this machine can use."""
+    bound, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(bound), str(bound))
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_LENGTH = re.compile(r"[0-9]{1,19}")
+_TARGET = re.compile(r"[!\"$-~]+")  # letters that can be seen, and no "#", of which a server never hears
+_CHUNK_LINE = 64  # bytes before a chunk
+_CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
+_PIECES = 64  # of a body that are read at a stretch
+
+
+class PlainHttp(Http):
+    """HTTP that takes only plain requests, as ``service.edge.punctual`` does; neither package may import the other."""
+
+    __slots__ = ("_pieces",)
+
+    def init_for_request(self) -> None:
+        super().init_for_request()
+        self._pieces = 0
+
+    async def http1_request_header(self) -> None:
+        try:
+            await super().http1_request_header()
+        except asyncio.CancelledError:
+            if self.request is None:
+                self.create_empty_request()  # whose method Sanic logs
+            raise
+        if not self._is_plain():
+            raise BadRequest("Bad Request")
+
+    def create_empty_request(self) -> None:
+        try:
+            super().create_empty_request()
+        except BadRequest:
+            # It stands in for a request whose URL could not be parsed, and would not be parsed either.
+            self.url = None
+            super().create_empty_request()
+
+    def _is_plain(self) -> bool:
+        """Whether whoever else reads the same bytes would see the same request."""
+        request, headers = self.request, self.request.headers
+        hosts, lengths = headers.getall("host", []), headers.getall("content-length", [])
+        target = request.raw_url.decode("latin-1")
+        return (
+            all(_NAME.fullmatch(name) and not _CONTROL.search(value) for name, value in headers.items())
+            and (len(hosts) == 1 or (not hosts and request.version == "1.0"))
+            and all(_LENGTH.fullmatch(length.rstrip(" \t")) for length in lengths)
+            and ("transfer-encoding" not in headers or (self.request_body == "chunked" and request.version == "1.1"))
+            and bool(_NAME.fullmatch(request.method) and _TARGET.fullmatch(target))
+            and (target.startswith("/") or (target == "*" and request.method == "OPTIONS"))
+        )
+
+    async def read(self) -> bytes | None:
+        """Some of the body; the loop is others' turn now and then, as a chunk may be a byte.
+
+        A size that only Python reads (``0x2``, `` 2``, ``2_0``) is none, nor is a chunk that goes on behind its end.
+        """
+        self._pieces += 1
+        if self._pieces % _PIECES == 0:
+            await asyncio.sleep(0)
+        if self.request_body == "chunked" and self.request_bytes_left == 0:
+            if self.expecting_continue:
+                self.expecting_continue = False
+                await self._send(HTTP_CONTINUE)
+            while (end := self.recv_buffer.find(b"\r\n", 2)) < 0 and len(self.recv_buffer) <= _CHUNK_LINE:
+                await self._receive_more()
+            if not 0 <= end <= _CHUNK_LINE or not _CHUNK.fullmatch(self.recv_buffer, 0, end):
+                self.keep_alive = False
+                raise BadRequest("Bad chunked encoding")
+        return await super().read()
+
+
+class PromptProtocol(WebSocketProtocol):
+    """Sanic's protocol, whose time limits start anew with every byte: one byte now and then would live on.
+
+    Here ``REQUEST_TIMEOUT`` is for a whole head, and ``RESPONSE_TIMEOUT`` for a body and its answer.
+    """
+
+    HTTP_CLASS = PlainHttp
+    __slots__ = ()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request or of a WebSocket."""
+        has_begun = self.http is not None and self.http.stage is not Stage.IDLE
+        since = self._time
+        super().data_received(data)
+        if has_begun:
+            self._time = since
+
+
+def serve_until_signal(stop: threading.Event, is_running: Callable[[], bool], close: Callable[[], object]) -> None:
+    """Wait until ``stop`` is set, nothing runs any more, or SIGINT or SIGTERM sets it; then ``close``.
+
+    Only the main thread is told of signals. A second one ends the process at once, also while it closes.
+    """
+    before: dict[int, Any] = {}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        for known in before:
+            signal.signal(known, signal.SIG_DFL)
+        stop.set()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
+    try:
+        # With a time limit, because Windows would not let a signal in.
+        while is_running() and not stop.wait(1.0):
+            pass
+    finally:
+        try:
+            close()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def has_running_loop() -> bool:
+    """Whether this is called from a coroutine or a callback, which must not be blocked."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
 
 try:
     import uvloop

@@ -1,5 +1,7 @@
-"""``/webhooks/_events``: what came, and once more from the start for one of it."""
+"""``/webhooks/_events``: what came, once more from the start for one of it, and who may look."""
 
+import ipaddress
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,31 +12,58 @@ from sanic.response import json
 from hooks.errors import HooksError, UnknownEvent
 from hooks.receiving.event import Event, Status
 from hooks.receiving.receiver import Receiver
-from hooks.serving.visitor import refusal
+from hooks.signatures import is_secret
+
+# What a Host header, and behind its scheme an Origin, may be made of: either is anybody's text.
+HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::\d{1,5})?")
+# A proxy or a tunnel on this machine makes everybody look as if they sat here; these tell that it was one.
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "cf-connecting-ip", "ngrok-trace-id", "via")
+
+
+def is_here(request: "Request[Any, Any]") -> bool:
+    """Whether the request comes from this machine, and not through a proxy or from a web page of somewhere else."""
+    if any(name in request.headers for name in FORWARDED):
+        return False
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    # A page of a foreign name may resolve to this machine, or post to it: its Host or Origin gives it away.
+    named = HOST.fullmatch(host)
+    if named is None or not _is_loopback((named["name"] or named["address"]).lower()):
+        return False
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        return False
+    return _is_loopback(request.ip)
+
+
+def refusal(request: Request, secrets: Sequence[str]) -> HTTPResponse | None:
+    """None for whoever may look; else what they are told."""
+    if not secrets:
+        return None if is_here(request) else json({"error": "Without a secret, only from this machine itself."}, 403)
+    given = request.headers.get("x-webhook-secret")
+    if given is None:
+        return json({"error": "x-webhook-secret header not set."}, 401)
+    return None if is_secret(given, secrets) else json({"error": "Invalid webhook secret."}, 403)
+
+
+def _is_loopback(name: str | None) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name or "").is_loopback
+    except ValueError:
+        return False
+
 
 MOST = 500
 LAST = (1 << 63) - 1  # number that an event can have
+BRIEF = (
+    *("id", "number", "path", "status", "attempt", "received_at", "finished_at", "delivery_id", "webhook_id"),
+    *("repo", "repo_type", "scope", "action", "size", "error"),
+)
 
 
 def brief(event: Event) -> dict[str, Any]:
     """An event in a listing."""
-    return {
-        "id": event.id,
-        "number": event.number,
-        "path": event.path,
-        "status": str(event.status),
-        "attempt": event.attempt,
-        "received_at": event.received_at,
-        "finished_at": event.finished_at,
-        "delivery_id": event.delivery_id,
-        "webhook_id": event.webhook_id,
-        "repo": event.repo,
-        "repo_type": event.repo_type,
-        "scope": event.scope,
-        "action": event.action,
-        "size": event.size,
-        "error": event.error,
-    }
+    return {name: getattr(event, name) for name in BRIEF} | {"status": str(event.status)}
 
 
 def whole(event: Event) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from html import escape
 
+from hooks.receiving.endpoint import Filter
 from hooks.receiving.event import Event, Status
-from hooks.receiving.filters import Filter
 from hooks.receiving.payloads import facts_of
 from hooks.samples import SCOPES, Payload, sample
 
@@ -136,9 +136,14 @@ def page(
             "(<code>share=True</code> in a script)."
         )
     parts.append("</p>")
+    return whole("Webhooks", parts)
+
+
+def whole(title: str, parts: Iterable[str]) -> str:
+    """A page of these parts."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Webhooks</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
     )
 

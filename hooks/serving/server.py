@@ -1,8 +1,10 @@
 """``WebhooksServer``: functions that are called when the Hub delivers an event."""
 
 import contextlib
+import inspect
 import os
 import secrets
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,14 +21,89 @@ from sanic.response import json
 from hooks.errors import HooksError, InvalidWebhook
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import ReceiverSettings
-from hooks.serving import address, event_routes, interface, notices, pages
+from hooks.serving import event_routes, pages
 from hooks.serving.application import WebhooksApp, new_app
 from hooks.serving.at_exit import AtExit, hook, is_interactive
-from hooks.serving.background import Background
+from hooks.serving.background import Background, chosen, has_running_loop, listen, serve_until_signal, url_of
 from hooks.serving.configuration import settings_of
-from hooks.serving.functions import check_function, kind_of
 from hooks.serving.tunnel import Program, choose, tunnel
-from hooks.serving.waiting import has_running_loop, serve_until_signal
+
+OPEN = (
+    "Webhook secret is not defined. This means your webhook endpoints will be open to everyone.\n"
+    "To add a secret, set `WEBHOOK_SECRET` as environment variable or pass it at initialization:\n"
+    "    WebhooksServer(webhook_secret='...')\n"
+    "For more details about webhook secrets, see https://huggingface.co/docs/hub/webhooks#webhook-secret"
+)
+CLOSED = "Webhook secret is correctly defined."
+SHARED = "A share link lives for 72 hours at most and changes with every start"
+SPACE = "A Space on free hardware sleeps after 48 hours without traffic: deliveries then fail"
+CHANGES = "This interface may still change: pin the version you use (robojax=={version})"
+
+
+def say(text: str) -> None:
+    """One notice."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def ready(local: str, public: str | None, paths: Sequence[str]) -> str:
+    """The addresses, once the server answers."""
+    url = public or local
+    lines = ["", f"Running on local URL: {local}"]
+    if public is not None:
+        lines.append(f"Running on public URL: {public}")
+    lines.append("Webhooks are correctly setup and ready to use:")
+    lines += [f"  - POST {url}{path}" for path in paths] or ["  (none yet: decorate a function with add_webhook)"]
+    lines.append("Go to https://huggingface.co/settings/webhooks to setup your webhooks.")
+    return "\n".join(lines)
+
+
+def limits(database: Path | None, version: str) -> str:
+    """What users would else find out by a loss."""
+    kept = "in memory and forgotten when this ends; database='webhooks.sqlite3' keeps them"
+    lines = [
+        SHARED,
+        SPACE,
+        CHANGES.format(version=version),
+        f"Events are kept {f'in {database}' if database else kept}",
+    ]
+    return "Good to know:\n" + "\n".join(f"  - {line}." for line in lines)
+
+
+def generated(secret: str) -> str:
+    """The one time that a secret is shown: it was made here, and the Hub has to be told."""
+    return (
+        "The address is public and no secret was set, so one was made for this run. Give it to the Hub with the "
+        f"webhook:\n    {secret}"
+    )
+
+
+def check_function(function: Any) -> None:
+    """Refuse what cannot be called with a delivery.
+
+    Raises:
+        TypeError: it is a class, a method without its object, or nothing that is called at all.
+    """
+    if isinstance(function, classmethod | property) or not callable(function):
+        raise TypeError(
+            f"a webhook is a function: found {kind_of(function)}. In a class, register the method of an object: "
+            "server.add_webhook(robot.on_push)"
+        )
+    if inspect.isclass(function):
+        raise TypeError(f"a webhook is a function: found the class {function.__name__}")
+    if inspect.isfunction(function) and "." in function.__qualname__.rpartition("<locals>.")[2]:
+        first = next(iter(inspect.signature(function).parameters), None)
+        if first in ("self", "cls"):
+            raise TypeError(
+                f"{function.__qualname__} is a method and wants an object, which nobody has yet; register that of an "
+                f"object: server.add_webhook(robot.{function.__name__})"
+            )
+
+
+def kind_of(value: object) -> str:
+    """What a value is, for an error's text."""
+    return f"{type(value).__name__} {value!r:.60}"
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -67,7 +144,7 @@ class WebhooksServer:
         database: str | Path | None = None,
         settings: ReceiverSettings | None = None,
     ):
-        self._ui = None if ui is None else interface.checked(ui)
+        self._ui = None if ui is None else pages.checked_ui(ui)
         self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
         self._settings = settings_of(settings, webhook_secret, database, has_script=not is_held.get())
         self._added: list[tuple[Callable[..., Any], str | None, dict[str, Any]]] = []
@@ -227,7 +304,7 @@ class WebhooksServer:
                 next((one for one in ports if one is not None), None),
             )
         assert self._local is not None
-        notices.say(notices.ready(self._local, self._public, list(self.registered_webhooks)))
+        say(ready(self._local, self._public, list(self.registered_webhooks)))
         if not (prevent_thread_lock or is_interactive() or has_running_loop()):
             self.block_thread()
 
@@ -237,27 +314,27 @@ class WebhooksServer:
             program = choose(self._tunnel)
             if not self._has_secret:
                 self._make_secret()
-        where, ports = address.chosen(host, port)
-        listener = address.listen(where, ports)
+        where, ports = chosen(host, port)
+        listener = listen(where, ports)
         self._stop.clear()
-        app, self._local = self.app, address.url_of(listener)
+        app, self._local = self.app, url_of(listener)
         space = os.environ.get("SPACE_HOST")
         self._public = f"https://{space}" if space else None
         try:
-            self._background = Background(app, listener, lambda: self._sharing(program, address.url_of(listener)))
+            self._background = Background(app, listener, lambda: self._sharing(program, url_of(listener)))
         except BaseException:
             self._renew()
             raise
         _close_at_exit(self)
-        notices.say(notices.CLOSED if self._has_secret else notices.OPEN)
-        notices.say(notices.limits(self._settings.database, _version()))
+        say(CLOSED if self._has_secret else OPEN)
+        say(limits(self._settings.database, _version()))
 
     @asynccontextmanager
     async def _sharing(self, program: Program | None, local: str) -> AsyncIterator[None]:
         if program is None:
             yield
             return
-        async with tunnel(program, local, ended=notices.say) as public:
+        async with tunnel(program, local, ended=say) as public:
             self._public = public
             try:
                 yield
@@ -268,7 +345,7 @@ class WebhooksServer:
         secret = secrets.token_urlsafe(32)
         self._settings = replace(self._settings, secrets=(secret,))
         self._renew()
-        notices.say(notices.generated(secret))
+        say(generated(secret))
 
     def block_thread(self) -> None:
         """Wait until Ctrl-C, SIGTERM or ``close`` ends the server. A second signal ends the process at once."""
@@ -300,7 +377,7 @@ class WebhooksServer:
         links = {"Health": "/healthz"}
         app.blueprint(pages.blueprint(self._receiver, places, base=lambda: self._public, links=links))
         if self._ui is not None:
-            app.blueprint(interface.blueprint(self._ui))
+            app.blueprint(pages.ui_blueprint(self._ui))
 
         @app.get("/healthz", name="healthz")
         async def healthz(request: Request) -> HTTPResponse:

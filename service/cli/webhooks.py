@@ -9,108 +9,106 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
+from urllib.parse import quote, urlencode, urlsplit
 
 import typer
 
-from service.cli import webhooks_receive
+import hooks
+from hooks.errors import StoreError, TunnelFailed, UnknownEvent
 from service.cli.failure import Code, fail
 from service.cli.option_groups import flatten
+from service.cli.sessions import Key, base_url, credentials
 from service.cli.table import print_table
-from service.cli.webhooks_receive import escape
 
-if TYPE_CHECKING:
-    from hooks.management import WebhooksClient
+VARIABLE = "WEBHOOK_SECRET"
+DATABASE = Path("webhooks.sqlite")
+STATUSES = "waiting, running, done, failed, dead, ignored, superseded"
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Manage webhooks of the Hub (or of a robojax server), receive them, look at what came.",
-)
+plain = functools.partial(typer.Typer, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = plain(help="Manage webhooks of the Hub (or of a robojax server), receive them, look at what came.")
+events = plain()
+
+
+def option(text: str, *names: str, **more: Any) -> Any:
+    """An option with its help."""
+    return typer.Option(*names, help=text, **more)
+
+
+Text = str | None
+Texts = list[str] | None
+File = Path | None
 Format = StrEnum("Format", ["AUTO", "HUMAN", "AGENT", "JSON", "QUIET"])
 Id = Annotated[str, typer.Argument(metavar="ID", help="Of the webhook.")]
-Watch = Annotated[list[str], typer.Option(help="What to watch, as model:someone/arm or org:someone; repeatable.")]
-SecretFile = Annotated[Path | None, typer.Option(help="File with the secret.")]
-SecretEnv = Annotated[str | None, typer.Option(metavar="NAME", help="Environment variable with the secret.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+EventId = Annotated[str, typer.Argument(metavar="ID", help="Of the event.")]
+Watch = Annotated[list[str], option("What to watch, as model:someone/arm or org:someone; repeatable.")]
+SecretFile = Annotated[File, option("File with the secret.")]
+SecretEnv = Annotated[Text, option("Environment variable with the secret.", metavar="NAME")]
+ServedSecretFile = Annotated[File, option(f"File with the secret; default: {VARIABLE}.")]
+AsJson = Annotated[bool, option("JSON, for programs.", "--json")]
 
 
 @dataclass(frozen=True)
 class Hub:
     """Options that say where the webhooks are, and who asks."""
 
-    endpoint: Annotated[
-        str | None, typer.Option(help="Of a Hub or of a robojax server; default: HF_ENDPOINT, or huggingface.co.")
-    ] = None
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token; default: HF_TOKEN, or the one of `hf auth login`.")
-    ] = None
-    token: Annotated[str | None, typer.Option(hidden=True, help="As `hf` has it; it stays in the shell's history.")] = (
+    endpoint: Annotated[Text, option("Of a Hub or of a robojax server; default: HF_ENDPOINT, or huggingface.co.")] = (
         None
     )
-    timeout: Annotated[float, typer.Option(help="Seconds that the Hub has for an answer.")] = 30.0
+    token_file: Annotated[File, option("File with the token; default: HF_TOKEN, or the one of `hf auth login`.")] = None
+    token: Annotated[Text, option("As `hf` has it; it stays in the shell's history.", hidden=True)] = None
+    timeout: Annotated[float, option("Seconds that the Hub has for an answer.")] = 30.0
 
-    def connect(self, allow_http: Sequence[str] | None = None) -> "WebhooksClient":
+    def connect(self, allow_http: Sequence[str] | None = None) -> "hooks.WebhooksClient":
         """The client that the commands use."""
-        from hooks.management import WebhooksClient
-
         token = self.token
         if token is not None:
             warn("--token stays in the shell's history and in process listings; log in once, or set HF_TOKEN")
         if self.token_file is not None:
-            shown = f"token file {str(self.token_file)!r}"
+            shown, then = f"token file {str(self.token_file)!r}", "write the token alone into it"
             try:
                 token = self.token_file.read_text("ascii").strip()
             except (OSError, UnicodeDecodeError) as error:
                 why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-                refuse(f"{shown} cannot be read: {why}", "write the token alone into it")
+                refuse(f"{shown} cannot be read: {why}", then)
             if not token:
-                refuse(f"{shown} is empty", "write the token alone into it")
-        return WebhooksClient(self.endpoint, token, timeout=self.timeout, allow_http=allow_http or ())
+                refuse(f"{shown} is empty", then)
+        return hooks.WebhooksClient(self.endpoint, token, timeout=self.timeout, allow_http=allow_http or ())
 
 
 @dataclass(frozen=True)
 class Content:
     """Options that say what a webhook is made of."""
 
-    url: Annotated[str | None, typer.Option(help="Address that it sends to.")] = None
-    job_id: Annotated[str | None, typer.Option(help="Job that it starts (from job.id), instead of --url.")] = None
-    domain: Annotated[
-        list[str] | None, typer.Option(help="repo or discussion (or session, of a robojax server); repeatable.")
-    ] = None
-    secret: Annotated[str | None, typer.Option(help="Secret of its deliveries; it stays in the shell's history.")] = (
-        None
-    )
+    url: Annotated[Text, option("Address that it sends to.")] = None
+    job_id: Annotated[Text, option("Job that it starts (from job.id), instead of --url.")] = None
+    domain: Annotated[Texts, option("repo or discussion (or session, of a robojax server); repeatable.")] = None
+    secret: Annotated[Text, option("Secret of its deliveries; it stays in the shell's history.")] = None
     secret_file: SecretFile = None
     secret_env: SecretEnv = None
     generate: Annotated[
-        bool, typer.Option("--generate-secret", help="Make --secret-file with a new secret if it is not there.")
+        bool, option("Make --secret-file with a new secret if it is not there.", "--generate-secret")
     ] = False
-    secrets: Annotated[
-        list[str] | None, typer.Option("--secrets", "-s", help="NAME (from the environment) or NAME=value for the job.")
-    ] = None
-    secrets_file: Annotated[
-        str | None, typer.Option(help="File of NAME=value lines for the job; - for standard input.")
-    ] = None
-    any_type: Annotated[bool, typer.Option("--any-type", help="Send a type in --watch that is not known here.")] = False
+    secrets: Annotated[Texts, option("NAME (from the environment) or NAME=value for the job.", "--secrets", "-s")] = (
+        None
+    )
+    secrets_file: Annotated[Text, option("File of NAME=value lines for the job; - for standard input.")] = None
+    any_type: Annotated[bool, option("Send a type in --watch that is not known here.", "--any-type")] = False
     allow_http: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST", help="Host or network that may be sent to without TLS; repeatable."),
+        Texts, option("Host or network that may be sent to without TLS; repeatable.", metavar="HOST")
     ] = None
 
     def read(self, watch: list[str] | None) -> dict[str, Any]:
         """The client's arguments; None is what was not given."""
-        from hooks.management import find_secret
-
         if self.secret is not None:
             warn("--secret stays in the shell's history and in process listings; --secret-file and --secret-env do not")
+        secret = functools.partial(hooks.find_secret, variable=self.secret_env, file=self.secret_file)
         return {
             "url": self.url,
             "job_id": self.job_id,
             "watched": read_watch(watch, self.any_type) if watch else None,
             "domains": self.domain or None,
-            "secret": find_secret(self.secret, variable=self.secret_env, file=self.secret_file, generate=self.generate),
+            "secret": secret(self.secret, generate=self.generate),
             "secrets": read_job_secrets(self.secrets, self.secrets_file),
         }
 
@@ -120,8 +118,8 @@ class Output:
     """Options that say how the outcome is printed; the last two as ``hf`` has them."""
 
     as_json: AsJson = False
-    form: Annotated[Format, typer.Option("--format", help="As `hf` has it.", hidden=True)] = Format.AUTO
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the id.", hidden=True)] = False
+    form: Annotated[Format, option("As `hf` has it.", "--format", hidden=True)] = Format.AUTO
+    quiet: Annotated[bool, option("Only the id.", "--quiet", "-q", hidden=True)] = False
 
     @property
     def format(self) -> Format:
@@ -140,7 +138,7 @@ class Output:
 
 
 def command(failure: str, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command.
+    """Register a function as a command, whose errors end it and whose warnings are printed.
 
     Args:
         failure: what is said when an error ends it.
@@ -150,7 +148,17 @@ def command(failure: str, *names: str) -> Callable[[Callable[..., None]], Callab
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(**given: Any) -> None:
-            run_or_fail(functools.partial(function, **given), failure)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                try:
+                    function(**given)
+                except hooks.InvalidWebhook as error:
+                    fail(Code.USAGE, failure, str(error), "see --help for the options")
+                except hooks.HubTrouble as error:
+                    fail(Code.TRANSPORT, failure, str(error), advice_of(error))
+                finally:
+                    for warning in caught:
+                        warn(str(warning.message))
 
         for number, name in enumerate(names or (function.__name__,)):
             app.command(name, hidden=number > 0)(flatten(run))
@@ -159,29 +167,16 @@ def command(failure: str, *names: str) -> Callable[[Callable[..., None]], Callab
     return register
 
 
-def run_or_fail(work: Callable[[], None], failure: str) -> None:
-    """Run a command whose errors end it and whose warnings are printed."""
-    from hooks.errors import HubTrouble, InvalidWebhook, UnknownWebhook
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            work()
-        except InvalidWebhook as error:
-            fail(Code.USAGE, failure, str(error), "see --help for the options")
-        except UnknownWebhook as error:
-            fail(Code.TRANSPORT, failure, str(error), "`robojax webhooks list` shows those there are")
-        except HubTrouble as error:
-            advice = "try again later; look at --endpoint and --timeout"
-            if error.status == 401:
-                advice = "log in with `hf auth login`, or set HF_TOKEN or --token-file; a robojax server's log names "
-                advice += "its token file"
-            elif 400 <= (error.status or 0) < 500 and error.status not in (408, 429):
-                advice = "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
-            fail(Code.TRANSPORT, failure, str(error), advice)
-        finally:
-            for warning in caught:
-                warn(str(warning.message))
+def advice_of(error: hooks.HubTrouble) -> str:
+    """What to do about the Hub's refusal."""
+    if isinstance(error, hooks.UnknownWebhook):
+        return "`robojax webhooks list` shows those there are"
+    if error.status == 401:
+        then = "log in with `hf auth login`, or set HF_TOKEN or --token-file"
+        return f"{then}; a robojax server's log names its token file"
+    if 400 <= (error.status or 0) < 500 and error.status not in (408, 429):
+        return "change what it names; --endpoint has to be a Hub, or a robojax server with --registry"
+    return "try again later; look at --endpoint and --timeout"
 
 
 @command("the webhooks cannot be listed", "list", "ls")
@@ -227,8 +222,8 @@ def update(
     content: Content,
     hub: Hub,
     output: Output,
-    watch: Annotated[list[str] | None, typer.Option(help="All that is to be watched from now on; repeatable.")] = None,
-    watch_nothing: Annotated[bool, typer.Option("--watch-nothing", help="Deliver nothing any more.")] = False,
+    watch: Annotated[Texts, option("All that is to be watched from now on; repeatable.")] = None,
+    watch_nothing: Annotated[bool, option("Deliver nothing any more.", "--watch-nothing")] = False,
 ) -> None:
     """Change what is named; all else stays, what is watched too."""
     named = content.read(watch)
@@ -247,8 +242,8 @@ def ensure(
     content: Content,
     hub: Hub,
     output: Output,
-    webhook_id: Annotated[str | None, typer.Option("--id", help="Of the webhook, instead of looking for it.")] = None,
-    enabled: Annotated[bool, typer.Option("--enable/--no-enable", help="Whether to enable one that is not.")] = True,
+    webhook_id: Annotated[Text, option("Of the webhook, instead of looking for it.", "--id")] = None,
+    enabled: Annotated[bool, option("Whether to enable one that is not.", "--enable/--no-enable")] = True,
 ) -> None:
     """Have exactly one webhook like this: it is made, changed or enabled as need be. Twice is once."""
     steps: list[str] = []
@@ -273,29 +268,24 @@ def disable(webhook_id: Id, hub: Hub, output: Output) -> None:
 @command("the webhooks were not healed")
 def heal(
     hub: Hub,
-    webhook_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one; default: all.")] = None,
+    webhook_id: Annotated[Text, typer.Argument(metavar="[ID]", help="Only this one; default: all.")] = None,
     try_first: Annotated[
-        bool, typer.Option("--try-first", help="Enable only if its address takes a test payload from here.")
+        bool, option("Enable only if its address takes a test payload from here.", "--try-first")
     ] = False,
     secret_file: SecretFile = None,
     secret_env: SecretEnv = None,
     as_json: AsJson = False,
 ) -> None:
     """Enable the webhooks that the Hub suspended. Ends with 1 when one of them was left as it is."""
-    from hooks.management import find_secret
-
-    secret = find_secret(variable=secret_env, file=secret_file)
+    secret = hooks.find_secret(variable=secret_env, file=secret_file)
     found = hub.connect().heal(webhook_id, try_first=try_first, secret=secret)
     if as_json:
         print_json([{**shape_of(one.webhook), "is_healed": one.is_healed, "reason": one.reason} for one in found])
     else:
-        for one in found:
-            done = "enabled" if one.is_healed else "left as it is"
-            typer.echo(f"{one.webhook.id} {done}  {one.reason}".rstrip())
-        if not found:
-            typer.echo("no webhook is suspended")
-    if not all(one.is_healed for one in found):
-        raise typer.Exit(Code.CHECK)
+        lines = [(one, "enabled" if one.is_healed else "left as it is") for one in found]
+        told = [f"{one.webhook.id} {done}  {one.reason}".rstrip() for one, done in lines]
+        typer.echo("\n".join(told or ["no webhook is suspended"]))
+    end_with_1_unless(all(one.is_healed for one in found))
 
 
 @command("the webhook was not deleted")
@@ -303,7 +293,7 @@ def delete(
     webhook_id: Id,
     hub: Hub,
     output: Output,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, option("Do not ask.", "--yes", "-y")] = False,
 ) -> None:
     """Delete a webhook, for good."""
     if not yes:
@@ -324,16 +314,247 @@ def replay(
     """Deliver something again. Ends with 1 when the receiver did not take it."""
     status = hub.connect().replay(webhook_id, log_id)
     output.print("replayed", {"id": webhook_id}, log_id=log_id, status_code=status)
-    if not 200 <= status < 300:
-        raise typer.Exit(Code.CHECK)
+    end_with_1_unless(200 <= status < 300)
 
 
-webhooks_receive.add_to(app)
+@app.command()
+def serve(
+    target: Annotated[
+        str, typer.Argument(metavar="MODULE:NAME", help="Or a .py file. Without :NAME, the only server in it.")
+    ],
+    host: Annotated[Text, option("To listen on; default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, option("Default: the first free one from 7860 on; 0: any.")] = None,
+    secret_file: ServedSecretFile = None,
+    share: Annotated[
+        bool | None, option("Whether to ask a tunnel program for a public address.", "--share/--no-share")
+    ] = None,
+    database: Annotated[File, option(f"File of the events; default: what the module says, or {DATABASE}.")] = None,
+) -> None:
+    """Receive webhooks with the functions of a module until Ctrl-C."""
+    from dataclasses import replace
+
+    from hooks.serving.loading import NoServer, load
+
+    try:
+        secret = hooks.find_secret(file=secret_file)
+        server = load(target)
+        kept = replace(server.settings, database=database or server.settings.database or DATABASE)
+        server.settings = kept if secret is None else replace(kept, secrets=(secret,))
+        server.launch(host=host, port=port, share=share)
+    except hooks.HooksError as error:
+        advice = {
+            NoServer: "robojax webhooks serve app.py, or module:name",
+            hooks.InvalidWebhook: "look at --secret-file and at the module",
+            StoreError: "give another --database",
+            TunnelFailed: "leave --share out, or install a tunnel program",
+        }.get(type(error), "look at --host and --port; --port 0 takes a free one")
+        code = Code.TRANSPORT if isinstance(error, TunnelFailed) else Code.USAGE
+        fail(code, "the webhooks server cannot start", str(error), advice)
+
+
+@app.command()
+def send(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Of the endpoint: http://127.0.0.1:7860/webhooks/NAME.")],
+    scope: Annotated[Texts, option("repo.content, discussion, repo:move, ...; repeatable. See --list-scopes.")] = None,
+    all_scopes: Annotated[bool, option("One of every kind that the Hub documents.", "--all-scopes")] = False,
+    list_scopes: Annotated[bool, option("Print the kinds and end.", "--list-scopes")] = False,
+    repo: Annotated[str, option("That it happened to.")] = "robotics-lab/pick-cubes",
+    repo_type: Annotated[str, option("model, dataset, space or bucket.")] = "model",
+    sha: Annotated[Text, option("Commit that it is about; default: one made up.")] = None,
+    secret_file: ServedSecretFile = None,
+    bad_secret: Annotated[bool, option("Send a wrong secret.", "--bad-secret")] = False,
+    standard_secret_file: Annotated[File, option("Sign by Standard Webhooks too.")] = None,
+    github_secret_file: Annotated[File, option("Sign as GitHub does too.")] = None,
+    count: Annotated[int, option("Events of each kind.", min=1, max=10_000)] = 1,
+    dup: Annotated[int, option("Copies of each event, with one id.", min=1, max=100)] = 1,
+    reorder: Annotated[bool, option("Shuffle them.", "--reorder")] = False,
+    seed: Annotated[int, option("Of the shuffling.")] = 0,
+    at_once: Annotated[int, option("Requests under way at one time.", min=1, max=100)] = 1,
+    timeout: Annotated[float, option("Seconds for each.", min=0.1)] = 30.0,
+    as_json: Annotated[bool, option("One line of JSON for each delivery.", "--json")] = False,
+) -> None:
+    """Deliver made-up events as the Hub would. Ends with 1 when one of them was not answered by 2xx."""
+    import asyncio
+    import statistics
+
+    from hooks import simulator
+    from hooks.samples import SCOPES, sample
+
+    if list_scopes:
+        typer.echo("\n".join(SCOPES))
+        return
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        refuse(f"{url!r} is no URL of an endpoint", "try http://127.0.0.1:7860/webhooks/NAME")
+    try:
+        secrets = {
+            "secret": hooks.find_secret(file=secret_file) or os.environ.get(VARIABLE) or None,
+            "standard_secret": hooks.find_secret(file=standard_secret_file),
+            "github_secret": hooks.find_secret(file=github_secret_file),
+        }
+        kinds = [*SCOPES] if all_scopes else scope or ["repo.content"]
+        made = [(kind, sample(kind, repo=repo, repo_type=repo_type, sha=sha)) for kind in kinds for _ in range(count)]
+    except hooks.InvalidWebhook as error:
+        refuse(str(error), "see --help; --list-scopes names the kinds of events")
+    if bad_secret:
+        secrets["secret"] = "wrong-on-purpose"
+    sent = simulator.deliveries(made, copies=dup, is_reordered=reorder, seed=seed)
+
+    async def deliver() -> list[simulator.Outcome]:
+        found = []
+        async for outcome in simulator.send(url, sent, **secrets, at_once=at_once, timeout=timeout):
+            row = {
+                "id": outcome.delivery.id,
+                "scope": outcome.delivery.what,
+                "status": outcome.status,
+                "milliseconds": round(outcome.seconds * 1000, 1),
+                "answer": outcome.answer,
+            }
+            line = f"{outcome.status or '---'}  {row['milliseconds']:8.1f} ms  {row['scope']:<28} {row['id']}  "
+            typer.echo(json.dumps(row) if as_json else line + escape(outcome.answer.replace("\n", " "))[:100])
+            found.append(outcome)
+        return found
+
+    outcomes = asyncio.run(deliver())
+    times = [outcome.seconds * 1000 for outcome in outcomes]
+    accepted = sum(outcome.is_accepted for outcome in outcomes)
+    if not as_json:
+        middle = statistics.median_high(times)
+        typer.echo(f"{accepted} of {len(times)} accepted; median {middle:.1f} ms, slowest {max(times):.1f} ms")
+    end_with_1_unless(accepted == len(times))
+
+
+@dataclass(frozen=True)
+class Log:
+    """Options that say where the events are, a file or a running server, and how they are printed."""
+
+    database: Annotated[File, option(f"File of the events; default: ROBOJAX_WEBHOOKS_DATABASE or {DATABASE}.")] = None
+    url: Annotated[Text, option("A running server instead of a file: http://127.0.0.1:7860.")] = None
+    secret_file: Annotated[File, option(f"File with the server's secret, for --url; default: {VARIABLE}.")] = None
+    key: Key = None
+    as_json: AsJson = False
+
+    def ask(self, work: Callable[[Any], Any], method: str, path: str) -> Any:
+        """What ``work`` finds in the file's inbox, or what the server answers; an error ends the command."""
+        found = self._look(work) if self.url is None else self._call(self.url, method, path)
+        if self.as_json:
+            print_json(found)
+        return found
+
+    def _look(self, work: Callable[[Any], Any]) -> Any:
+        from hooks.receiving.inbox import Inbox
+        from hooks.serving.configuration import usual_folder
+
+        path = self.database or Path(os.environ.get("ROBOJAX_WEBHOOKS_DATABASE") or DATABASE)
+        what = "the events cannot be read"
+        if not path.is_file():
+            # Scripts keep their events without being told where.
+            kept = sorted(usual_folder().glob("*.sqlite3"), key=lambda path: path.stat().st_mtime, reverse=True)
+            then = "give --database, or --url of a running server"
+            then += f"; scripts keep theirs in {', '.join(map(str, kept[:5]))}" if kept else ""
+            fail(Code.USAGE, what, f"there is no file {str(path)!r}", then)
+        try:
+            with Inbox(path) as inbox:
+                return work(inbox)
+        except UnknownEvent as error:
+            fail(Code.USAGE, "there is no such event", str(error), "robojax webhooks events list shows the newest")
+        except StoreError as error:
+            fail(Code.USAGE, what, str(error), "give the --database that the server writes")
+
+    def _call(self, url: str, method: str, path: str) -> Any:
+        import httpx2
+
+        base = base_url(url)
+        try:
+            secret = hooks.find_secret(file=self.secret_file) or os.environ.get(VARIABLE)
+        except hooks.InvalidWebhook as error:
+            fail(Code.USAGE, "the secret cannot be read", str(error), "look at --secret-file")
+        headers = credentials(self.key) | ({"x-webhook-secret": secret} if secret else {})
+        where = f"{base}/webhooks/_events{path}"
+        try:
+            answer = httpx2.request(method, where, headers=headers, timeout=10, trust_env=False)
+            found = answer.json() if answer.is_success else None
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+            why = str(error) or type(error).__name__
+            fail(Code.TRANSPORT, f"no webhooks server answers at {base}", why, "start it with `robojax webhooks serve`")
+        if not answer.is_success:
+            try:
+                why = str(answer.json().get("error") or answer.json()["detail"])
+            except (ValueError, KeyError, AttributeError):
+                why = f"status {answer.status_code}"
+            then = {401: "give --secret-file, or --key", 403: "give the server's own secret", 404: "see events list"}
+            advice = then.get(answer.status_code, "look at the server's log")
+            fail(Code.TRANSPORT, f"the server at {base} refused", why, advice)
+        return found
+
+
+@events.command("list")
+@flatten
+def list_events(
+    log: Log,
+    status: Annotated[Text, option(f"Only these: {STATUSES}.")] = None,
+    path: Annotated[Text, option("Only of this endpoint, as /webhooks/NAME.")] = None,
+    limit: Annotated[int, option("How many.", min=1, max=500)] = 50,
+    before: Annotated[int | None, option("Only those before this number.")] = None,
+) -> None:
+    """List the newest events."""
+    from datetime import UTC, datetime
+
+    from hooks.serving.event_routes import brief
+
+    if status is not None and status not in STATUSES.split(", "):
+        fail(Code.USAGE, "nothing was listed", f"there is no status {status!r}", f"give one of {STATUSES}")
+    given = {"status": status, "path": path, "limit": limit, "before": before}
+    query = urlencode({name: value for name, value in given.items() if value is not None})
+    found = log.ask(lambda inbox: [brief(event) for event in inbox.list(**given)], "GET", f"?{query}")
+    if log.as_json:
+        return
+    if not found:
+        typer.echo("no events")
+    # Lines, because a table of all this folds every cell on a narrow terminal.
+    for event in found:
+        received = datetime.fromtimestamp(event["received_at"], UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+        happened = " ".join(event[name] for name in ("scope", "action", "repo") if event[name])
+        line = f"{event['number']:>5} {event['id']} {received} {event['status']:<10} {event['path']}  {happened}"
+        typer.echo(escape(line))
+        if event["error"]:
+            typer.echo(f"{'':6}run {event['attempt']}: {escape(event['error'])}")
+
+
+@events.command("show")
+@flatten
+def show_event(event_id: EventId, log: Log) -> None:
+    """Show all of one event: headers, body, and why it failed."""
+    from hooks.serving.event_routes import whole
+
+    found = log.ask(lambda inbox: whole(inbox.get(event_id)), "GET", f"/{quote(event_id, safe='')}")
+    for name, value in () if log.as_json else found.items():
+        if name == "headers":
+            typer.echo("\n".join(["headers:", *(f"  {header}: {escape(text)}" for header, text in value.items())]))
+        else:
+            typer.echo(f"{name}: {'' if value is None else escape(str(value))}")
+
+
+@events.command("replay")
+@flatten
+def replay_event(event_id: EventId, log: Log) -> None:
+    """Have an event handled again, whatever became of it; a running server begins within a second."""
+    from hooks.serving.event_routes import brief
+
+    found = log.ask(lambda inbox: brief(inbox.replay(event_id)), "POST", f"/{quote(event_id, safe='')}/replay")
+    if not log.as_json:
+        typer.echo(f"event {found['id']} is {found['status']}; its handler is {found['path']}")
+
+
+app.add_typer(events, name="events", help="What came: list it, show one, have one handled again.")
 
 
 def read_watch(watch: list[str], any_type: bool) -> list[Any]:
     """What is watched; strict, other than the library: at a prompt an unknown type is a slip of the finger."""
-    from hooks.errors import InvalidWebhook
     from hooks.management.webhook import read_watched
 
     with warnings.catch_warnings():
@@ -341,7 +562,8 @@ def read_watch(watch: list[str], any_type: bool) -> list[Any]:
         try:
             return read_watched(watch)
         except UserWarning as error:
-            raise InvalidWebhook(f"{str(error).replace('it is sent as it is', 'say --any-type to mean it')}") from None
+            said = str(error).replace("it is sent as it is", "say --any-type to mean it")
+            raise hooks.InvalidWebhook(said) from None
 
 
 def read_job_secrets(named: list[str] | None, file: str | None) -> dict[str, str] | None:
@@ -376,7 +598,7 @@ def read_job_secrets(named: list[str] | None, file: str | None) -> dict[str, str
     return found or None
 
 
-def shape_of(webhook: Any) -> dict[str, Any]:
+def shape_of(webhook: "hooks.WebhookInfo") -> dict[str, Any]:
     """A webhook as JSON, without secrets."""
     from hooks.management.webhook import mask_job, mask_url
 
@@ -424,6 +646,11 @@ def print_json(found: object) -> None:
     typer.echo(json.dumps(found, indent=2))
 
 
+def escape(text: str) -> str:
+    """Text that somebody else wrote, without what would change the terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+
+
 def warn(text: str) -> None:
     """A warning on standard error, where no program reads its JSON."""
     typer.secho(f"Warning: {text}", fg="yellow", err=True)
@@ -432,3 +659,9 @@ def warn(text: str) -> None:
 def refuse(why: str, then: str) -> NoReturn:
     """End a command that sent nothing."""
     fail(Code.USAGE, "nothing was sent", why, then)
+
+
+def end_with_1_unless(is_well: bool) -> None:
+    """End a command that did what it was to do, and found something wrong."""
+    if not is_well:
+        raise typer.Exit(Code.CHECK)

@@ -25,8 +25,8 @@ from hooks.receiving.settings import ReceiverSettings
 from hooks.registry.registry import Registry
 from hooks.registry.settings import RegistrySettings
 from hooks.serving.event_routes import blueprint as events_of
+from hooks.serving.event_routes import is_here
 from hooks.serving.pages import blueprint as pages_of
-from hooks.serving.visitor import is_here
 from jaxmodels.errors import HubError
 from service.auth.caller import caller_of
 from service.edge.origins import Origins

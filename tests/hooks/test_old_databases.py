@@ -15,7 +15,8 @@ from hooks.registry.registry import Registry
 from hooks.registry.settings import RegistrySettings
 from hooks.sending.sender import SenderSettings
 from tests.hooks.receiving.conftest import serve
-from tests.hooks.sending.target import target_server, until
+from tests.hooks.sending.target import target_server
+from tests.waiting import until
 
 FOREVER = 1e12  # seconds: nothing is old enough to be forgotten
 DATA = Path(__file__).parent / "data"

@@ -7,7 +7,7 @@ import pytest
 
 from hooks.database import Database, insert
 from hooks.queue import Queue, Runner
-from tests.hooks.sending.target import until
+from tests.waiting import until
 
 TABLE = """CREATE TABLE rows (number INTEGER PRIMARY KEY, topic TEXT NOT NULL, lane TEXT NOT NULL, status TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0, due REAL NOT NULL) STRICT"""

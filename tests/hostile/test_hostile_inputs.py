@@ -28,8 +28,8 @@ from sanic.headers import parse_content_header
 
 from hooks.payload import WebhookPayload
 from hooks.receiving import payloads
-from hooks.receiving.filters import Filter
-from hooks.serving.visitor import HOST
+from hooks.receiving.endpoint import Filter
+from hooks.serving.event_routes import HOST
 from hooks.signatures import is_github, is_standard
 from service import logs, schemas, words
 from service.arrays import npz, packed, text

@@ -60,11 +60,9 @@ async def test_a_publish_of_four_commits_is_one_swap_to_the_last(world: World) -
 async def test_what_the_payload_says_is_not_deployed_but_the_head(world: World) -> None:
     older = world.hub.push(REPO, policy(1), deliver=False)
     head = world.hub.push(REPO, policy(2), deliver=False)
-    world.tell(older)
-    await world.idle()
+    await world.told(older)
     assert world.robots["a"].sha == head
-    world.tell(older)
-    await world.idle()
+    await world.told(older)
     assert world.results == ["swapped"]  # nothing to do, and no record of it
 
 
@@ -72,10 +70,8 @@ async def test_what_the_payload_says_is_not_deployed_but_the_head(world: World) 
 async def test_same_size_corruption_is_refused_while_the_old_policy_runs_on(world: World) -> None:
     running = world.robots["a"].sha
     corrupt = world.hub.script("GET .*/resolve/.*model.safetensors", "corrupt", times=None)
-    bad = world.push(policy(1))
-    await world.idle()
-    (record,) = world.deployments.list()
-    assert (record.result, record.reason) == ("rejected", "checksum")
+    bad = await world.arrive(policy(1))
+    record = world.ended(("rejected", "checksum"))
     assert "model.safetensors" in record.text
     assert world.robots.steps == []
     assert world.robots["a"].sha == running
@@ -87,19 +83,16 @@ async def test_same_size_corruption_is_refused_while_the_old_policy_runs_on(worl
 @pytest.mark.parametrize("how", ["corrupt", "short"])
 async def test_bytes_that_were_only_transferred_badly_are_fetched_again(world: World, how: str) -> None:
     world.hub.script("GET .*/resolve/.*model.safetensors", how)
-    sha = world.push(policy(1))
-    await world.idle()
+    sha = await world.arrive(policy(1))
     assert world.robots["a"].sha == sha
     assert world.results == ["swapped"]
 
 
 async def test_a_file_that_never_arrives_whole_is_no_fault_of_the_commit(world: World) -> None:
     world.hub.script("GET .*/resolve/.*model.safetensors", "short", times=None)
-    world.push(policy(1))
-    await world.idle()
-    (record,) = world.deployments.list()
-    assert (record.result, record.reason) == ("failed", "transfer")
-    assert world.deployments.quarantine.list() == []
+    await world.arrive(policy(1))
+    world.ended(("failed", "transfer"))
+    assert not world.quarantined
 
 
 async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World, tmp_path: Path) -> None:
@@ -107,66 +100,55 @@ async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World,
     world.sources = lambda repo: hanging
     await world.restart()
     hangs = world.hub.script("GET .*/tree/", "hang")
-    world.push(policy(1))
-    await world.idle()
+    await world.arrive(policy(1))
     assert world.deployments.list()[0].reason == "timeout"
     left_behind = [thread for thread in threading.enumerate() if thread.name == "hub-call"]
     hangs.released.set()
     await until(lambda: not any(thread.is_alive() for thread in left_behind))
     hanging.limits = HubLimits(answer=30.0, download=60.0, kept_free=0)  # it answers again, and may take its time
-    sha = world.push(policy(2))
-    await world.idle()
+    sha = await world.arrive(policy(2))
     assert world.robots["a"].sha == sha
 
 
 async def test_a_commit_without_weights_or_with_a_pickle_is_refused(world: World) -> None:
-    world.push({"model.safetensors": None})
-    await world.idle()
-    world.push({"pytorch_model.bin": b"cos\nsystem\n"})
-    await world.idle()
+    await world.arrive({"model.safetensors": None})
+    await world.arrive({"pytorch_model.bin": b"cos\nsystem\n"})
     assert [record.reason for record in world.deployments.list()] == ["denied_file", "incomplete"]
     assert not [request for request in world.hub.requests if "/resolve/" in request.path]
 
 
 async def test_a_gate_that_is_not_passed_is_quarantine_that_survives_a_restart_and_a_poll(world: World) -> None:
     world.robots["a"].verdicts["prepare"] = Verdict("not_finite", "joint 'wrist': NaN")
-    bad = world.push(policy(1))
-    await world.idle()
+    bad = await world.arrive(policy(1))
     (record,) = world.deployments.list()
     assert (record.result, record.reason, record.sha) == ("rejected", "not_finite", bad)
     assert world.robots.of("discard") == [bad]
     await world.restart()
     world.robots["a"].verdicts.clear()
     await world.deployments.reconcile()
-    world.tell(bad)
-    await world.idle()
+    await world.told(bad)
     assert world.robots.of("prepare") == [bad]
     assert [record.reason for record in world.deployments.list()] == ["quarantined", "not_finite"]
     assert (await world.deployments.deploy("a", bad)).reason == "quarantined"
     assert await world.deployments.quarantine.release(bad) == 1
-    await world.deployments.reconcile()
-    await world.idle()
+    await world.reconciled()
     assert world.robots["a"].sha == bad
 
 
 async def test_what_is_the_session_s_fault_is_no_quarantine_but_waited_for(world: World) -> None:
     world.robots["a"].verdicts["prepare"] = Verdict("session", "the session ended")
-    world.push(policy(1))
-    await world.idle()
-    await world.deployments.reconcile()
-    await world.idle()
+    await world.arrive(policy(1))
+    await world.reconciled()
     assert world.results == ["failed"]
-    assert world.deployments.quarantine.list() == []
+    assert not world.quarantined
     assert len(world.robots.of("prepare")) == 1
 
 
 async def test_a_rollback_on_probation_is_quarantine(world: World) -> None:
     running = world.robots["a"].sha
     world.robots["a"].verdicts["probation"] = Verdict("missed_ticks", "9 ticks", {"missed_ticks": 9})
-    bad = world.push(policy(1))
-    await world.idle()
-    (record,) = world.deployments.list()
-    assert (record.result, record.reason) == ("rolled_back", "missed_ticks")
+    bad = await world.arrive(policy(1))
+    record = world.ended(("rolled_back", "missed_ticks"))
     assert record.figures["a"]["probation"] == {"missed_ticks": 9}
     assert world.robots["a"].sha == running
     assert world.deployments.quarantine.get(REPO, bad) is not None
@@ -231,8 +213,7 @@ async def test_a_delivery_of_what_is_being_prepared_changes_nothing(world: World
 
 async def test_one_session_goes_first_and_the_others_follow_when_it_has_proved_itself(world: World) -> None:
     world.robots.robots += [Robot("b"), Robot("c")]
-    sha = world.push(policy(1))
-    await world.idle()
+    sha = await world.arrive(policy(1))
     order = [(step, session) for step, session, _ in world.robots.steps]
     assert order.index(("probation", "a")) < order.index(("prepare", "b")) < order.index(("prepare", "c"))
     assert {robot.sha for robot in world.robots.robots} == {sha}
@@ -242,8 +223,7 @@ async def test_one_session_goes_first_and_the_others_follow_when_it_has_proved_i
 async def test_nobody_follows_a_session_that_failed(world: World) -> None:
     world.robots.robots += [Robot("b")]
     world.robots["a"].verdicts["probation"] = Verdict("jump", "joint 'wrist'")
-    world.push(policy(1))
-    await world.idle()
+    await world.arrive(policy(1))
     assert {session for _, session, _ in world.robots.steps} == {"a"}
     assert world.deployments.list()[0].figures["a"]["result"] == "rolled_back"
 
@@ -253,13 +233,11 @@ async def test_a_session_that_is_held_or_gone_does_not_keep_it_from_the_others(w
     world.robots.robots += [Robot("b"), Robot("c")]
     world.robots["a"].verdicts["prepare"] = Verdict(reason, "not now")
     world.robots["b"].verdicts["swap"] = Verdict(reason, "not now")
-    sha = world.push(policy(1))
-    await world.idle()
+    sha = await world.arrive(policy(1))
     assert world.robots["c"].sha == sha
-    (record,) = world.deployments.list()
-    assert (record.result, record.reason) == (("failed", "busy") if reason == "busy" else ("swapped", None))
+    record = world.ended(("failed", "busy") if reason == "busy" else ("swapped", None))
     assert [record.figures[session]["result"] for session in "abc"] == ["failed", "failed", "swapped"]
-    assert world.deployments.quarantine.list() == []
+    assert not world.quarantined
     world.robots["a"].verdicts.clear()
     assert (await world.deployments.deploy("a")).result == "swapped"
 
@@ -277,8 +255,7 @@ async def test_a_session_that_is_made_anew_meanwhile_gets_only_what_it_follows(w
 
 async def test_a_rollback_that_comes_in_the_last_question_before_the_swap_is_heard(world: World) -> None:
     first = world.robots["a"].sha
-    world.push(policy(1))
-    await world.idle()
+    await world.arrive(policy(1))
     world.robots.may_prepare.clear()
     world.push(policy(2))
     await until(lambda: len(world.robots.of("prepare")) == 2)
@@ -294,8 +271,7 @@ async def test_a_rollback_that_comes_in_the_last_question_before_the_swap_is_hea
 
 async def test_a_rollback_ends_what_was_asked_for_before_it(world: World) -> None:
     first = world.robots["a"].sha
-    world.push(policy(1))
-    await world.idle()
+    await world.arrive(policy(1))
     world.hub.push(REPO, policy(2), deliver=False)
     world.robots.may_prepare.clear()
     asked = await world.deployments.deploy("a", wait=False)
@@ -309,8 +285,7 @@ async def test_a_rollback_ends_what_was_asked_for_before_it(world: World) -> Non
 
 async def test_what_was_asked_for_is_not_replaced_by_a_hint_that_waited_behind_it(world: World) -> None:
     first = world.robots["a"].sha
-    world.push(policy(1))
-    await world.idle()
+    await world.arrive(policy(1))
     second = world.hub.head(REPO)
     world.robots.may_prepare.clear()
     asked = await world.deployments.deploy("a", str(first), wait=False)
@@ -327,14 +302,12 @@ async def test_what_was_asked_for_is_not_replaced_by_a_hint_that_waited_behind_i
 
 async def test_a_staged_commit_waits_and_is_swapped_at_once_when_it_is_asked_for(world: World) -> None:
     world.robots["a"].mode = "stage"
-    sha = world.push(policy(1))
-    await world.idle()
+    sha = await world.arrive(policy(1))
     assert world.results == ["staged"]
     assert world.events[-1][0] == "policy.staged"
     assert world.robots["a"].prepared == sha
     await world.deployments.reconcile()
-    world.tell(sha)
-    await world.idle()
+    await world.told(sha)
     assert world.robots.of("prepare") == [sha]
     record = await world.deployments.deploy("a", sha)
     assert record.result == "swapped"
@@ -344,10 +317,8 @@ async def test_a_staged_commit_waits_and_is_swapped_at_once_when_it_is_asked_for
 
 async def test_a_newer_commit_takes_the_place_of_a_staged_one(world: World) -> None:
     world.robots["a"].mode = "stage"
-    older = world.push(policy(1))
-    await world.idle()
-    newer = world.push(policy(2))
-    await world.idle()
+    older = await world.arrive(policy(1))
+    newer = await world.arrive(policy(2))
     assert world.robots.of("discard") == [older]
     assert world.robots["a"].prepared == newer
 
@@ -355,8 +326,7 @@ async def test_a_newer_commit_takes_the_place_of_a_staged_one(world: World) -> N
 async def test_sessions_that_are_off_are_left_alone_until_somebody_asks(world: World) -> None:
     world.robots["a"].mode = "off"
     sha = world.push(policy(1))
-    await world.deployments.reconcile()
-    await world.idle()
+    await world.reconciled()
     assert world.results == []
     assert (await world.deployments.deploy("a")).result == "swapped"
     assert world.robots["a"].sha == sha
@@ -367,21 +337,17 @@ async def test_sessions_that_are_off_are_left_alone_until_somebody_asks(world: W
 
 async def test_an_older_commit_is_only_deployed_by_request_and_stays_until_something_newer_comes(world: World) -> None:
     first = world.robots["a"].sha
-    second = world.push(policy(1))
-    await world.idle()
+    second = await world.arrive(policy(1))
     world.hub.repo(REPO).refs["refs/heads/main"] = str(first)
-    world.tell(str(first))
-    await world.idle()
+    await world.told(str(first))
     assert (world.deployments.list()[0].result, world.deployments.list()[0].reason) == ("rejected", "older")
-    assert world.deployments.quarantine.list() == []
+    assert not world.quarantined
     world.hub.repo(REPO).refs["refs/heads/main"] = second
     assert (await world.deployments.deploy("a", first)).result == "swapped"
     world.tell(second)
-    await world.deployments.reconcile()
-    await world.idle()
+    await world.reconciled()
     assert world.robots["a"].sha == first
-    third = world.push(policy(2))
-    await world.idle()
+    third = await world.arrive(policy(2))
     assert world.robots["a"].sha == third
 
 
@@ -403,15 +369,13 @@ async def test_a_request_comes_before_what_is_prepared_by_itself(world: World) -
 
 async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: World) -> None:
     first = world.robots["a"].sha
-    sha = world.push(policy(1))
-    await world.idle()
+    sha = await world.arrive(policy(1))
     record = await world.deployments.rollback("a")
     assert (record.result, record.sha, world.robots["a"].sha) == ("rolled_back", sha, first)
-    await world.deployments.reconcile()
-    await world.idle()
+    await world.reconciled()
     assert world.robots["a"].sha == first
     assert (await world.deployments.deploy("a", sha, force=True)).result == "swapped"
-    assert world.deployments.quarantine.list() == []
+    assert not world.quarantined
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -432,8 +396,7 @@ async def test_a_process_that_is_killed_in_a_rollback_comes_back_without_what_ra
     if not is_asked:
         world.robots["a"].verdicts["probation"] = Verdict("not_finite", "not a number")
     monkeypatch.setattr(world.robots, step, die)
-    first, sha = world.robots["a"].sha, world.push(policy(1))
-    await world.idle()
+    first, sha = world.robots["a"].sha, await world.arrive(policy(1))
     if is_asked:
         await world.deployments.rollback("a")
     assert world.robots["a"].sha == first
@@ -445,8 +408,7 @@ async def test_a_process_that_is_killed_in_a_rollback_comes_back_without_what_ra
 
 async def test_a_rollback_by_request_does_not_wait_for_a_disk_that_hangs(world: World) -> None:
     first = world.robots["a"].sha
-    world.push(policy(1))
-    await world.idle()
+    await world.arrive(policy(1))
     locked = sqlite3.connect(world.database, isolation_level=None)
     locked.execute("BEGIN IMMEDIATE")
     asked = asyncio.create_task(world.deployments.rollback("a"))
@@ -471,8 +433,7 @@ async def test_a_rollback_needs_nothing_of_the_hub_and_the_next_push_after_it_is
         return await fail(session_id, sha)
 
     monkeypatch.setattr(world.robots, "probation", probation)
-    bad = world.push(policy(1))
-    await world.idle()
+    bad = await world.arrive(policy(1))
     assert world.results == ["rolled_back"]
     assert world.robots["a"].sha == first
     assert away[0].met == 0
@@ -485,8 +446,7 @@ async def test_a_rollback_needs_nothing_of_the_hub_and_the_next_push_after_it_is
     await world.idle()
     monkeypatch.setattr(world.robots, "probation", fail)
     world.robots["a"].verdicts.clear()
-    good = world.push(policy(3))
-    await world.idle()
+    good = await world.arrive(policy(3))
     assert world.results[-1] == "swapped"
     assert world.robots["a"].sha == good
     assert world.deployments.quarantine.get(REPO, missed) is None
@@ -514,36 +474,29 @@ async def test_a_hub_that_cannot_be_reached_is_said_once(world: World, caplog: p
 
 async def test_a_crash_ends_one_deployment_and_nothing_else(world: World) -> None:
     world.robots.crash = RuntimeError("secret detail")
-    world.push(policy(1))
-    await world.idle()
-    (record,) = world.deployments.list()
-    assert (record.result, record.reason) == ("failed", "crash")
+    await world.arrive(policy(1))
+    record = world.ended(("failed", "crash"))
     assert "secret" not in record.text
     world.robots.crash = None
-    sha = world.push(policy(2))
-    await world.idle()
+    sha = await world.arrive(policy(2))
     assert world.robots["a"].sha == sha
 
 
 async def test_a_policy_that_is_never_prepared_is_left(world: World) -> None:
     await world.restart(replace(SETTINGS, preparing=0.05))
     world.robots.may_prepare.clear()
-    sha = world.push(policy(1))
-    await world.idle()
-    (record,) = world.deployments.list()
-    assert (record.result, record.reason) == ("failed", "timeout")
+    sha = await world.arrive(policy(1))
+    world.ended(("failed", "timeout"))
     assert world.robots.of("discard") == [sha]
-    assert world.deployments.quarantine.list() == []
+    assert not world.quarantined
 
 
 async def test_a_session_that_does_not_take_it_over_keeps_nothing_prepared(world: World) -> None:
     world.robots["a"].verdicts["swap"] = Verdict("session", "the robot is held")
-    world.push(policy(1))
-    await world.idle()
-    (record,) = world.deployments.list()
-    assert (record.result, record.reason) == ("failed", "session")
+    await world.arrive(policy(1))
+    world.ended(("failed", "session"))
     assert world.robots["a"].prepared is None
-    assert world.deployments.quarantine.list() == []
+    assert not world.quarantined
 
 
 async def test_a_full_disk_stops_no_robot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,19 +505,16 @@ async def test_a_full_disk_stops_no_robot(world: World, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Database, "run", full)
     for step in (1, 2):
-        sha = world.push(policy(step))
-        await world.idle()
+        sha = await world.arrive(policy(step))
         assert world.robots["a"].sha == sha
     world.robots["a"].verdicts["prepare"] = Verdict("slow", "")
-    bad = world.push(policy(3))
-    await world.idle()
+    bad = await world.arrive(policy(3))
     assert world.deployments.quarantine.get(REPO, bad) is not None
 
 
 async def test_a_staged_policy_that_the_session_lost_is_prepared_again(world: World) -> None:
     world.robots["a"].mode = "stage"
-    sha = world.push(policy(1))
-    await world.idle()
+    sha = await world.arrive(policy(1))
     world.robots["a"].prepared = None
     assert (await world.deployments.deploy("a")).result == "swapped"
     assert world.robots["a"].sha == sha
@@ -594,10 +544,8 @@ async def test_a_repo_that_is_gone_is_an_alert_and_serving_goes_on(world: World)
 
 async def test_a_listener_that_fails_harms_no_deployment(world: World) -> None:
     world.events = None  # pyright: ignore[reportAttributeAccessIssue] - so that the listener crashes
-    world.push(policy(1))
-    await world.idle()
-    sha = world.push(policy(2))
-    await world.idle()
+    await world.arrive(policy(1))
+    sha = await world.arrive(policy(2))
     assert world.robots["a"].sha == sha
 
 

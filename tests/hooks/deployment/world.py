@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hooks.deployment import Deployments, DeploymentSettings, Source
+from hooks.deployment.records import Record
 from hooks.payload import WebhookPayload
 from tests import waiting
 from tests.stub_hub import StubHub
@@ -163,6 +164,30 @@ class World:
 
     def tell(self, sha: str, ref: str = "main") -> None:
         self.deployments.hint(pushed(sha, ref), f"delivery-{sha[:6]}")
+
+    async def arrive(self, files: Mapping[str, bytes | str | None]) -> str:
+        """Make a commit, tell of it, and wait for what becomes of it."""
+        sha = self.push(files)
+        await self.idle()
+        return sha
+
+    async def told(self, sha: str) -> None:
+        self.tell(sha)
+        await self.idle()
+
+    async def reconciled(self) -> None:
+        await self.deployments.reconcile()
+        await self.idle()
+
+    def ended(self, how: tuple[str, str | None]) -> Record:
+        """The only record there is, which ended with this result and for this reason."""
+        (record,) = self.deployments.list()
+        assert (record.result, record.reason) == how
+        return record
+
+    @property
+    def quarantined(self) -> list[str]:
+        return [one.sha for one in self.deployments.quarantine.list()]
 
     async def idle(self) -> None:
         """Wait until everything that was told of is done."""

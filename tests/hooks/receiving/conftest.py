@@ -41,10 +41,25 @@ class Sender:
             body = None if method == "HEAD" else await answer.json()
             return Told(answer.status, body, answer.headers)
 
+    async def raw(self, request: bytes, *, whole: bool = False) -> bytes:
+        """The first line of the answer to these bytes, or all of it."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
+        writer.write(request)
+        told = await (reader.read() if whole else reader.readline())
+        writer.close()
+        return told
+
 
 @asynccontextmanager
-async def serve(receiver: Receiver, prepare: Callable[[Sanic], None] = lambda app: None) -> AsyncIterator[Sender]:
-    """The receiver's blueprint in an app of its own."""
+async def serve(
+    receiver: Receiver,
+    *handler: Any,
+    prepare: Callable[[Sanic], None] = lambda app: None,
+    **options: Any,
+) -> AsyncIterator[Sender]:
+    """The receiver's blueprint in an app of its own; a handler is added with its options before."""
+    if handler:
+        receiver.add(*handler, **options)
     app = Sanic(f"test-{secrets.token_hex(4)}", configure_logging=False)
     app.config.update(TOUCHUP=False, MOTD=False, AUTO_EXTEND=False)
     prepare(app)

@@ -36,8 +36,7 @@ async def test_events_of_one_repo_run_in_order_and_those_of_others_beside(servin
         if name == "b" and len(runs) == 3:
             goes_on.set()
 
-    receiver.add(note, mode="queue")
-    async with serving(receiver) as sender:
+    async with serving(receiver, note, mode="queue") as sender:
         for number in range(3):
             for name in ("a", "b"):
                 await sender.post("/webhooks/note", make_payload(name, sha=str(number)))
@@ -98,8 +97,9 @@ async def test_no_more_run_at_one_time_than_may(serving, make_payload, until, li
         await asyncio.wait_for(pair.wait(), 30)
         enter(-1)
 
-    receiver.add(sync if limit == "threads" else later, "x", mode="queue", concurrency=2 if limit == "own" else None)
-    async with serving(receiver) as sender:
+    async with serving(
+        receiver, sync if limit == "threads" else later, "x", mode="queue", concurrency=2 if limit == "own" else None
+    ) as sender:
         await asyncio.gather(*(sender.post("/webhooks/x", make_payload(f"a/{number}")) for number in range(8)))
         await until(receiver)
         assert [event.status for event in await receiver.events()] == [Status.DONE] * 8
@@ -114,8 +114,7 @@ async def test_of_what_waits_only_the_latest_runs_when_that_was_asked_for(servin
         await goes_on.wait()
         return "noted"
 
-    receiver.add(note, coalesce="latest")
-    async with serving(receiver) as sender:
+    async with serving(receiver, note, coalesce="latest") as sender:
         sent = []
         for number in range(4):
             sent.append(asyncio.create_task(sender.post("/webhooks/note", make_payload(sha=str(number)))))
@@ -145,8 +144,7 @@ async def test_in_the_background_it_is_tried_again_and_then_is_a_dead_letter(
     async def breaks_later(event: Event) -> None:
         breaks(event)
 
-    receiver.add(breaks_later if is_async else breaks, "x", mode="queue")
-    async with serving(receiver) as sender:
+    async with serving(receiver, breaks_later if is_async else breaks, "x", mode="queue") as sender:
         told = await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": "1"})
         await until(receiver)
         [dead] = await receiver.events(status="dead")
@@ -178,8 +176,7 @@ async def test_what_is_tried_again_is_the_endpoints_choice(serving, make_payload
         attempts.append(event.attempt)
         raise error
 
-    receiver.add(breaks, mode="queue", retry=retry)
-    async with serving(receiver) as sender:
+    async with serving(receiver, breaks, mode="queue", retry=retry) as sender:
         await sender.post("/webhooks/breaks", make_payload())
         await until(receiver)
         assert len(await receiver.events(status=Status.DEAD)) == 1
@@ -197,8 +194,7 @@ async def test_a_handler_may_ask_to_be_run_later_and_its_sender_is_told_that_it_
             raise RetryableError("the arm is moving", after=0.001)
         return "well"
 
-    receiver.add(not_yet)
-    async with serving(receiver) as sender:
+    async with serving(receiver, not_yet) as sender:
         told = await sender.post("/webhooks/not_yet", make_payload())
         assert told.status == 202
         await until(receiver, told.json["event_id"])
@@ -218,8 +214,7 @@ async def test_a_failure_is_not_handed_back_when_a_duplicate_was_told_that_it_is
         if len(attempts) == 1:
             raise RuntimeError("once")
 
-    receiver.add(breaks)
-    async with serving(receiver) as sender:
+    async with serving(receiver, breaks) as sender:
         same = {"webhook-id": "1"}
         first = asyncio.create_task(sender.post("/webhooks/breaks", make_payload(), headers=same))
         await began.wait()
@@ -243,8 +238,7 @@ async def test_a_run_that_takes_too_long_has_failed(serving, make_payload, until
         goes_on.wait(60)
 
     receiver.add(later, mode="queue", timeout=0.02)
-    receiver.add(sync, mode="queue", timeout=0.02)
-    async with serving(receiver) as sender:
+    async with serving(receiver, sync, mode="queue", timeout=0.02) as sender:
         for path in ("later", "sync"):
             await sender.post(f"/webhooks/{path}", make_payload())
         await until(receiver)
@@ -264,8 +258,7 @@ async def test_a_sync_run_that_goes_on_is_not_handed_back_to_its_sender(serving,
         runs.append(event.attempt)
         goes_on.wait(60)
 
-    receiver.add(sync, timeout=0.02)
-    async with serving(receiver) as sender:
+    async with serving(receiver, sync, timeout=0.02) as sender:
         same = {"webhook-id": "1"}
         told = [await sender.post("/webhooks/sync", make_payload(), headers=same) for _ in range(2)]
         await waiting.until(lambda: runs, within=30.0)  # its thread may begin after its time
@@ -287,8 +280,7 @@ async def test_an_effect_is_written_with_the_end_of_its_event_or_not_at_all(serv
 
         event.when_done(write)
 
-    receiver.add(effect)
-    async with serving(receiver) as sender:
+    async with serving(receiver, effect) as sender:
         same = {"webhook-id": "1"}
         told = [(await sender.post("/webhooks/effect", make_payload(), headers=same)).status for _ in range(3)]
         failed = await receiver.events()
@@ -318,8 +310,7 @@ async def test_an_effect_that_commits_is_refused_and_nothing_of_it_is_written(
 
         event.when_done(write)
 
-    receiver.add(effect)
-    async with serving(receiver) as sender:
+    async with serving(receiver, effect) as sender:
         told = await sender.post("/webhooks/effect", make_payload())
         (event,) = await receiver.events()
     assert told.status == 500
@@ -346,8 +337,7 @@ async def test_an_error_whose_text_cannot_be_written_is_an_error_like_any_other(
         if event.attempt == 1:
             raise error
 
-    receiver.add(fail)
-    async with serving(receiver) as sender:
+    async with serving(receiver, fail) as sender:
         same = {"webhook-id": "1"}
         told = [(await sender.post("/webhooks/fail", make_payload(), headers=same)).status for _ in range(2)]
         (event,) = await receiver.events()
@@ -386,8 +376,7 @@ async def test_a_waiting_sender_is_told_accepted_when_the_server_stops(serving, 
         began.set()
         await asyncio.Event().wait()
 
-    receiver.add(for_ever)
-    async with serving(receiver) as sender:
+    async with serving(receiver, for_ever) as sender:
         waiting = asyncio.create_task(sender.post("/webhooks/for_ever", make_payload()))
         await began.wait()
         await receiver._running.close()
@@ -406,8 +395,7 @@ async def test_another_process_replays_and_the_running_receiver_picks_it_up(serv
         if len(attempts) == 2:
             again.set()
 
-    receiver.add(note)
-    async with serving(receiver) as sender:
+    async with serving(receiver, note) as sender:
         await sender.post("/webhooks/note", make_payload())
         with Inbox(tmp_path / "e.sqlite3") as inbox:
             [event] = inbox.list(status="done")
@@ -459,8 +447,7 @@ async def test_a_disk_that_is_full_for_a_while_does_not_lose_what_was_accepted(
         await goes_on.wait()
         return "x" * 200_000
 
-    receiver.add(slow, mode="queue")
-    async with serving(receiver) as sender:
+    async with serving(receiver, slow, mode="queue") as sender:
 
         async def pages(count: int) -> None:
             def limit(connection: sqlite3.Connection) -> None:
@@ -488,7 +475,6 @@ async def test_a_large_payload_is_read_whole_for_an_async_handler(serving, make_
         ran.append(threading.current_thread() is threading.main_thread())
         return len(payload.updatedFiles or ())
 
-    receiver.add(count)
-    async with serving(receiver) as sender:
+    async with serving(receiver, count) as sender:
         told = await sender.post("/webhooks/count", make_payload(updatedFiles=files))
     assert (told.status, told.json, ran) == (200, 4000, [True])

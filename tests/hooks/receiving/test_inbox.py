@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hooks.errors import StoreError, UnknownEvent
-from hooks.receiving import ledger, records
+from hooks.receiving import ledger
 from hooks.receiving.event import Answer, Event, Status
 from hooks.receiving.inbox import Inbox
 from hooks.receiving.ledger import Arrival, Verdict
@@ -37,8 +37,8 @@ def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", *
 
 
 def begin(inbox: Inbox, event_id: str) -> Event | None:
-    rows, *_ = inbox.database.run_now(records.QUEUE.take, NOW, lambda path: True)
-    return next((records.event_of(row) for row in rows if row["id"] == event_id), None)
+    rows, *_ = inbox.database.run_now(ledger.QUEUE.take, NOW, lambda path: True)
+    return next((ledger.event_of(row) for row in rows if row["id"] == event_id), None)
 
 
 def end(inbox: Inbox, number: int, *, at: float = NOW) -> None:
@@ -105,7 +105,7 @@ def test_a_clean_stop_is_no_such_end(inbox: Inbox) -> None:
     arrive(inbox, 1)
     for _ in range(5):
         assert begin(inbox, "e1")
-        assert inbox.database.run_now(records.QUEUE.release) == 1
+        assert inbox.database.run_now(ledger.QUEUE.release) == 1
         assert inbox.database.run_now(ledger.resume, now=NOW, crashes=0)
 
 
@@ -124,7 +124,7 @@ def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: Inbox) -> 
     inbox.database.run_now(ledger.fail, "e2", "x", now=NOW, attempts=1, retry_at=None, to_sender=False)
     limits = {"kept": 10.0, "kept_dead": 20.0, "kept_bytes": 1000}
     for later, left in ((9, ["e3", "e2", "e1", "e0"]), (10, ["e3", "e2", "e1"]), (20, ["e3"]), (1e6, ["e3"])):
-        inbox.database.run_now(records.prune, now=NOW + later, **limits)
+        inbox.database.run_now(ledger.prune, now=NOW + later, **limits)
         assert [event.id for event in inbox.list()] == left
 
 
@@ -133,9 +133,9 @@ def test_bodies_take_no_more_room_than_they_may(inbox: Inbox) -> None:
         arrive(inbox, number, body=bytes(100))
         if number < 5:
             end(inbox, number)
-    assert inbox.database.run_now(records.prune, now=NOW, kept=DAY, kept_dead=DAY, kept_bytes=250) == 3
+    assert inbox.database.run_now(ledger.prune, now=NOW, kept=DAY, kept_dead=DAY, kept_bytes=250) == 3
     assert [event.id for event in inbox.list()] == ["e5", "e4", "e3"]
-    assert inbox.database.run_now(records.prune, now=NOW, kept=DAY, kept_dead=DAY, kept_bytes=250) == 0
+    assert inbox.database.run_now(ledger.prune, now=NOW, kept=DAY, kept_dead=DAY, kept_bytes=250) == 0
 
 
 def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) -> None:
@@ -151,8 +151,8 @@ def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) ->
 def test_deliveries_are_counted_by_webhook(inbox: Inbox) -> None:
     for number in range(5):
         arrive(inbox, number, webhook_id="w1" if number else "w2", at=NOW + number)
-    assert inbox.database.run_now(records.counts, since=NOW + 1.5) == {"w1": 3}
-    assert inbox.database.run_now(records.counts, since=0.0) == {"w1": 4, "w2": 1}
+    assert inbox.database.run_now(ledger.counts, since=NOW + 1.5) == {"w1": 3}
+    assert inbox.database.run_now(ledger.counts, since=0.0) == {"w1": 4, "w2": 1}
 
 
 def test_a_listing_reads_no_bodies(inbox: Inbox) -> None:

@@ -6,9 +6,9 @@ import time
 
 from hooks.errors import StoreError
 from hooks.queue import Runner
-from hooks.receiving import records
+from hooks.receiving import ledger
 from hooks.receiving.inbox import Inbox
-from hooks.receiving.keeper import Keeper
+from hooks.receiving.intake import Keeper
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import DAY, ReceiverSettings
 
@@ -16,10 +16,9 @@ from hooks.receiving.settings import DAY, ReceiverSettings
 async def test_a_webhook_near_the_hubs_daily_limit_is_warned_of_once_a_day(
     serving, make_payload, caplog, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hooks.receiving.keeper.HUB_LIMIT", 5)
+    monkeypatch.setattr("hooks.receiving.intake.HUB_LIMIT", 5)
     receiver = Receiver()
-    receiver.add(lambda: None, "x")
-    async with serving(receiver) as sender:
+    async with serving(receiver, lambda: None, "x") as sender:
         running = receiver._running
         keeper = Keeper(running.inbox, running.runner, ReceiverSettings())
         warned = []
@@ -35,8 +34,7 @@ async def test_a_webhook_near_the_hubs_daily_limit_is_warned_of_once_a_day(
 
 async def test_what_is_old_is_forgotten_while_it_runs(serving, make_payload) -> None:
     receiver = Receiver(ReceiverSettings(kept=10.0))
-    receiver.add(lambda: None, "x")
-    async with serving(receiver) as sender:
+    async with serving(receiver, lambda: None, "x") as sender:
         await sender.post("/webhooks/x", make_payload())
         running = receiver._running
         keeper = Keeper(running.inbox, running.runner, receiver.settings)
@@ -47,7 +45,7 @@ async def test_what_is_old_is_forgotten_while_it_runs(serving, make_payload) -> 
 
 
 async def test_what_keeps_it_from_its_work_is_logged_once_until_it_is_over(monkeypatch, caplog) -> None:
-    monkeypatch.setattr("hooks.receiving.keeper.LOOK_EVERY", 0.0)
+    monkeypatch.setattr("hooks.receiving.intake.LOOK_EVERY", 0.0)
     troubles, is_over = ["full", "full", "", "full", "locked"], asyncio.Event()
 
     def version(connection: sqlite3.Connection) -> int:
@@ -62,7 +60,7 @@ async def test_what_keeps_it_from_its_work_is_logged_once_until_it_is_over(monke
 
     monkeypatch.setattr("hooks.receiving.ledger.version", version)
     with Inbox(None) as inbox:
-        runner = Runner(inbox.database, records.QUEUE, work, lambda path: {})
+        runner = Runner(inbox.database, ledger.QUEUE, work, lambda path: {})
         keeping = asyncio.create_task(Keeper(inbox, runner, ReceiverSettings()).run())
         async with asyncio.timeout(30):
             await is_over.wait()

@@ -69,7 +69,7 @@ async def test_middleware_and_error_handlers_of_another_app_do_not_change_the_an
         async def page(request: sanic.Request, error: Exception) -> sanic.HTTPResponse:
             return sanic.html("<h1>Oh no</h1>", 500)
 
-    async with serving(receiver(max_body=100), prepare) as sender:
+    async with serving(receiver(max_body=100), prepare=prepare) as sender:
         told = [
             await sender.post("/others/size", {"padding": "x"}, headers=SIGNED),
             await sender.post("/others/size", {"padding": "x"}),
@@ -94,5 +94,5 @@ async def test_an_app_that_answers_sooner_is_not_cut(serving) -> None:
         # A fifth of it is what the answer may come late without being cut.
         app.config.RESPONSE_TIMEOUT = 4.0
 
-    async with serving(made, prepare) as sender:
+    async with serving(made, prepare=prepare) as sender:
         assert (await sender.post("/webhooks/for_ever")).status == 202

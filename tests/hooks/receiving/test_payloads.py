@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from hooks.payload import WebhookPayload
-from hooks.receiving.filters import Filter
+from hooks.receiving.endpoint import Filter
 from hooks.receiving.payloads import Facts, Unusable, check, facts_of, parse, payload_of
 
 

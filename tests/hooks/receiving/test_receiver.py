@@ -16,6 +16,8 @@ from pydantic import BaseModel
 
 from hooks.errors import HooksError, InvalidWebhook
 from hooks.payload import WebhookPayload
+from hooks.receiving import arrivals
+from hooks.receiving.arrivals import Rates
 from hooks.receiving.event import Event, Status
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import ReceiverSettings
@@ -72,9 +74,7 @@ async def test_buckets_unknown_types_version_4_and_new_fields_pass_and_are_kept(
 # The peer: 422 and its schema, before the secret is looked at.
 @pytest.mark.parametrize("body", [b"{", b'{"event": 1}', b"", b"\xff" * 100])
 async def test_a_bad_body_without_the_secret_tells_nothing_but_401(serving, body: bytes) -> None:
-    receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
-    receiver.add(lambda payload: None, "x")
-    async with serving(receiver) as sender:
+    async with serving(Receiver(ReceiverSettings(secrets=(SECRET,))), lambda payload: None, "x") as sender:
         told = await sender.post("/webhooks/x", data=body)
         assert (told.status, told.json) == (401, {"error": "x-webhook-secret header not set."})
         told = await sender.post("/webhooks/x", data=body, headers={"x-webhook-secret": "wrong"})
@@ -141,9 +141,7 @@ async def test_all_four_kinds_of_handlers_are_called_with_or_without_a_body(serv
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "OPTIONS"])
 async def test_other_methods_are_405(serving, method: str) -> None:
-    receiver = Receiver()
-    receiver.add(echo, "/deep/er/")
-    async with serving(receiver) as sender:
+    async with serving(Receiver(), echo, "/deep/er/") as sender:
         told = await sender.post("/webhooks/deep/er", method=method)
         assert (told.status, told.headers["allow"]) == (405, "POST")
 
@@ -151,7 +149,7 @@ async def test_other_methods_are_405(serving, method: str) -> None:
 # The peer: 200.
 async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
     # Where it takes longer to send, the connection may end before the answer is read.
-    monkeypatch.setattr("hooks.receiving.body.DRAINED_WITHIN", 60.0)
+    monkeypatch.setattr("hooks.receiving.arrivals.DRAINED_WITHIN", 60.0)
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
     receiver.add(echo)
 
@@ -166,27 +164,17 @@ async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) ->
         assert told.status == 413
         # Who asks first is told at once: nothing of the body is sent.
         head = b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 52428800\r\nexpect: 100-continue\r\n\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(sender.url.rsplit(":", 1)[1]))
-        writer.write(head)
-        assert b" 413 " in await reader.readline()
-        writer.close()
+        assert b" 413 " in await sender.raw(head)
         assert (await sender.post("/webhooks/echo", {"a": "x" * 900_000}, headers=SIGNED)).status == 200
 
 
 async def test_a_body_that_drips_is_408(serving) -> None:
-    receiver = Receiver(ReceiverSettings(read_within=0.05))
-    receiver.add(echo)
-    async with serving(receiver) as sender:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(sender.url.rsplit(":", 1)[1]))
-        writer.write(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
-        assert b" 408 " in await reader.readline()
-        writer.close()
+    async with serving(Receiver(ReceiverSettings(read_within=0.05)), echo) as sender:
+        assert b" 408 " in await sender.raw(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
 
 
 async def test_a_source_that_sends_too_much_is_429(serving) -> None:
-    receiver = Receiver(ReceiverSettings(secrets=(SECRET,), burst=2, rate=0.01))
-    receiver.add(echo)
-    async with serving(receiver) as sender:
+    async with serving(Receiver(ReceiverSettings(secrets=(SECRET,), burst=2, rate=0.01)), echo) as sender:
         told = [await sender.post("/webhooks/echo", {"n": number}, headers=SIGNED) for number in range(3)]
     assert [one.status for one in told] == [200, 200, 429]
     assert int(told[2].headers["retry-after"]) > 50
@@ -222,8 +210,9 @@ async def test_standard_webhooks_are_verified_over_the_bytes_that_came(serving) 
 
 async def test_what_is_filtered_out_is_ignored_and_never_runs(serving, make_payload) -> None:
     receiver, seen = Receiver(), []
-    receiver.add(lambda payload: seen.append(payload.repo.name), "x", repos="robots/*", scopes="repo", refs="main")
-    async with serving(receiver) as sender:
+    async with serving(
+        receiver, lambda payload: seen.append(payload.repo.name), "x", repos="robots/*", scopes="repo", refs="main"
+    ) as sender:
         told = [
             await sender.post("/webhooks/x", payload)
             for payload in (
@@ -252,21 +241,16 @@ async def test_what_is_filtered_out_is_ignored_and_never_runs(serving, make_payl
     ],
 )
 async def test_any_value_is_told_as_json(serving, value: object, told: object) -> None:
-    receiver = Receiver()
-    receiver.add(lambda: value, "x")
-    async with serving(receiver) as sender:
+    async with serving(Receiver(), lambda: value, "x") as sender:
         answer = await sender.post("/webhooks/x")
         assert (answer.status, answer.json) == (200, told)
 
 
 async def test_a_response_of_the_handlers_own_passes(serving) -> None:
-    receiver = Receiver()
-
     def own(payload: dict) -> sanic.HTTPResponse:
         return sanic.json({"made": payload["n"]}, 201, {"x-own": "1"})
 
-    receiver.add(own)
-    async with serving(receiver) as sender:
+    async with serving(Receiver(), own) as sender:
         for _ in range(2):
             told = await sender.post("/webhooks/own", {"n": 3}, headers={"webhook-id": "1"})
             assert (told.status, told.json, told.headers["x-own"]) == (201, {"made": 3}, "1")
@@ -350,8 +334,7 @@ async def test_queued_endpoints_are_told_202_at_once(serving, make_payload) -> N
     async def later(payload: dict) -> None:
         ran.set()
 
-    receiver.add(later, mode="queue")
-    async with serving(receiver) as sender:
+    async with serving(receiver, later, mode="queue") as sender:
         assert (await sender.post("/webhooks/later", make_payload())).status == 202
         await asyncio.wait_for(ran.wait(), 30)
 
@@ -366,8 +349,7 @@ async def test_unrelated_requests_are_quick_while_slow_sync_handlers_run(serving
         assert goes_on.wait(60)
 
     receiver.add(slow)
-    receiver.add(lambda: "quick", "quick")
-    async with serving(receiver) as sender:
+    async with serving(receiver, lambda: "quick", "quick") as sender:
         slow_ones = [
             asyncio.create_task(sender.post("/webhooks/slow", make_payload(f"a/{number}"))) for number in range(3)
         ]
@@ -390,8 +372,7 @@ async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payl
     async def wait(payload: dict) -> None:
         await goes_on.wait()
 
-    receiver.add(wait, mode="queue")
-    async with serving(receiver) as sender:
+    async with serving(receiver, wait, mode="queue") as sender:
 
         async def send(number: int):
             return await sender.post("/webhooks/wait", make_payload(f"a/{number}"), headers={"webhook-id": str(number)})
@@ -405,7 +386,6 @@ async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payl
 
 
 async def test_a_sender_that_goes_away_does_not_end_its_event(serving, make_payload) -> None:
-    receiver = Receiver()
     began, goes_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def slow(payload: dict) -> None:
@@ -413,8 +393,7 @@ async def test_a_sender_that_goes_away_does_not_end_its_event(serving, make_payl
         await goes_on.wait()
         done.set()
 
-    receiver.add(slow)
-    async with serving(receiver) as sender:
+    async with serving(Receiver(), slow) as sender:
         task = asyncio.create_task(sender.post("/webhooks/slow", make_payload()))
         await asyncio.wait_for(began.wait(), 30)
         task.cancel()
@@ -451,7 +430,9 @@ class Panic(BaseException):
     """As libraries in Rust raise it."""
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), Panic()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), StopIteration(), Panic()], ids=repr
+)
 async def test_a_handler_cannot_end_the_server(serving, error: BaseException, caplog) -> None:
     receiver = Receiver()
 
@@ -463,16 +444,16 @@ async def test_a_handler_cannot_end_the_server(serving, error: BaseException, ca
 
     receiver.add(ends)
     receiver.add(ends_too)
-    receiver.add(lambda: 3, "well")
-    async with serving(receiver) as sender:
+    async with serving(receiver, lambda: 3, "well") as sender:
         assert [(await sender.post(f"/webhooks/{name}")).status for name in ("ends", "ends_too")] == [500, 500]
         assert (await sender.post("/webhooks/well")).json == 3
 
 
 async def test_a_response_of_a_handler_is_sent_whole_whatever_its_headers_say_of_its_length(serving) -> None:
     receiver, headers = Receiver(), {"Content-Length": "500", "Transfer-Encoding": "chunked", "X-Of": "another server"}
-    receiver.add(lambda: sanic.HTTPResponse('"short"', 201, headers, "application/json"), "passed_on")
-    async with serving(receiver) as sender:
+    async with serving(
+        receiver, lambda: sanic.HTTPResponse('"short"', 201, headers, "application/json"), "passed_on"
+    ) as sender:
         told = await sender.post("/webhooks/passed_on")
     assert (told.status, told.json, told.headers["x-of"]) == (201, "short", "another server")
 
@@ -497,8 +478,7 @@ async def test_what_cannot_be_written_is_not_acknowledged(
 ) -> None:
     monkeypatch.setattr("hooks.database.LOCK_PATIENCE", 0.05)
     receiver, runs = Receiver(ReceiverSettings(database=tmp_path / "e.sqlite3")), []
-    receiver.add(lambda payload: runs.append(1), "x")
-    async with serving(receiver) as sender:
+    async with serving(receiver, lambda payload: runs.append(1), "x") as sender:
         inbox = receiver._running.inbox
         other = sqlite3.connect(tmp_path / "e.sqlite3", isolation_level=None)
         if trouble == "locked":
@@ -559,9 +539,7 @@ async def test_a_second_receiver_of_the_same_file_is_refused(serving, tmp_path: 
 
 async def test_the_log_of_a_refusal_names_no_secret(serving, caplog) -> None:
     caplog.set_level(logging.DEBUG)
-    receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
-    receiver.add(echo)
-    async with serving(receiver) as sender:
+    async with serving(Receiver(ReceiverSettings(secrets=(SECRET,))), echo) as sender:
         await sender.post("/webhooks/echo", {}, headers={"x-webhook-secret": "guessed-secret"})
         await sender.post("/webhooks/echo", {"a": 1}, headers=SIGNED)
     assert "guessed-secret" not in caplog.text
@@ -576,8 +554,7 @@ async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make
         await goes_on.wait()
         return "noted"
 
-    receiver.add(note)
-    async with serving(receiver) as sender:
+    async with serving(receiver, note) as sender:
         same = {"webhook-id": "1"}
         sent = [asyncio.create_task(sender.post("/webhooks/note", make_payload(), headers=same)) for _ in range(5)]
         done, waiting = await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
@@ -591,15 +568,12 @@ async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make
 
 
 async def test_a_body_whose_encoding_is_broken_is_400(serving) -> None:
-    receiver = Receiver()
-    receiver.add(echo)
-    async with serving(receiver) as sender:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(sender.url.rsplit(":", 1)[1]))
-        writer.write(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n")
-        told = await reader.read()
+    async with serving(Receiver(), echo) as sender:
+        told = await sender.raw(
+            b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n", whole=True
+        )
         assert told.startswith(b"HTTP/1.1 400 ")
         assert b'{"error":"The body cannot be read."}' in told
-        writer.close()
 
 
 async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving, make_payload, until) -> None:
@@ -608,8 +582,25 @@ async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving,
     async def look(request: sanic.Request) -> None:
         seen.append((request.json, request.headers["user-agent"], request.path))
 
-    receiver.add(look, mode="queue", secret=SECRET)
-    async with serving(receiver) as sender:
+    async with serving(receiver, look, mode="queue", secret=SECRET) as sender:
         await sender.post("/webhooks/look", make_payload(), headers={**SIGNED, "user-agent": "hub"})
         await until(receiver)
     assert seen == [(make_payload(), "hub", "/webhooks/look")]
+
+
+def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
+    limit = Rates(rate=2.0, burst=3)
+    assert [limit.take("a", 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert limit.take("b", 10.0) == 0.0
+    assert limit.take("a", 10.4) > 0
+    assert limit.take("a", 10.5) == 0.0
+    assert [limit.take("a", 1000.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_sources_are_forgotten_before_they_fill_the_memory(monkeypatch) -> None:
+    monkeypatch.setattr(arrivals, "SOURCES", 2)
+    limit = Rates(rate=1.0, burst=1)
+    for source in ("a", "b", "c"):
+        limit.take(source, 0.0)
+    assert limit.take("c", 0.0) > 0
+    assert limit.take("a", 0.0) == 0.0

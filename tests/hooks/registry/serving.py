@@ -1,6 +1,5 @@
 """A registry behind a port, for the real clients."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from hooks.registry.settings import RegistrySettings
 from hooks.sending.schedule import Schedule
 from hooks.sending.sender import SenderSettings
 from service.serving import listen, serving
+from tests.waiting import until
 
 TOKEN = "hf_" + "t" * 30
 READ_TOKEN = "hf_" + "r" * 30
@@ -42,19 +42,18 @@ def settings(**changed: Any) -> RegistrySettings:
     return replace(SETTINGS, **changed)
 
 
+async def until_fact(registry: Registry, name: str, value: int) -> None:
+    async def is_so() -> bool:
+        return (await registry.facts()).get(name) == value
+
+    await until(is_so)
+
+
 async def until_known(registry: Registry) -> None:
     """Until the watched folder was read for the first time: only what changes after that is a change."""
-    for _ in range(3000):
-        if (await registry.facts())["folders_known"]:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the folder was not read")
+    await until_fact(registry, "folders_known", 1)
 
 
 async def until_delivered(registry: Registry, count: int) -> None:
     """Until so many deliveries are written down as such."""
-    for _ in range(3000):
-        if (await registry.facts()).get("deliveries_delivered") == count:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"not {count} were delivered")
+    await until_fact(registry, "deliveries_delivered", count)

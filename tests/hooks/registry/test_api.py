@@ -16,7 +16,7 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 
 from hooks.registry.registry import Registry
 from tests.hooks.registry.serving import READ_TOKEN, TOKEN, serve, settings
-from tests.hooks.sending.target import TargetServer, target_server
+from tests.hooks.sending.target import TargetServer
 
 WATCHED = [WebhookWatchedItem(type="model", name="lab/act"), WebhookWatchedItem(type="user", name="julien")]
 PUBLIC = "http://93.184.215.14/hook"
@@ -47,12 +47,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     registry = Registry(settings(database=tmp_path / "registry.sqlite3", jobs_file=jobs, max_webhooks=5))
     async with serve(registry) as url:
         yield Served(registry, url)
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[TargetServer]:
-    async with target_server() as made:
-        yield made
 
 
 async def test_the_real_client_goes_through_the_whole_life_of_a_webhook(served: Served) -> None:
@@ -160,11 +154,17 @@ async def test_a_body_that_is_no_object_is_a_400(served: Served, body: bytes) ->
     assert answer["error"].startswith("body: ")
 
 
-async def test_a_body_with_both_or_neither_or_a_job_of_its_own_is_a_400(served: Served) -> None:
+async def test_a_body_whose_parts_do_not_go_together_or_are_of_another_kind_is_a_400(served: Served) -> None:
     for body, text in (
         ({"url": PUBLIC, "jobSourceId": "retrain"}, "both are given"),
         ({}, "wanted one of them"),
         ({"job": {"command": ["rm"]}}, "registered by the operator"),
+        ({"url": PUBLIC, "watched": [5]}, "watched[0]: wanted {'type'"),
+        ({"url": PUBLIC, "secrets": {"HF_TOKEN": "x"}}, "wanted with jobSourceId only"),
+        ({"jobSourceId": "retrain", "secrets": ["HF_TOKEN"]}, "secrets: wanted an object"),
+        ({"jobSourceId": "retrain", "secrets": {"HF TOKEN": "x"}}, "is no name of a variable"),
+        ({"jobSourceId": "retrain", "secrets": {"HF_TOKEN": 5}}, "HF_TOKEN: wanted text"),
+        ({"url": PUBLIC, "secret": 5}, "secret: int, wanted text"),
     ):
         status, answer, _ = await served.request("POST", BASE, json={"watched": [], **body})
         assert (status, text in answer["error"]) == (400, True)
@@ -190,6 +190,13 @@ async def test_job_webhooks_name_a_job_of_the_operator_and_its_secrets(served: S
     assert (changed.url, changed.job) == (PUBLIC, None)
     _, answer, _ = await served.request("GET", f"{BASE}/{made.id}")
     assert "secretNames" not in answer["webhook"]
+
+
+async def test_an_update_that_names_no_secret_keeps_it(served: Served) -> None:
+    body = {"url": PUBLIC, "watched": [{"type": "model", "name": "act"}], "secret": "of-the-webhook"}
+    _, answer, _ = await served.request("POST", BASE, json=body)
+    _, answer, _ = await served.request("POST", f"{BASE}/{answer['webhook']['id']}", json={"domains": ["repo"]})
+    assert (answer["webhook"]["hasSecret"], answer["webhook"]["domains"]) == (True, ["repo"])
 
 
 async def test_secrets_go_in_and_never_come_out(

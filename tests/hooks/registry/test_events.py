@@ -17,15 +17,10 @@ from hooks.sending.schedule import Schedule
 from hooks.sending.sender import SenderSettings
 from hooks.signatures import is_standard
 from tests.hooks.registry.serving import settings
-from tests.hooks.sending.target import TargetServer, target_server, until
+from tests.hooks.sending.target import TargetServer
+from tests.waiting import until
 
 OLD, NEW = "a" * 40, "b" * 40
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[TargetServer]:
-    async with target_server() as made:
-        yield made
 
 
 @pytest.fixture
@@ -44,12 +39,22 @@ async def log(registry: Registry, webhook: Webhook) -> list[dict[str, Any]]:
 
 
 async def until_finished(registry: Registry, webhook: Webhook) -> dict[str, Any]:
-    for _ in range(3000):
+    async def newest() -> dict[str, Any] | None:
         entries = await log(registry, webhook)
-        if entries and all(entry["status"] != "waiting" for entry in entries):
-            return entries[0]
-        await asyncio.sleep(0.01)
-    raise AssertionError(entries)
+        return entries[0] if entries and all(entry["status"] != "waiting" for entry in entries) else None
+
+    found = await until(newest)
+    assert found is not None
+    return found
+
+
+async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
+    """What the API says then."""
+
+    async def disabled() -> Any:
+        return (await registry.management.get(webhook.id)).wire()["disabled"]
+
+    return await until(disabled)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +176,7 @@ async def test_a_webhook_that_says_410_is_disabled(registry: Registry, target: T
     target.answers = [web.Response(status=410)]
     await registry.emit_repo("lab/act", NEW, OLD)
     await target.wait_for(1)
-    for _ in range(3000):
-        if (await registry.management.get(webhook.id)).disabled:
-            break
-        await asyncio.sleep(0.01)
-    assert (await registry.management.get(webhook.id)).wire()["disabled"] is True
+    assert await until_disabled(registry, webhook) is True
     assert await registry.emit_repo("lab/act", OLD, NEW) == 0
 
 
@@ -186,11 +187,7 @@ async def test_a_webhook_that_fails_again_and_again_is_suspended_until_it_is_ena
         target.answers = [web.Response(status=500) for _ in range(4)]
         await registry.emit_repo("lab/act", NEW, OLD)
         await registry.emit_repo("lab/act", OLD, NEW)
-        for _ in range(3000):
-            if (await registry.management.get(webhook.id)).disabled:
-                break
-            await asyncio.sleep(0.01)
-        assert (await registry.management.get(webhook.id)).wire()["disabled"] == "suspended-after-failure"
+        assert await until_disabled(registry, webhook) == "suspended-after-failure"
         assert await registry.emit_repo("lab/act", NEW, OLD) == 0
         enabled = await registry.management.enable(webhook.id)
         assert enabled.disabled == ""

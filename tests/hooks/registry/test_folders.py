@@ -12,12 +12,12 @@ import pytest
 from watchfiles import awatch
 
 from hooks.deployment.folder_source import FolderSource
-from hooks.registry.folders import Quiet, Stopped, look_at, sha_of
 from hooks.registry.registry import Registry
-from hooks.registry.watcher import FolderWatcher
+from hooks.registry.watcher import FolderWatcher, Quiet, Stopped, look_at, sha_of
 from tests.hooks.registry.serving import settings, until_delivered, until_known
-from tests.hooks.sending.target import TargetServer, target_server, until
+from tests.hooks.sending.target import TargetServer, target_server
 from tests.pauses import Pauses
+from tests.waiting import until
 
 GO_ON = threading.Event()
 

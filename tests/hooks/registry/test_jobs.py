@@ -1,6 +1,5 @@
 """Jobs: only those of the operator's file, with the payload and nothing of the server's, in bounds, to their end."""
 
-import asyncio
 import json
 import os
 import signal
@@ -18,15 +17,13 @@ from typing import Any
 import pytest
 
 from hooks.errors import InvalidSettings
-from hooks.registry.job_courier import MAX_VARIABLE, JobCourier, environment
+from hooks.registry.job_courier import MAX_VARIABLE, JobCourier, environment, run_process
 from hooks.registry.jobs import Job, load_jobs
-from hooks.registry.process import run_process
 from hooks.registry.registry import Registry
 from hooks.sending.outcome import Destination, Outcome, Parcel
 from tests.hooks.registry.serving import settings
-from tests.hooks.sending.target import until
 from tests.pauses import Pauses
-from tests.waiting import lives
+from tests.waiting import lives, until
 
 PARCEL = Parcel("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -138,7 +135,7 @@ time.sleep(60)
 
 
 def test_the_time_limit_ends_the_whole_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hooks.registry.process.GRACE", 0.2)
+    monkeypatch.setattr("hooks.registry.job_courier.GRACE", 0.2)
     (tmp_path / "marks").mkdir()
     both_sleep_since: list[float] = []
 
@@ -151,7 +148,7 @@ def test_the_time_limit_ends_the_whole_process_group(tmp_path: Path, monkeypatch
             both_sleep_since.append(now)
         return now - both_sleep_since[0]
 
-    monkeypatch.setattr("hooks.registry.process.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+    monkeypatch.setattr("hooks.registry.job_courier.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
     job = python(sleepers(tmp_path / "marks"), tmp_path)
     ended = run_process(job.argv, tmp_path, {}, timeout=0.5, max_output=100, stop=threading.Event())
     assert ended.error == "ended after its 0.5 s"
@@ -192,13 +189,14 @@ async def running(tmp_path: Path, code: str, **named: Any) -> AsyncIterator[tupl
         yield registry, webhook.id
 
 
-async def finished(registry: Registry, webhook: str) -> dict[str, Any]:
-    for _ in range(3000):
-        [entry] = await registry.management.deliveries(webhook, 10, None)
-        if entry["status"] != "waiting":
-            return entry
-        await asyncio.sleep(0.02)
-    raise AssertionError(entry)
+async def finished(registry: Registry, webhook: str, attempts: int = 1) -> dict[str, Any]:
+    async def entry() -> dict[str, Any] | None:
+        [one] = await registry.management.deliveries(webhook, 10, None)
+        return one if one["status"] != "waiting" and len(one["attempts"]) >= attempts else None
+
+    found = await until(entry)
+    assert found is not None
+    return found
 
 
 async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path: Path) -> None:
@@ -212,12 +210,7 @@ async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path
         assert [attempt["exitStatus"] for attempt in entry["attempts"]] == [7, 0]
         assert {attempt["excerpt"] for attempt in entry["attempts"]} == {f"{entry['webhookDeliveryId']} ***\n"}
         assert (await registry.management.replay(webhook, entry["id"])).status == 202
-        for _ in range(3000):
-            entry = await finished(registry, webhook)
-            if len(entry["attempts"]) == 3:
-                break
-            await asyncio.sleep(0.01)
-        assert entry["attempts"][2]["isReplay"] is True
+        assert (await finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
 
 
 async def test_when_the_server_stops_its_jobs_end_within_two_seconds_and_are_run_again(

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,15 +45,6 @@ class TargetServer:
     async def wait_for(self, count: int, within: float = 30.0) -> None:
         async with asyncio.timeout(within), self.arrived:
             await self.arrived.wait_for(lambda: len(self.got) >= count)
-
-
-async def until(is_so: Callable[[], object], within: float = 30.0) -> None:
-    """Wait for what tells nobody that it happened."""
-    for _ in range(int(within / 0.01)):
-        if is_so():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"not within {within} s")
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,19 +18,13 @@ from hooks.sending.outcome import MAX_EXCERPT, Destination, Parcel
 from hooks.sending.post import PostCourier, headers
 from hooks.sending.targets import TargetRules
 from hooks.signatures import is_standard
-from tests.hooks.sending.target import TargetServer, target_server
+from tests.hooks.sending.target import TargetServer
 from tests.pauses import Pauses
 
 NOW = 1_700_000_000.7
 SECRET = "whsec_" + "c2VjcmV0" * 6
 PARCEL = Parcel("msg_1", b'{"hello": "robot"}')
 LOOPBACK = TargetRules.of(["127.0.0.0/8"])
-
-
-@pytest.fixture
-async def target() -> AsyncIterator[TargetServer]:
-    async with target_server() as made:
-        yield made
 
 
 async def test_a_delivery_is_signed_and_carries_the_hubs_header(target: TargetServer) -> None:

@@ -4,16 +4,17 @@ import asyncio
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hooks.database import Database
-from hooks.sending import delivery_log, queue
+from hooks.sending import queue
 from hooks.sending.outcome import Destination, Outcome, Parcel
 from hooks.sending.queue import Message
 from hooks.sending.schedule import Schedule
 from hooks.sending.sender import Sender, SenderSettings
-from tests.hooks.sending.target import until
+from tests.waiting import until
 
 MINUTE = 60.0
 
@@ -84,10 +85,20 @@ class Sending:
         return await self.sender.put(message, lambda connection: webhooks or ("one",))
 
     def log(self, webhook_id: str = "one") -> list[dict]:
-        return self.database.run_now(delivery_log.entries, webhook_id, 100)
+        return self.database.run_now(queue.entries, webhook_id, 100)
 
-    def later(self, seconds: float) -> None:
-        self.clock.now += seconds
+    async def run(self, *numbers: int, after: float = 0.0, **more: Any) -> None:
+        """Put these events and send all that is due after so many seconds."""
+        for number in numbers:
+            await self.put(number, **more)
+        self.clock.now += after
+        await self.sender.runner.run_due()
+
+    def messages(self) -> int:
+        return self.database.run_now(lambda one: one.execute("SELECT count(*) FROM messages").fetchone()[0])
+
+    def bodies(self) -> list[bytes]:
+        return [parcel.body for _, parcel in self.courier.got]
 
 
 @pytest.fixture
@@ -99,15 +110,11 @@ def sending() -> Iterator[Sending]:
 
 async def test_a_failed_delivery_is_tried_on_its_schedule_with_the_same_id_and_body(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=500), Outcome(error="no connection"), Outcome(status=200)]
-    await sending.put(1)
-    await sending.sender.runner.run_due()
-    sending.later(4.9)
-    await sending.sender.runner.run_due()
+    await sending.run(1)
+    await sending.run(after=4.9)
     assert len(sending.courier.got) == 1
-    sending.later(0.1)
-    await sending.sender.runner.run_due()
-    sending.later(5 * MINUTE)
-    await sending.sender.runner.run_due()
+    await sending.run(after=0.1)
+    await sending.run(after=5 * MINUTE)
     assert len(set(sending.courier.got)) == 1
     assert len(sending.courier.got) == 3
     [entry] = sending.log()
@@ -125,36 +132,29 @@ async def test_a_delivery_that_fails_to_the_end_is_given_up_and_the_next_of_its_
     await sending.put(1)
     await sending.put(2)
     for wait in (0, 5, 5 * MINUTE, 30 * MINUTE, 120 * MINUTE, 300 * MINUTE, 600 * MINUTE):
-        sending.later(wait)
-        await sending.sender.runner.run_due()
+        await sending.run(after=wait)
     assert [entry["status"] for entry in sending.log()] == ["delivered", "failed"]
     assert sending.book.heard_of == [("one", "exhausted"), ("one", "delivered")]
 
 
 async def test_retry_after_is_waited_for(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=503, asked=90.0)]
-    await sending.put(1)
-    await sending.sender.runner.run_due()
-    sending.later(89)
-    await sending.sender.runner.run_due()
+    await sending.run(1)
+    await sending.run(after=89)
     assert len(sending.courier.got) == 1
-    sending.later(1)
-    await sending.sender.runner.run_due()
+    await sending.run(after=1)
     assert len(sending.courier.got) == 2
 
 
 async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=500)]
     await sending.put(1, subject="model:a/b")
-    await sending.put(2, subject="model:a/b")
-    await sending.sender.runner.run_due()
-    await sending.put(3, subject="model:c/d")
-    await sending.sender.runner.run_due()
-    numbers = [parcel.body for _, parcel in sending.courier.got]
+    await sending.run(2, subject="model:a/b")
+    await sending.run(3, subject="model:c/d")
+    numbers = sending.bodies()
     assert numbers == [b'{"number":1}', b'{"number":3}']
-    sending.later(5)
-    await sending.sender.runner.run_due()
-    assert [parcel.body for _, parcel in sending.courier.got][2:] == [b'{"number":1}', b'{"number":2}']
+    await sending.run(after=5)
+    assert sending.bodies()[2:] == [b'{"number":1}', b'{"number":2}']
 
 
 async def test_a_slow_target_holds_up_nobody_else_and_is_given_only_so_many_at_once(sending: Sending) -> None:
@@ -181,7 +181,7 @@ async def test_what_was_under_way_at_the_end_is_sent_again_with_its_id(tmp_path:
     await asyncio.gather(running, return_exceptions=True)
     first.database.close()
     second = Sending(tmp_path / "queue.sqlite3")
-    await second.sender.runner.run_due()
+    await second.run()
     assert second.courier.got == first.courier.got
     second.database.close()
 
@@ -189,7 +189,7 @@ async def test_what_was_under_way_at_the_end_is_sent_again_with_its_id(tmp_path:
 async def test_the_same_event_twice_is_one(sending: Sending) -> None:
     assert await sending.put(1) == 1
     assert await sending.put(1) == 0
-    await sending.sender.runner.run_due()
+    await sending.run()
     assert len(sending.courier.got) == 1
 
 
@@ -200,28 +200,25 @@ async def test_above_the_limit_the_oldest_are_dropped_and_counted_loudly(caplog:
     assert [entry["status"] for entry in sending.log()] == ["waiting"] * 3 + ["dropped"] * 2
     assert sending.sender.dropped == 2
     assert "more than 3 deliveries wait, the oldest 1 dropped (2 since the start)" in caplog.text
-    await sending.sender.runner.run_due()
-    assert [parcel.body for _, parcel in sending.courier.got] == [b'{"number":%d}' % number for number in (2, 3, 4)]
+    await sending.run()
+    assert sending.bodies() == [b'{"number":%d}' % number for number in (2, 3, 4)]
     sending.database.close()
 
 
 async def test_nothing_is_sent_to_a_held_webhook_and_all_of_it_when_it_is_released(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=500)]
-    await sending.put(1)
-    await sending.sender.runner.run_due()
+    await sending.run(1)
     sending.database.run_now(queue.hold, "one")
     await sending.put(2)
-    sending.later(1000)
-    await sending.sender.runner.run_due()
+    await sending.run(after=1000)
     assert len(sending.courier.got) == 1
     sending.database.run_now(queue.release, "one", sending.clock())
-    await sending.sender.runner.run_due()
-    assert [parcel.body for _, parcel in sending.courier.got][1:] == [b'{"number":1}', b'{"number":2}']
+    await sending.run()
+    assert sending.bodies()[1:] == [b'{"number":1}', b'{"number":2}']
 
 
 async def test_a_replay_has_the_same_id_and_its_failure_changes_nothing(sending: Sending) -> None:
-    await sending.put(1)
-    await sending.sender.runner.run_due()
+    await sending.run(1)
     [entry] = sending.log()
     sending.courier.answers = [Outcome(status=500)]
     failed = await sending.sender.replay("one", entry["id"])
@@ -239,18 +236,15 @@ async def test_a_replay_has_the_same_id_and_its_failure_changes_nothing(sending:
 
 async def test_a_replay_that_is_taken_ends_the_waiting_and_lets_the_next_go(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=500)]
-    await sending.put(1)
-    await sending.put(2)
-    await sending.sender.runner.run_due()
+    await sending.run(1, 2)
     await sending.sender.replay("one", sending.log()[-1]["id"])
-    await sending.sender.runner.run_due()
+    await sending.run()
     assert [entry["status"] for entry in sending.log()] == ["delivered", "delivered"]
 
 
 async def test_gone_is_told(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=410)]
-    await sending.put(1)
-    await sending.sender.runner.run_due()
+    await sending.run(1)
     assert sending.book.heard_of == [("one", "gone")]
 
 
@@ -258,7 +252,7 @@ async def test_a_defect_in_one_delivery_is_a_failed_attempt_and_no_text_of_it_is
     sending.courier.answers = [KeyError("/root/secret")]
     await sending.put(1)
     await sending.put(2, "two")
-    await sending.sender.runner.run_due()
+    await sending.run()
     [entry] = sending.log()
     assert entry["attempts"][0]["error"] == "this server failed to send it (KeyError); its log says more"
     assert sending.log("two")[0]["status"] == "delivered"
@@ -267,40 +261,35 @@ async def test_a_defect_in_one_delivery_is_a_failed_attempt_and_no_text_of_it_is
 async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sending: Sending) -> None:
     for number in range(6):
         sending.courier.answers = [Outcome(status=500, asked=1000.0)] if number == 0 else []
-        await sending.put(number, subject=f"model:a/{number}")
-        await sending.sender.runner.run_due()
-        sending.later(1)
-    assert sending.database.run_now(delivery_log.prune, sending.clock() - 3.5, 100) == 2
-    assert sending.database.run_now(delivery_log.prune, 0.0, 1) == 2
+        await sending.run(number, subject=f"model:a/{number}")
+        sending.clock.now += 1
+    assert sending.database.run_now(queue.prune, sending.clock() - 3.5, 100) == 2
+    assert sending.database.run_now(queue.prune, 0.0, 1) == 2
     assert [entry["status"] for entry in sending.log()] == ["delivered", "waiting"]
-    messages = sending.database.run_now(
-        lambda connection: connection.execute("SELECT count(*) FROM messages").fetchone()
-    )
-    assert messages[0] == 2
+    assert sending.messages() == 2
 
 
 async def test_what_waits_too_long_for_a_webhook_that_is_off_is_forgotten_and_the_rest_goes_on(
     sending: Sending,
 ) -> None:
     sending.courier.answers = [Outcome(status=500)]
-    await sending.put(1)
-    await sending.sender.runner.run_due()
+    await sending.run(1)
     sending.database.run_now(queue.hold, "one")
-    sending.later(100)
+    sending.clock.now += 100
     await sending.put(2)
-    assert sending.database.run_now(delivery_log.prune, sending.clock() - 50, 100) == 1
+    assert sending.database.run_now(queue.prune, sending.clock() - 50, 100) == 1
     sending.database.run_now(queue.release, "one", sending.clock())
-    await sending.sender.runner.run_due()
-    assert [parcel.body for _, parcel in sending.courier.got][1:] == [b'{"number":2}']
+    await sending.run()
+    assert sending.bodies()[1:] == [b'{"number":2}']
 
 
 async def test_the_log_is_paged(sending: Sending) -> None:
     for number in range(5):
         await sending.put(number)
-    newest = sending.database.run_now(delivery_log.entries, "one", 2)
-    older = sending.database.run_now(delivery_log.entries, "one", 2, newest[-1]["id"])
+    newest = sending.database.run_now(queue.entries, "one", 2)
+    older = sending.database.run_now(queue.entries, "one", 2, newest[-1]["id"])
     assert [entry["id"] for entry in newest + older] == [entry["id"] for entry in sending.log()][:4]
-    assert sending.database.run_now(delivery_log.entries, "one", 2, "unknown") == []
+    assert sending.database.run_now(queue.entries, "one", 2, "unknown") == []
     # The others of a lane have no time of their own: they wait for the oldest.
     assert [entry["nextAttemptAt"] is None for entry in sending.log()] == [True] * 4 + [False]
 
@@ -308,7 +297,4 @@ async def test_the_log_is_paged(sending: Sending) -> None:
 async def test_an_event_that_nobody_wants_leaves_nothing(sending: Sending) -> None:
     message = Message("nobody", "session.started", "", {}, is_hub=False)
     assert await sending.sender.put(message, lambda connection: ()) == 0
-    counted = sending.database.run_now(
-        lambda connection: connection.execute("SELECT count(*) FROM messages").fetchone()
-    )
-    assert counted[0] == 0
+    assert sending.messages() == 0

@@ -72,7 +72,15 @@ def test_an_unsafe_url_is_refused_with_the_reason(url: str, reason: str) -> None
         TargetRules().parse(url)
 
 
-@pytest.mark.parametrize("url", ["https://example.com/hook?x=1", f"http://{PUBLIC}:8080/", "http://[2606:2800::1]/"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://example.com/hook?x=1",
+        f"http://{PUBLIC}:8080/",
+        "http://[2606:2800::1]/",
+        "http://[2002:5db8:d70e::]/",  # 6to4 of a public address: as what it leads to, on every Python
+    ],
+)
 def test_a_public_url_is_taken(url: str) -> None:
     assert TargetRules().parse(url).url == url
 

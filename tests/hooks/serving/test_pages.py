@@ -8,15 +8,14 @@ import pytest
 from openapi_spec_validator import validate
 
 from hooks.payload import WebhookPayload
-from hooks.receiving.filters import Filter
+from hooks.receiving.endpoint import Filter
 from hooks.receiving.payloads import facts_of
 from hooks.receiving.receiver import Receiver
 from hooks.receiving.settings import ReceiverSettings
 from hooks.samples import sample
 from hooks.serving import event_routes, pages
-from hooks.serving.address import listen, url_of
 from hooks.serving.application import new_app
-from hooks.serving.background import Background
+from hooks.serving.background import Background, listen, url_of
 from hooks.serving.landing import EndpointInfo, page
 from tests.hooks.serving.conftest import ask
 

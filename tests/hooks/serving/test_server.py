@@ -15,10 +15,9 @@ from hooks.payload import WebhookPayload
 from hooks.receiving.settings import ReceiverSettings
 from hooks.samples import sample
 from hooks.serving import application
-from hooks.serving.address import CannotListen, chosen, listen
-from hooks.serving.background import serving
+from hooks.serving.background import CannotListen, chosen, listen, serving
 from hooks.serving.endpoint import the_server, webhook_endpoint
-from hooks.serving.interface import UnusableInterface
+from hooks.serving.pages import UnusableInterface
 from hooks.serving.server import WebhooksServer
 from tests.hooks.serving.conftest import ask
 
@@ -307,6 +306,8 @@ def test_ports_are_gradios(monkeypatch):
     assert chosen("::1", 5, {"ROBOJAX_WEBHOOKS_PORT": "1"}) == ("::1", (5,))
     with pytest.raises(CannotListen, match="GRADIO_SERVER_PORT is 'x'"):
         chosen(None, None, {"GRADIO_SERVER_PORT": "x"})
+    with pytest.raises(CannotListen, match="port 65536: wanted a number from 0 to 65535"):
+        chosen(None, 65536, {})
 
 
 def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):

@@ -5,7 +5,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hooks.sending.resolver import PinnedResolver
+from hooks.sending.post import PinnedResolver
 from hooks.sending.targets import danger, layers
 from service.app import create_app
 from service.edge.destinations import AddressRules, Destinations, Listed
