@@ -11,7 +11,8 @@ import aiohttp
 from service.edge.bounded_json import loads
 from service.errors import TransportError
 from service.transport.address import Address, Kind
-from service.transport.wire import MAX_VALUES, is_finite
+from service.transport.messages import is_finite
+from service.transport.wire import MAX_VALUES
 
 MAX_ANSWER_BYTES = 1 << 20
 

@@ -19,12 +19,12 @@ from service.transport.client import running
 from service.transport.connection import RoomConnection
 from service.transport.credentials import headers_of
 from service.transport.messages import EmergencyStop as StopMessage
-from service.transport.messages import JointUpdate, Message, Role
+from service.transport.messages import JointUpdate, Message, Role, is_finite
 from service.transport.names import session_of
 from service.transport.pace import Pace
 from service.transport.rest import Redirected, RoomsApi, http_session
 from service.transport.sender import CameraSender
-from service.transport.wire import WireError, is_finite
+from service.transport.wire import WireError
 
 log = logging.getLogger(__name__)
 
