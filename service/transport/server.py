@@ -23,7 +23,7 @@ from service.edge.origins import Origins, harden, preflight
 from service.serving import listen, run, serving
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup
-from service.transport.endpoints import ROOM, CommandEndpoint, RoomEndpoints, SignalEndpoint, answer, claim_of, endpoint
+from service.transport.endpoints import ROOM, Endpoints, answer, claim_of, endpoint
 from service.transport.outbox import OutboxLimits, WriteQueue
 from service.transport.rooms import Authority, Limits, Place, RoomTable
 from service.transport.sockets import attend
@@ -78,11 +78,10 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
     cleanup = _cleanup_of(app, table, settings)
     origins, queue = Origins(settings.origins), WriteQueue()
     for kind in Kind:
-        extra = CommandEndpoint(table) if kind is Kind.ROBOTICS else SignalEndpoint(table)
         name = "-".join(["transport", kind, *prefix.strip("/").split("/")]).strip("-")
         blueprint = Blueprint(name, url_prefix=f"{prefix}/{kind}")
         methods: dict[str, list[str]] = {}
-        for method, path, handler, role in [*RoomEndpoints(kind, table, cleanup).routes(), *extra.routes()]:
+        for method, path, handler, role in Endpoints(kind, table, cleanup).routes():
             blueprint.add_route(
                 endpoint(handler, queue),
                 path,

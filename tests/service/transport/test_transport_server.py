@@ -497,7 +497,7 @@ async def test_cleanup_asks_its_clock():
     assert cleanup.clean() == []
     now[0] = 3600.5
     assert cleanup.clean() == [Place(Kind.VIDEO, "w", "v")]
-    assert not cleanup.figures["enabled"]
+    assert not cleanup.is_running
 
 
 async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():
