@@ -180,10 +180,7 @@ class VideoError:
 
 
 @dataclass(frozen=True)
-class ParticipantJoined:
-    """Somebody else joined this video room."""
-
-    type: ClassVar[str] = "participant_joined"
+class _Presence:
     room_id: str
     participant_id: str
     role: Role
@@ -191,14 +188,17 @@ class ParticipantJoined:
 
 
 @dataclass(frozen=True)
-class ParticipantLeft:
+class ParticipantJoined(_Presence):
+    """Somebody else joined this video room."""
+
+    type: ClassVar[str] = "participant_joined"
+
+
+@dataclass(frozen=True)
+class ParticipantLeft(_Presence):
     """Somebody else left this video room."""
 
     type: ClassVar[str] = "participant_left"
-    room_id: str
-    participant_id: str
-    role: Role
-    timestamp: str | None = None
 
 
 @dataclass(frozen=True)
