@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+from pydantic import BeforeValidator, TypeAdapter
 
 from service.edge.bounded_json import loads
 from service.errors import TransportError
@@ -17,15 +18,22 @@ from service.transport.wire import MAX_VALUES
 MAX_ANSWER_BYTES = 1 << 20
 
 
+def _ids(found: Any) -> Any:
+    return [entry for entry in found if isinstance(entry, str)] if isinstance(found, list) else found
+
+
 @dataclass(frozen=True)
 class Presence:
-    """Who is in a room now, by participant id."""
+    """Who is in a room now, by participant id, as ``room.participants`` of an answer says it."""
 
     producer: str | None
-    consumers: frozenset[str]
+    consumers: Annotated[frozenset[str], BeforeValidator(_ids)]
 
     def __contains__(self, participant_id: object) -> bool:
         return participant_id == self.producer or participant_id in self.consumers
+
+
+_PRESENCE = TypeAdapter(Presence)
 
 
 class Redirected(TransportError):
@@ -119,15 +127,9 @@ class RoomsApi:
         if answer is None:
             return None
         try:
-            participants = answer["room"]["participants"]
-            producer, consumers = participants["producer"], participants["consumers"]
-        except (KeyError, TypeError) as error:
-            raise TransportError(
-                f"GET {url}: the answer lacks room.participants; is this a RobotHub server?"
-            ) from error
-        if not isinstance(producer, str | None) or not isinstance(consumers, list):
-            raise TransportError(f"GET {url}: room.participants has a wrong form; is this a RobotHub server?")
-        return Presence(producer, frozenset(entry for entry in consumers if isinstance(entry, str)))
+            return _PRESENCE.validate_python(answer["room"]["participants"])
+        except (LookupError, TypeError, ValueError):
+            raise TransportError(f"GET {url}: no usable room.participants; is this a RobotHub server?") from None
 
     async def joints(self, workspace: str, room: str) -> dict[str, float]:
         """Every joint a robotics room has seen; entries that are no finite numbers are left out."""

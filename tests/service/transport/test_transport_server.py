@@ -75,14 +75,19 @@ class RawSocket:
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
-    async def close(self) -> None:
-        self.writer.close()
-        await asyncio.sleep(0)
-
 
 @pytest.fixture
 async def path(caller) -> str:
     return await caller.room("robotics", "r")
+
+
+@pytest.fixture
+async def raw(caller, path):
+    """The room's producer ``p``."""
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    yield raw
+    raw.writer.close()
+    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +102,14 @@ async def path(caller) -> str:
     ],
     ids=["bad UTF-8", "bad UTF-8 in a fragment", "2 MiB", "fragments of 1.5 MiB", "reserved opcode", "no mask"],
 )
-async def test_a_frame_against_the_protocol_closes_the_socket_and_frees_the_participant(
-    caller, path, break_it, code, caplog
-):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_a_frame_against_the_protocol_frees_the_participant(raw, caller, path, break_it, code, caplog):
     break_it(raw)
     assert await raw.close_code() == code
     await caller.settled(path, producer=None)
-    await raw.close()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_who_still_sends_when_it_is_refused_can_read_why(caller, path):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_who_still_sends_when_it_is_refused_can_read_why(raw):
     raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 2 << 20))  # too large, and hardly begun
     for _ in range(20):  # a connection that is closed with something unread is reset, and what it was told is lost
         raw.writer.write(b" " * 65536)
@@ -117,23 +117,20 @@ async def test_who_still_sends_when_it_is_refused_can_read_why(caller, path):
         await asyncio.sleep(0.01)
     assert not raw.writer.transport.is_closing()
     assert await raw.close_code() == 1009
-    await raw.close()
 
 
-async def test_who_is_refused_by_a_busy_server_can_read_why_too(caller, path):
+async def test_who_is_refused_by_a_busy_server_can_read_why_too(raw):
     async def busy() -> None:
         while True:
             time.sleep(0.002)  # noqa: ASYNC251 - something else that the loop does
             await asyncio.sleep(0)
 
-    raw = await RawSocket.join(caller, path, "p", "producer")
     other = asyncio.create_task(busy())
     # More than the kernel keeps: who cannot write any more is not told what there is to read.
     raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 16 << 20) + b" " * (16 << 20))
     await raw.writer.drain()
     assert await raw.close_code() == 1009
     other.cancel()
-    await raw.close()
 
 
 HEARTBEAT = b'{"type":"heartbeat"}'
@@ -148,16 +145,14 @@ HEARTBEAT = b'{"type":"heartbeat"}'
     ],
     ids=["a thousand fragments", "a ping flood", "binary frames"],
 )
-async def test_what_the_protocol_allows_passes(caller, path, frames):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_what_the_protocol_allows_passes(raw, frames):
     for frame in frames:
         raw.send(*frame)
     await raw.until(b"heartbeat_ack")
-    await raw.close()
 
 
 @pytest.mark.parametrize("frame", [(b"", PING), (HEARTBEAT, TEXT)], ids=["pings", "heartbeats"])
-async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, monkeypatch):
+async def test_a_flood_in_one_socket_keeps_nobody_waiting(raw, frame, monkeypatch):
     read, begun = 0, asyncio.Event()
     events_received = websockets.server.ServerProtocol.events_received
 
@@ -170,7 +165,6 @@ async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, m
         return events
 
     monkeypatch.setattr(websockets.server.ServerProtocol, "events_received", counted)
-    raw = await RawSocket.join(caller, path, "p", "producer")
     other, writer = await asyncio.open_connection(*raw.writer.get_extra_info("peername"))
     for _ in range(10_000):
         raw.send(*frame)
@@ -183,9 +177,8 @@ async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, m
 
 
 @pytest.mark.parametrize("before", [0, 5])
-async def test_what_is_said_right_before_a_close_is_heard(caller, path, before):
+async def test_what_is_said_right_before_a_close_is_heard(raw, caller, path, before):
     listening = await caller.join(path, "c", "consumer")
-    raw = await RawSocket.join(caller, path, "p", "producer")
     written, writer = bytearray(), raw.writer
     raw.writer = type("Together", (), {"write": lambda self, data: written.extend(data)})()
     for _ in range(before):
@@ -194,11 +187,10 @@ async def test_what_is_said_right_before_a_close_is_heard(caller, path, before):
     raw.send(struct.pack(">H", 1000), CLOSE)
     writer.write(bytes(written))
     assert (await listening.until("emergency_stop"))["reason"] == "now"
-    writer.close()
+    raw.writer = writer
 
 
-async def test_pings_and_messages_of_one_socket_make_no_task_each(caller, path, monkeypatch):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_pings_and_messages_of_one_socket_make_no_task_each(raw, monkeypatch):
     made, loop = [], asyncio.get_running_loop()
     create = loop.create_task
     monkeypatch.setattr(loop, "create_task", lambda task, **more: made.append(task) or create(task, **more))
@@ -209,11 +201,9 @@ async def test_pings_and_messages_of_one_socket_make_no_task_each(caller, path, 
     await raw.until(b"\x8a\x00")
     assert len(made) < 20
     monkeypatch.undo()
-    await raw.close()
 
 
-async def test_a_broken_connection_frees_its_participant(caller, path):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_a_broken_connection_frees_its_participant(raw, caller, path):
     raw.reset()
     await caller.settled(path, producer=None)
     await caller.join(path, "p", "producer")
@@ -223,9 +213,8 @@ async def test_a_peer_that_answers_no_ping_is_let_go(serve):
     async with serve(ping_interval=0.1, ping_timeout=0.2) as caller:
         path = await caller.room("robotics", "r")
         raw = await RawSocket.join(caller, path, "p", "producer")
-        room = await caller.settled(path, producer=None)
-        assert not room["has_producer"]
-        await raw.close()
+        assert not (await caller.settled(path, producer=None))["has_producer"]
+        raw.writer.close()
 
 
 async def test_a_socket_that_never_joins_is_closed(serve):
