@@ -214,9 +214,26 @@ def test_an_unpaired_surrogate_neither_breaks_building_nor_parsing():
     assert wire.parse(built) == message
 
 
-def test_an_error_says_what_was_found_and_what_was_wanted():
-    with pytest.raises(WireError, match=r"^joined\.role: found str: Input should be 'producer' or 'consumer'$"):
-        wire.parse('{"type":"joined","room_id":"r","role":"boss"}')
+@pytest.mark.parametrize(
+    ("kind", "given", "text"),
+    [
+        ("joined", {"room_id": "r", "role": "boss"}, "role: found str: Input should be 'producer' or 'consumer'"),
+        ("joined", {"role": "producer"}, "room_id: found nothing: "),
+        ("webrtc_offer", {"offer": {"sdp": 1}, "from_producer": "p"}, "offer: found dict: "),
+        ("webrtc_answer", {"answer": {}, "from_consumer": "c"}, "answer: found dict: "),
+        ("webrtc_answer", {"answer": {"sdp": ""}, "from_consumer": None}, "from_consumer: found NoneType: "),
+        ("webrtc_ice", {"candidate": "c"}, "candidate: found str: "),
+        ("stream_started", {"config": []}, "config: found list: "),
+        ("state_sync", {"data": {"Jaw": True}}, "data: found dict: "),
+        ("error", {"message": "m", "code": 7}, "code: found int: "),
+        ("heartbeat_ack", {"timestamp": 7}, "timestamp: found int: "),
+    ],
+)
+def test_an_error_says_which_field_and_what_was_found_and_wanted(kind, given, text):
+    with pytest.raises(WireError) as caught:
+        wire.parse(json.dumps({"type": kind, **given}))
+    assert caught.value.type == kind
+    assert str(caught.value).startswith(f"{kind}.{text}")
 
 
 @pytest.mark.parametrize("key", ['"\\ud800":1', '"a\\udfff":{}'])

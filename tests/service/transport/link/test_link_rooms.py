@@ -163,7 +163,7 @@ async def rest_only(request):
     ("handler", "words"),
     [
         (web_page, ["text/html where JSON was wanted", "/api"]),
-        (not_found, ["answered 404", "base path"]),
+        (not_found, ["GET ", "answered 404", "base path"]),
         (broken, ["answered 500", "see the log"]),
         (redirect, ["answered 307, a redirect", "final address"]),
         (too_slow, ["no answer in time", "reachable"]),
