@@ -188,7 +188,8 @@ async def test_nothing_is_sent_when_nothing_changed_or_the_update_is_empty(anywh
     _, producer, consumer = await anywhere.pair("robotics")
     for data in ([{"name": "Jaw", "value": 1}], [{"name": "Jaw", "value": 1}], [{"name": "Jaw", "value": 1.0}], []):
         await producer.send({"type": "joint_update", "data": data})
-    await producer.send({"type": "joint_update"})
+    for empty in ({}, {"data": None}):
+        await producer.send({"type": "joint_update", **empty})
     assert await producer.is_silent()
     assert (await consumer.next())["data"] == [{"name": "Jaw", "value": 1}]
     assert await consumer.is_silent()

@@ -153,6 +153,10 @@ async def endless(request):
     return web.Response(body=b" " * (2 << 20), content_type="application/json")
 
 
+async def nobody_knows(request):
+    return web.json_response({"room": {"participants": {"producer": ["p"], "consumers": {}}}})
+
+
 async def rest_only(request):
     if request.path.endswith("/ws"):
         raise web.HTTPNotFound
@@ -169,6 +173,7 @@ async def rest_only(request):
         (too_slow, ["no answer in time", "reachable"]),
         (a_list, ["a JSON list where an object was wanted"]),
         (endless, ["over 1048576 bytes"]),
+        (nobody_knows, ["room.participants", "is this a RobotHub server?"]),
         (rest_only, ["answered 404 instead of a WebSocket", "/api"]),
     ],
 )
