@@ -6,9 +6,9 @@ one, since a server's answer depends on it (a broken joint_update gets an error 
 
 JSON is read by ``service.edge.bounded_json`` and then checked by pydantic, as the type says, against that message's
 dataclass. Against checks by hand in Python the whole takes 0.60 (a join) to 1.0 of the time (a heartbeat, 2 us) to
-read, 0.94 for six joints (7.7 us), and 0.75 to 0.93 to write. Pydantic's own parser would halve the reading, but it
-refuses half a surrogate pair, and with it an emergency stop that has one in its reason or anywhere else, stops at 200
-levels, and takes 1e999 for infinity in what is passed on unread. Its writer refuses half a surrogate pair, too.
+read, 0.94 to 0.98 for six joints (8 us), and 0.75 to 0.93 to write. Pydantic's own parser would halve the reading, but
+it refuses half a surrogate pair, and with it an emergency stop that has one in its reason or anywhere else, stops at
+200 levels, and takes 1e999 for infinity in what is passed on unread. Its writer refuses half a surrogate pair, too.
 """
 
 import json
