@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from service.transport.address import Kind
 from service.transport.rooms import Place, RoomTable
@@ -23,11 +23,6 @@ class Cleanup:
         self.interval = interval
         self.is_running = False
         self._clock = clock
-
-    @property
-    def figures(self) -> Mapping[str, float | bool]:
-        """Whether it runs by itself, and its two times in seconds."""
-        return {"enabled": self.is_running, "idle": self.idle, "interval": self.interval}
 
     def clean(self, kind: Kind | None = None) -> list[Place]:
         """Remove what is idle now, of one service or of both."""

@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from service.edge.destinations import Destinations
 from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Kind
 from service.transport.base import Inbox, JointValue, Made, Rooms
-from service.transport.connection import Listener, RoomConnection
+from service.transport.connection import Listener, Present, RoomConnection
 from service.transport.credentials import CLAIM, Credentials, NoCredentials
 from service.transport.joint_rooms import JointInput, JointOutput
 from service.transport.membership import JoinRefused
@@ -17,7 +17,7 @@ from service.transport.messages import JointUpdate, Role
 from service.transport.names import rooms_of
 from service.transport.pace import Pace
 from service.transport.receiver import CameraReceiver
-from service.transport.rest import Presence, RoomsApi, http_session
+from service.transport.rest import RoomsApi, http_session
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class RoomsLink:
             name: str,
             role: Role,
             listener: Listener,
-            present: Callable[[Presence], Awaitable[None]] | None = None,
+            present: Present | None = None,
             refused: Callable[[], None] = lambda: None,
         ) -> RoomConnection:
             return RoomConnection(
@@ -155,25 +155,14 @@ class RoomsLink:
                 refused=refused,
             )
 
-        self._commands = JointOutput(rooms.joint_output, inbox, lambda message: self._output.send(message))
-        self._output = connection(
-            Kind.ROBOTICS,
-            rooms.joint_output,
-            "joint-output",
-            Role.PRODUCER,
-            self._commands,
-            self._commands.present,
-        )
+        sent, heard = rooms.joint_output, rooms.joint_input
+        self._commands = told = JointOutput(sent, inbox, lambda message: self._output.send(message))
+        self._output = connection(Kind.ROBOTICS, sent, "joint-output", Role.PRODUCER, told, told.present)
+        reports = self._input
         self._connections = {
-            rooms.joint_output: self._output,
-            rooms.joint_input: connection(
-                Kind.ROBOTICS,
-                rooms.joint_input,
-                "joint-input",
-                Role.CONSUMER,
-                self._input,
-                self._input.present,
-                self._input.refused,
+            sent: self._output,
+            heard: connection(
+                Kind.ROBOTICS, heard, "joint-input", Role.CONSUMER, reports, reports.present, reports.refused
             ),
             **{
                 room: connection(Kind.VIDEO, room, receiver.camera, Role.CONSUMER, receiver)
@@ -184,9 +173,7 @@ class RoomsLink:
     def send(self, joints: Sequence[JointValue]) -> bool:
         """Put one joint_update on the wire of the output room without waiting; False when it was not taken."""
         data = tuple(
-            {"name": joint.name, "value": joint.value}
-            if joint.index is None
-            else {"name": joint.name, "value": joint.value, "index": joint.index}
+            {"name": joint.name, "value": joint.value, **({} if joint.index is None else {"index": joint.index})}
             for joint in joints
         )
         return self._output.send(JointUpdate(data), COMMAND_LIFE)
@@ -251,7 +238,8 @@ class RoomsLink:
         made = [(room, kind) for room, kind in self._made.items() if self._known is None or room in self._known]
         try:
             async with asyncio.timeout(self._pace.leave):
-                gone = await asyncio.gather(*(self._remove(room, kind) for room, kind in made), return_exceptions=True)
+                asked = (self._api.delete(kind, self.rooms.workspace_id, room) for room, kind in made)
+                gone = await asyncio.gather(*asked, return_exceptions=True)
         except TimeoutError:
             gone = [TransportError("no answer in time")] * len(made)
         for (room, _), outcome in zip(made, gone, strict=True):
@@ -266,9 +254,6 @@ class RoomsLink:
             await self._api.create(kind, self.rooms.workspace_id, room)
         elif self._known is not None and room in self._known:
             self._made[room] = kind
-
-    async def _remove(self, room: str, kind: Kind) -> None:
-        await self._api.delete(kind, self.rooms.workspace_id, room)
 
 
 @asynccontextmanager

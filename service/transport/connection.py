@@ -17,6 +17,8 @@ from service.transport.rest import Presence, RoomsApi
 
 log = logging.getLogger(__name__)
 
+Present = Callable[[Presence], Awaitable[None]]
+
 
 class Listener(Protocol):
     """Who is told what happens in one room; synchronous, quick, on the event loop."""
@@ -63,7 +65,7 @@ class RoomConnection:
         listener: Listener,
         pace: Pace,
         make: Callable[[], Awaitable[None]] | None = None,
-        present: Callable[[Presence], Awaitable[None]] | None = None,
+        present: Present | None = None,
         refused: Callable[[], None] = lambda: None,
     ):
         self.kind = kind

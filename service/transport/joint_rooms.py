@@ -1,4 +1,4 @@
-"""What a session hears in its two joint rooms."""
+"""What a session hears in its rooms, and above all in the two for joints."""
 
 import time
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from service.transport.rest import Presence, RoomsApi
 API = "api"
 
 
-class JointRoom:
-    """What a session hears in a joint room: emergency stops."""
+class SessionRoom:
+    """What a session hears in each of its rooms: emergency stops, and whether it is in the room."""
 
     def __init__(self, room: str, inbox: Inbox):
         self.room = room
@@ -33,7 +33,7 @@ class JointRoom:
         self.inbox.event(LinkDown(self.room, reason))
 
 
-class JointOutput(JointRoom):
+class JointOutput(SessionRoom):
     """The room that a session commands: it hears stops there, and tells of its own while that is latched.
 
     Rooms do not keep a stop, so it is said again after a lost connection, and when somebody is new in the room. The
@@ -79,7 +79,7 @@ class JointOutput(JointRoom):
             self._is_said = self._send(StopMessage(reason=self._latch))
 
 
-class JointInput(JointRoom):
+class JointInput(SessionRoom):
     """What a session hears in the room the robot reports in: joints, and emergency stops."""
 
     def __init__(self, rooms: Rooms, api: RoomsApi, inbox: Inbox):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from service.errors import InvalidRequest
 from service.transport.base import Rooms
-from service.transport.wire import MAX_NAME
+from service.transport.messages import MAX_NAME
 
 # Room ids travel in URL paths, and clients of this wire do not percent-encode them.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -10,10 +10,10 @@ import numpy as np
 
 from service.edge.limits import Bucket
 from service.errors import TransportError
-from service.transport.base import EmergencyStop, Inbox, LinkDown, LinkUp
+from service.transport.base import Inbox
 from service.transport.candidates import EarlyCandidates, trimmed
 from service.transport.connection import RoomConnection
-from service.transport.messages import EmergencyStop as StopMessage
+from service.transport.joint_rooms import SessionRoom
 from service.transport.messages import Message, ParticipantLeft, WebrtcIce, WebrtcOffer
 from service.transport.pace import Pace
 from service.transport.peer import MAX_SDP, BadSignal, Peer
@@ -28,14 +28,16 @@ LOOK_EVERY = 0.5  # seconds between looks at whether the peer is of use
 Signal = WebrtcOffer | WebrtcIce | ParticipantLeft
 
 
-class CameraReceiver:
-    """Receives one camera: a ``Listener`` of its room, and the task ``run``."""
+class CameraReceiver(SessionRoom):
+    """Receives one camera: a ``Listener`` of its room, and the task ``run``.
+
+    Pictures of a peer go on while the room is lost, until the producer's new offer replaces it.
+    """
 
     def __init__(self, camera: str, room: str, api: RoomsApi, inbox: Inbox, pace: Pace, ice_servers: Sequence[str]):
+        super().__init__(room, inbox)
         self.camera = camera
-        self.room = room
         self._api = api
-        self._inbox = inbox
         self._pace = pace
         self._ice_servers = ice_servers
         self._signals: asyncio.Queue[Signal] = asyncio.Queue(maxsize=256)
@@ -53,19 +55,10 @@ class CameraReceiver:
         self._ask_at = 0.0
         self._last_error: str | None = None
 
-    def joined(self, participant_id: str) -> None:
-        """Tell the session. Pictures of the old peer go on until the producer's new offer replaces it."""
-        self._inbox.event(LinkUp(self.room))
-
-    def lost(self, reason: str) -> None:
-        """Tell the session."""
-        self._inbox.event(LinkDown(self.room, reason))
-
     def received(self, message: Message, seen_at: float) -> None:
         """Queue a signal for ``run``; an emergency stop goes on at once."""
-        if isinstance(message, StopMessage):
-            self._inbox.event(EmergencyStop(message.reason or "no reason given", message.source or "unknown"))
-        elif isinstance(message, WebrtcOffer) and len(message.offer["sdp"]) > MAX_SDP:
+        super().received(message, seen_at)
+        if isinstance(message, WebrtcOffer) and len(message.offer["sdp"]) > MAX_SDP:
             self._counts["offers"] += 1
             self._refuse(message, f"it has {len(message.offer['sdp'])} characters; at most {MAX_SDP} are read")
         elif isinstance(message, WebrtcIce):
@@ -201,7 +194,7 @@ class CameraReceiver:
         return f"no picture for {self._pace.silence} s" if now > seen_at + self._pace.silence else None
 
     def _show(self, image: np.ndarray, seen_at: float) -> None:
-        self._inbox.frame(self.camera, image, seen_at)
+        self.inbox.frame(self.camera, image, seen_at)
 
     def _fail(self, error: BaseException) -> None:
         if not self._failure.done():

@@ -1,30 +1,39 @@
 """The REST half of the wire, as a client: rooms made, looked at and removed, and signals posted."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+from pydantic import BeforeValidator, TypeAdapter
 
 from service.edge.bounded_json import loads
 from service.errors import TransportError
 from service.transport.address import Address, Kind
-from service.transport.wire import MAX_VALUES, is_finite
+from service.transport.messages import is_finite
+from service.transport.wire import MAX_VALUES
 
 MAX_ANSWER_BYTES = 1 << 20
 
 
+def _ids(found: Any) -> Any:
+    return [entry for entry in found if isinstance(entry, str)] if isinstance(found, list) else found
+
+
 @dataclass(frozen=True)
 class Presence:
-    """Who is in a room now, by participant id."""
+    """Who is in a room now, by participant id, as ``room.participants`` of an answer says it."""
 
     producer: str | None
-    consumers: frozenset[str]
+    consumers: Annotated[frozenset[str], BeforeValidator(_ids)]
 
     def __contains__(self, participant_id: object) -> bool:
         return participant_id == self.producer or participant_id in self.consumers
+
+
+_PRESENCE = TypeAdapter(Presence)
 
 
 class Redirected(TransportError):
@@ -109,29 +118,23 @@ class RoomsApi:
 
     async def create(self, kind: Kind, workspace: str, room: str) -> None:
         """Make a room. A room of this id that exists already is replaced by the server, so look first."""
-        await self._call("POST", self.address.rooms(kind, workspace), {"room_id": room})
+        await self.ask("POST", self.address.rooms(kind, workspace), {"room_id": room})
 
     async def look(self, kind: Kind, workspace: str, room: str) -> Presence | None:
         """Who is in a room; None when the server does not know the room."""
         url = self.address.room(kind, workspace, room)
-        answer = await self._call("GET", url, missing_is_none=True)
+        answer = await self.ask("GET", url, missing_is_none=True)
         if answer is None:
             return None
         try:
-            participants = answer["room"]["participants"]
-            producer, consumers = participants["producer"], participants["consumers"]
-        except (KeyError, TypeError) as error:
-            raise TransportError(
-                f"GET {url}: the answer lacks room.participants; is this a RobotHub server?"
-            ) from error
-        if not isinstance(producer, str | None) or not isinstance(consumers, list):
-            raise TransportError(f"GET {url}: room.participants has a wrong form; is this a RobotHub server?")
-        return Presence(producer, frozenset(entry for entry in consumers if isinstance(entry, str)))
+            return _PRESENCE.validate_python(answer["room"]["participants"])
+        except (LookupError, TypeError, ValueError):
+            raise TransportError(f"GET {url}: no usable room.participants; is this a RobotHub server?") from None
 
     async def joints(self, workspace: str, room: str) -> dict[str, float]:
         """Every joint a robotics room has seen; entries that are no finite numbers are left out."""
         url = f"{self.address.room(Kind.ROBOTICS, workspace, room)}/state"
-        answer = await self._call("GET", url)
+        answer = await self.ask("GET", url)
         try:
             joints = dict(answer["state"]["joints"])
         except (KeyError, TypeError, ValueError) as error:
@@ -141,24 +144,22 @@ class RoomsApi:
     async def delete(self, kind: Kind, workspace: str, room: str) -> bool:
         """Remove a room; False when the server did not know it any more."""
         url = self.address.room(kind, workspace, room)
-        return await self._call("DELETE", url, missing_is_none=True) is not None
+        return await self.ask("DELETE", url, missing_is_none=True) is not None
 
     async def signal(self, workspace: str, room: str, sender: str, message: Mapping[str, object]) -> None:
         """Post one WebRTC signal (offer, answer or ice) for the server to relay."""
         url = f"{self.address.room(Kind.VIDEO, workspace, room)}/webrtc/signal"
-        await self._call("POST", url, {"client_id": sender, "message": message})
+        await self.ask("POST", url, {"client_id": sender, "message": message})
 
-    async def ask(self, method: str, url: str, body: object = None) -> Mapping[str, Any]:
-        """Any call that answers a JSON object, of this server or of the one that its rooms are for."""
-        return await self._call(method, url, body)
-
-    async def list_all(self, url: str) -> Sequence[Any]:
-        """What a call lists that answers a JSON array, likewise."""
-        return await self._call("GET", url, form=list)
-
-    async def _call(
+    async def ask(
         self, method: str, url: str, body: object = None, missing_is_none: bool = False, form: type = dict
     ) -> Any:
+        """Any call that answers a JSON object, of this server or of the one that its rooms are for.
+
+        Args:
+            missing_is_none: return None where the server does not know the room.
+            form: ``list`` for a call that answers a JSON array.
+        """
         what = f"{method} {url}"
         try:
             async with asyncio.timeout(self.timeout), self.session.request(method, url, json=body) as response:

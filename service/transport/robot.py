@@ -16,15 +16,15 @@ from service.transport.address import Address, Kind
 from service.transport.base import EmergencyStop, Rooms
 from service.transport.camera import Camera
 from service.transport.client import running
-from service.transport.connection import RoomConnection
+from service.transport.connection import Listener, Present, RoomConnection
 from service.transport.credentials import headers_of
 from service.transport.messages import EmergencyStop as StopMessage
-from service.transport.messages import JointUpdate, Message, Role
+from service.transport.messages import JointUpdate, Message, Role, is_finite
 from service.transport.names import session_of
 from service.transport.pace import Pace
 from service.transport.rest import Redirected, RoomsApi, http_session
 from service.transport.sender import CameraSender
-from service.transport.wire import WireError, is_finite
+from service.transport.wire import WireError
 
 log = logging.getLogger(__name__)
 
@@ -134,39 +134,20 @@ class Robot:
         }
         self._reports = JointRoom(self._report_pose, self._stopped)
         self._orders = JointRoom(self._ask_now.set, self._stopped, self._obey)
-        self._input = RoomConnection(
-            api,
-            Kind.ROBOTICS,
-            rooms.workspace_id,
-            rooms.joint_input,
-            who=f"{name}-joint-input",
-            role=Role.PRODUCER,
-            listener=self._reports,
-            pace=pace,
-        )
-        self._output = RoomConnection(
-            api,
-            Kind.ROBOTICS,
-            rooms.workspace_id,
-            rooms.joint_output,
-            who=f"{name}-joint-output",
-            role=Role.CONSUMER,
-            listener=self._orders,
-            pace=pace,
-        )
+
+        def room(
+            kind: Kind, room: str, who: str, role: Role, listener: Listener, present: Present | None = None
+        ) -> RoomConnection:
+            who = f"{name}-{who}"
+            return RoomConnection(
+                api, kind, rooms.workspace_id, room, who=who, role=role, listener=listener, pace=pace, present=present
+            )
+
+        self._input = room(Kind.ROBOTICS, rooms.joint_input, "joint-input", Role.PRODUCER, self._reports)
+        self._output = room(Kind.ROBOTICS, rooms.joint_output, "joint-output", Role.CONSUMER, self._orders)
         self._reports.connection, self._orders.connection = self._input, self._output
         self._videos = {
-            camera: RoomConnection(
-                api,
-                Kind.VIDEO,
-                rooms.workspace_id,
-                rooms.cameras[camera],
-                who=f"{name}-{camera}",
-                role=Role.PRODUCER,
-                listener=sender,
-                pace=pace,
-                present=sender.present,
-            )
+            camera: room(Kind.VIDEO, rooms.cameras[camera], camera, Role.PRODUCER, sender, sender.present)
             for camera, sender in self._senders.items()
         }
 
@@ -366,7 +347,7 @@ class SessionLatch:
                 found = await self._api.ask("GET", self.url)
             except Redirected:
                 # It is on another server that shares the database, which this one lists; no key goes elsewhere.
-                listed = await self._api.list_all(self._list)
+                listed = await self._api.ask("GET", self._list, form=list)
                 mine = (one for one in listed if isinstance(one, dict) and one.get("session_id") == self.session_id)
                 found = next(mine, {})
             stats = found.get("stats")

@@ -14,7 +14,6 @@ from sanic.exceptions import SanicException
 from sanic.helpers import STATUS_CODES
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
-from service.auth.caller import caller_of
 from service.auth.guard import Guard
 from service.auth.roles import Role as KeyRole
 from service.auth.tickets import LIFETIME
@@ -23,7 +22,7 @@ from service.edge.origins import Origins, harden, preflight
 from service.serving import listen, run, serving
 from service.transport.address import Kind
 from service.transport.cleanup import Cleanup
-from service.transport.endpoints import ROOM, CommandEndpoint, RoomEndpoints, SignalEndpoint, answer, claim_of, endpoint
+from service.transport.endpoints import ROOM, Endpoints, answer, endpoint
 from service.transport.outbox import OutboxLimits, WriteQueue
 from service.transport.rooms import Authority, Limits, Place, RoomTable
 from service.transport.sockets import attend
@@ -78,11 +77,10 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
     cleanup = _cleanup_of(app, table, settings)
     origins, queue = Origins(settings.origins), WriteQueue()
     for kind in Kind:
-        extra = CommandEndpoint(table) if kind is Kind.ROBOTICS else SignalEndpoint(table)
         name = "-".join(["transport", kind, *prefix.strip("/").split("/")]).strip("-")
         blueprint = Blueprint(name, url_prefix=f"{prefix}/{kind}")
         methods: dict[str, list[str]] = {}
-        for method, path, handler, role in [*RoomEndpoints(kind, table, cleanup).routes(), *extra.routes()]:
+        for method, path, handler, role in Endpoints(kind, table, cleanup).routes():
             blueprint.add_route(
                 endpoint(handler, queue),
                 path,
@@ -203,18 +201,7 @@ def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cl
 def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings, queue: WriteQueue):
     async def serve(request: Request, websocket: WebsocketImplProtocol, workspace: str, room: str) -> None:
         place = Place(kind, unquote(workspace), unquote(room))
-        caller, is_still_in = caller_of(request), request.ctx.is_still_in
-        await attend(
-            websocket,
-            place,
-            table,
-            settings.outbox,
-            queue,
-            settings.join_timeout,
-            caller,
-            is_still_in,
-            claim=claim_of(request),
-        )
+        await attend(request, websocket, place, table, settings.outbox, queue, settings.join_timeout)
 
     return serve
 

@@ -25,37 +25,24 @@ def relay(table: RoomTable, place: Place, client_id: str, signal: Json) -> tuple
         raise BrokenSignal("signal without type")
     sender = table.claimed(place, client_id)
     role = None if sender is None else sender.role
-    to_consumer = _target(signal, "target_consumer") if role is Role.PRODUCER else None
-    to_producer = _target(signal, "target_producer") if role is Role.CONSUMER else None
-    match signal["type"]:
-        case "offer" if to_consumer:
-            offer = messages.WebrtcOffer({"type": "offer", "sdp": _text(signal, "sdp")}, client_id)
-            return "Offer forwarded to consumer", _push(table, place, Role.CONSUMER, to_consumer, offer)
-        case "offer":
+    if table.is_odd and signal["type"] == "answer":  # the reference passes on anybody's, from other workspaces too
+        role = Role.CONSUMER
+    to = Role.PRODUCER if role is Role.CONSUMER else Role.CONSUMER
+    target = None if role is None else signal.get(f"target_{to}")
+    is_aimed = isinstance(target, str) and target != ""
+    match signal["type"], to:
+        case "offer", Role.CONSUMER if is_aimed:
+            what, message = "Offer", messages.WebrtcOffer({"type": "offer", "sdp": _text(signal, "sdp")}, client_id)
+        case "offer", _:
             return "Peer-to-peer mode - no server WebRTC processing", []
-        case "answer":
-            # The reference passes on anybody's answer, from other workspaces too.
-            target = _target(signal, "target_producer") if table.is_odd else to_producer
-            if target:
-                answer = messages.WebrtcAnswer({"type": "answer", "sdp": _text(signal, "sdp")}, client_id)
-                return "Answer forwarded to producer", _push(table, place, Role.PRODUCER, target, answer)
-        case "ice" if to_consumer:
-            ice = messages.WebrtcIce(_candidate(signal), from_producer=client_id)
-            return "ICE candidate forwarded to consumer", _push(table, place, Role.CONSUMER, to_consumer, ice)
-        case "ice" if to_producer:
-            ice = messages.WebrtcIce(_candidate(signal), from_consumer=client_id)
-            return "ICE candidate forwarded to producer", _push(table, place, Role.PRODUCER, to_producer, ice)
-    return None, []
-
-
-def _push(table: RoomTable, place: Place, role: Role, target: str, message: messages.Message) -> Effects:
-    seat = table.find(place, role, target)
-    return [] if seat is None else [Send((seat.connection,), message)]
-
-
-def _target(signal: Json, key: str) -> str | None:
-    value = signal.get(key)
-    return value if isinstance(value, str) and value else None
+        case "answer", Role.PRODUCER if is_aimed:
+            what, message = "Answer", messages.WebrtcAnswer({"type": "answer", "sdp": _text(signal, "sdp")}, client_id)
+        case "ice", _ if is_aimed:
+            what, message = "ICE candidate", messages.WebrtcIce(_candidate(signal), **{f"from_{role}": client_id})
+        case _:
+            return None, []
+    seat = table.find(place, to, str(target))
+    return f"{what} forwarded to {to}", [] if seat is None else [Send((seat.connection,), message)]
 
 
 def _text(signal: Json, key: str) -> str:

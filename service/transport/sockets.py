@@ -5,15 +5,18 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from socket import IPPROTO_TCP, TCP_NODELAY
 
+from sanic import Request
 from sanic.exceptions import WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
-from service.auth.caller import ANYBODY, Caller
+from service.auth.caller import ANYBODY, Caller, caller_of
 from service.auth.roles import Role as KeyRole
 from service.edge.punctual import PunctualProtocol
 from service.transport import conversation, wire
+from service.transport.credentials import CLAIM
 from service.transport.messages import Role
 from service.transport.outbox import Outbox, OutboxLimits, WriteQueue
 from service.transport.rooms import Effects, Place, Room, RoomTable, Send
@@ -52,16 +55,13 @@ def perform(effects: Effects, at_once: int = AT_ONCE) -> bool:
 
 
 async def attend(
+    request: Request,
     socket: WebsocketImplProtocol,
     place: Place,
     table: RoomTable,
     limits: OutboxLimits,
     queue: WriteQueue,
     join_timeout: float,
-    caller: Caller,
-    is_still_in: Callable[[], bool],
-    clock: Callable[[], float] = time.monotonic,
-    claim: str | None = None,
 ) -> None:
     """Serve one upgraded socket until it ends: the join, then every frame.
 
@@ -70,14 +70,12 @@ async def attend(
 
     Args:
         queue: of all sockets of this server.
-        caller: who opened it.
-        is_still_in: whether its key still counts.
-        claim: the secret of the session that opened it.
     """
+    caller, claim = caller_of(request), request.headers.get(CLAIM)
     _send_at_once(socket)
     outbox = Outbox(socket, limits, queue)
     writer = asyncio.create_task(outbox.run())
-    watching = asyncio.create_task(_watch(socket, is_still_in))
+    watching = asyncio.create_task(_watch(socket, request.ctx.is_still_in))
     try:
         first = await socket.recv(timeout=join_timeout)
         if first is None:
@@ -88,7 +86,7 @@ async def attend(
             log.info("a socket of %s is closed: %s", place, error)
             return
         by = None if caller.name == ANYBODY.name else caller.name
-        perform(table.join(outbox, place, join, clock(), by, lambda room, role: _may(caller, room, role), claim))
+        perform(table.join(outbox, place, join, time.monotonic(), by, partial(_may, caller), claim))
         if table.seat(outbox) is None:
             await writer
             return
@@ -96,7 +94,7 @@ async def attend(
             socket.io_proto.be_own()
         while True:
             raw = await socket.recv()
-            if raw is not None and perform(_answer(table, outbox, raw, clock())):
+            if raw is not None and perform(_answer(table, outbox, raw, time.monotonic())):
                 await queue.turn()
     except WebsocketClosed:
         return

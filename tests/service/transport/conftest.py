@@ -1,4 +1,4 @@
-"""A transport server on loopback, and a caller that speaks plain HTTP and WebSocket to it."""
+"""A transport server on loopback, a caller that speaks plain HTTP and WebSocket to it, and a session's inbox."""
 
 import asyncio
 import io
@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
+from service.transport.base import LinkEvent
 from service.transport.server import TransportSettings, serve_transport
 
 PATIENCE = 30.0
@@ -64,6 +66,9 @@ class Caller:
         async with self.session.request(method, self.base + self.prefix + path, data=stream, **more) as response:
             return response.status, json.loads(await response.read())
 
+    async def signal(self, path: str, client_id: str, **message: Any) -> tuple[int, Any]:
+        return await self.call("POST", f"{path}/webrtc/signal", {"client_id": client_id, "message": message})
+
     async def room(self, kind: str, room: str, workspace: str = "w", **body: Any) -> str:
         """Make a room; returns its path."""
         status, answer = await self.call("POST", f"/{kind}/workspaces/{workspace}/rooms", {"room_id": room, **body})
@@ -85,6 +90,14 @@ class Caller:
         await socket.until("joined")
         return socket
 
+    async def pair(self, kind: str, room: str = "r") -> tuple[str, Socket, Socket]:
+        """A new room's path, its producer ``p`` and its consumer ``c``, of whom both know."""
+        path = await self.room(kind, room)
+        producer, consumer = await self.join(path, "p", "producer"), await self.join(path, "c", "consumer")
+        if kind == "video":
+            await producer.until("participant_joined")
+        return path, producer, consumer
+
     async def settled(self, path: str, **wanted: Any) -> Any:
         """The room, once its participants are as wanted."""
         for _ in range(int(PATIENCE / 0.01)):
@@ -94,6 +107,39 @@ class Caller:
                 return answer["room"]
             await asyncio.sleep(0.01)
         raise AssertionError(f"wanted {wanted}, found {participants}")
+
+
+@dataclass
+class Seen:
+    """An ``Inbox`` that keeps what it gets."""
+
+    frames: list[tuple[str, np.ndarray, float]] = field(default_factory=list)
+    poses: list[dict[str, float]] = field(default_factory=list)
+    posed_at: list[float] = field(default_factory=list)
+    events: list[LinkEvent] = field(default_factory=list)
+
+    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        self.frames.append((camera, image, seen_at))
+
+    def joints(self, values, seen_at: float) -> None:
+        self.poses.append(dict(values))
+        self.posed_at.append(seen_at)
+
+    def event(self, event: LinkEvent) -> None:
+        self.events.append(event)
+
+    @property
+    def pose(self) -> dict[str, float]:
+        """Everything merged."""
+        return {name: value for pose in self.poses for name, value in pose.items()}
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Caller]]

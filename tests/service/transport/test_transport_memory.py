@@ -10,26 +10,12 @@ from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, Li
 from service.transport.memory import MemoryTransport
 
 
-class Seen:
-    def __init__(self):
-        self.frames, self.joint_updates, self.events = [], [], []
-
-    def frame(self, camera, image, seen_at):
-        self.frames.append((camera, image, seen_at))
-
-    def joints(self, values, seen_at):
-        self.joint_updates.append((values, seen_at))
-
-    def event(self, event):
-        self.events.append(event)
-
-
 def connect(transport: Transport, inbox, cameras=("front",), workspace_id=None, session_id="s"):
     return transport.connect("memory:", session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox)
 
 
-async def test_a_session_gets_what_the_test_delivers_and_the_test_reads_what_it_sent():
-    transport, seen = MemoryTransport(clock=lambda: 7.0), Seen()
+async def test_a_session_gets_what_the_test_delivers_and_the_test_reads_what_it_sent(seen):
+    transport = MemoryTransport(clock=lambda: 7.0)
     async with connect(transport, seen, workspace_id="w") as link:
         checked: Link = link
         assert checked.rooms.cameras == {"front": "s-front"}
@@ -40,7 +26,7 @@ async def test_a_session_gets_what_the_test_delivers_and_the_test_reads_what_it_
         transport.link.deliver_joints({"Jaw": 4.0}, seen_at=6.5)
         transport.link.deliver_emergency_stop("smoke", "operator")
         assert seen.frames == [("front", image, 7.0)]
-        assert seen.joint_updates == [({"Jaw": 4.0}, 6.5)]
+        assert (seen.poses, seen.posed_at) == ([{"Jaw": 4.0}], [6.5])
         assert seen.events[-1] == EmergencyStop("smoke", "operator")
         assert link.send([JointValue("Jaw", 3.0, 5)])
         assert transport.link.sent[0].values == {"Jaw": 3.0}
@@ -50,8 +36,8 @@ async def test_a_session_gets_what_the_test_delivers_and_the_test_reads_what_it_
     assert not link.send([JointValue("Jaw", 3.0)])
 
 
-async def test_nothing_is_sent_while_the_output_room_is_down_or_choked():
-    transport, seen = MemoryTransport(), Seen()
+async def test_nothing_is_sent_while_the_output_room_is_down_or_choked(seen):
+    transport = MemoryTransport()
     async with connect(transport, seen) as link:
         transport.link.go_down("s-joint-output", "killed")
         assert seen.events[-1] == LinkDown("s-joint-output", "killed")
@@ -65,23 +51,23 @@ async def test_nothing_is_sent_while_the_output_room_is_down_or_choked():
         assert link.health()["commands_refused"] == 2
 
 
-async def test_a_connection_that_fails_leaves_nothing_behind():
+async def test_a_connection_that_fails_leaves_nothing_behind(seen):
     transport = MemoryTransport()
     transport.refuse = TransportError("no server at memory:")
     with pytest.raises(TransportError, match="no server"):
-        async with connect(transport, Seen()):
+        async with connect(transport, seen):
             pass
     assert transport.existing == set()
     with pytest.raises(LookupError):
         _ = transport.link
 
 
-async def test_connecting_waits_at_the_gate():
+async def test_connecting_waits_at_the_gate(seen):
     transport = MemoryTransport()
     transport.gate = gate = asyncio.Event()
 
     async def enter():
-        async with connect(transport, Seen()):
+        async with connect(transport, seen):
             return "in"
 
     entering = asyncio.create_task(enter())
@@ -91,22 +77,22 @@ async def test_connecting_waits_at_the_gate():
     assert await entering == "in"
 
 
-@pytest.mark.parametrize("camera", ["", "a/b", "a b", "..", "ä", "x" * 65])
-async def test_a_name_that_cannot_stand_in_a_url_is_refused(camera):
-    with pytest.raises(InvalidRequest, match="cannot name a room"):
-        async with connect(MemoryTransport(), Seen(), cameras=(camera,)):
+@pytest.mark.parametrize(
+    ("cameras", "why"),
+    [
+        *[((name,), "cannot name a room") for name in ("", "a/b", "a b", "..", "ä", "x" * 65)],
+        (("front", "front"), "its own id"),
+        (("joint-input",), "its own id"),
+    ],
+)
+async def test_names_that_make_no_room_ids_of_their_own_are_refused(seen, cameras, why):
+    with pytest.raises(InvalidRequest, match=why):
+        async with connect(MemoryTransport(), seen, cameras=cameras):
             pass
 
 
-@pytest.mark.parametrize("cameras", [("front", "front"), ("joint-input",)])
-async def test_two_rooms_never_share_an_id(cameras):
-    with pytest.raises(InvalidRequest, match="its own id"):
-        async with connect(MemoryTransport(), Seen(), cameras=cameras):
-            pass
-
-
-async def test_delivering_for_an_unknown_camera_is_an_error_of_the_test():
+async def test_delivering_for_an_unknown_camera_is_an_error_of_the_test(seen):
     transport = MemoryTransport()
-    async with connect(transport, Seen()):
+    async with connect(transport, seen):
         with pytest.raises(KeyError, match="front"):
             transport.link.deliver_frame("wrist", np.zeros((1, 1, 3), np.uint8))

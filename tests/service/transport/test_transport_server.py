@@ -75,14 +75,19 @@ class RawSocket:
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
-    async def close(self) -> None:
-        self.writer.close()
-        await asyncio.sleep(0)
-
 
 @pytest.fixture
 async def path(caller) -> str:
     return await caller.room("robotics", "r")
+
+
+@pytest.fixture
+async def raw(caller, path):
+    """The room's producer ``p``."""
+    raw = await RawSocket.join(caller, path, "p", "producer")
+    yield raw
+    raw.writer.close()
+    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +102,14 @@ async def path(caller) -> str:
     ],
     ids=["bad UTF-8", "bad UTF-8 in a fragment", "2 MiB", "fragments of 1.5 MiB", "reserved opcode", "no mask"],
 )
-async def test_a_frame_against_the_protocol_closes_the_socket_and_frees_the_participant(
-    caller, path, break_it, code, caplog
-):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_a_frame_against_the_protocol_frees_the_participant(raw, caller, path, break_it, code, caplog):
     break_it(raw)
     assert await raw.close_code() == code
     await caller.settled(path, producer=None)
-    await raw.close()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_who_still_sends_when_it_is_refused_can_read_why(caller, path):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_who_still_sends_when_it_is_refused_can_read_why(raw):
     raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 2 << 20))  # too large, and hardly begun
     for _ in range(20):  # a connection that is closed with something unread is reset, and what it was told is lost
         raw.writer.write(b" " * 65536)
@@ -117,46 +117,42 @@ async def test_who_still_sends_when_it_is_refused_can_read_why(caller, path):
         await asyncio.sleep(0.01)
     assert not raw.writer.transport.is_closing()
     assert await raw.close_code() == 1009
-    await raw.close()
 
 
-async def test_who_is_refused_by_a_busy_server_can_read_why_too(caller, path):
+async def test_who_is_refused_by_a_busy_server_can_read_why_too(raw):
     async def busy() -> None:
         while True:
             time.sleep(0.002)  # noqa: ASYNC251 - something else that the loop does
             await asyncio.sleep(0)
 
-    raw = await RawSocket.join(caller, path, "p", "producer")
     other = asyncio.create_task(busy())
     # More than the kernel keeps: who cannot write any more is not told what there is to read.
     raw.writer.write(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 16 << 20) + b" " * (16 << 20))
     await raw.writer.drain()
     assert await raw.close_code() == 1009
     other.cancel()
-    await raw.close()
 
 
-async def test_a_thousand_fragments_are_one_message(caller, path):
-    raw = await RawSocket.join(caller, path, "p", "producer")
-    raw.send(b'{"type":', is_last=False)
-    for _ in range(1000):
-        raw.send(b" ", CONTINUED, is_last=False)
-    raw.send(b'"heartbeat"}', CONTINUED)
+HEARTBEAT = b'{"type":"heartbeat"}'
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [(b'{"type":', TEXT, False), *[(b" ", CONTINUED, False)] * 1000, (b'"heartbeat"}', CONTINUED, True)],
+        [*[(b"x", PING, True)] * 2000, (HEARTBEAT, TEXT, True)],
+        [(b"\xff\x00", BINARY, True), (HEARTBEAT, BINARY, True)],
+    ],
+    ids=["a thousand fragments", "a ping flood", "binary frames"],
+)
+async def test_what_the_protocol_allows_passes(raw, frames):
+    for frame in frames:
+        raw.send(*frame)
     await raw.until(b"heartbeat_ack")
-    await raw.close()
 
 
-async def test_a_ping_flood_is_answered_and_passes(caller, path):
-    raw = await RawSocket.join(caller, path, "p", "producer")
-    for _ in range(2000):
-        raw.send(b"x", PING)
-    raw.send(b'{"type":"heartbeat"}')
-    await raw.until(b"heartbeat_ack")
-    await raw.close()
-
-
-@pytest.mark.parametrize("frame", [(b"", PING), (b'{"type":"heartbeat"}', TEXT)], ids=["pings", "heartbeats"])
-async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, monkeypatch):
+@pytest.mark.parametrize("frame", [(b"", PING), (HEARTBEAT, TEXT)], ids=["pings", "heartbeats"])
+async def test_a_flood_in_one_socket_keeps_nobody_waiting(raw, frame, monkeypatch):
     read, begun = 0, asyncio.Event()
     events_received = websockets.server.ServerProtocol.events_received
 
@@ -169,7 +165,6 @@ async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, m
         return events
 
     monkeypatch.setattr(websockets.server.ServerProtocol, "events_received", counted)
-    raw = await RawSocket.join(caller, path, "p", "producer")
     other, writer = await asyncio.open_connection(*raw.writer.get_extra_info("peername"))
     for _ in range(10_000):
         raw.send(*frame)
@@ -182,45 +177,33 @@ async def test_a_flood_in_one_socket_keeps_nobody_waiting(caller, path, frame, m
 
 
 @pytest.mark.parametrize("before", [0, 5])
-async def test_what_is_said_right_before_a_close_is_heard(caller, path, before):
+async def test_what_is_said_right_before_a_close_is_heard(raw, caller, path, before):
     listening = await caller.join(path, "c", "consumer")
-    raw = await RawSocket.join(caller, path, "p", "producer")
     written, writer = bytearray(), raw.writer
     raw.writer = type("Together", (), {"write": lambda self, data: written.extend(data)})()
     for _ in range(before):
-        raw.send(b'{"type":"heartbeat"}')
+        raw.send(HEARTBEAT)
     raw.send(b'{"type":"emergency_stop","reason":"now"}')
     raw.send(struct.pack(">H", 1000), CLOSE)
     writer.write(bytes(written))
     assert (await listening.until("emergency_stop"))["reason"] == "now"
-    writer.close()
+    raw.writer = writer
 
 
-async def test_pings_and_messages_of_one_socket_make_no_task_each(caller, path, monkeypatch):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_pings_and_messages_of_one_socket_make_no_task_each(raw, monkeypatch):
     made, loop = [], asyncio.get_running_loop()
     create = loop.create_task
     monkeypatch.setattr(loop, "create_task", lambda task, **more: made.append(task) or create(task, **more))
     for _ in range(200):
         raw.send(b"x", PING)
-        raw.send(b'{"type":"heartbeat"}')
+        raw.send(HEARTBEAT)
     raw.send(b"", PING)
     await raw.until(b"\x8a\x00")
     assert len(made) < 20
     monkeypatch.undo()
-    await raw.close()
 
 
-async def test_a_binary_frame_is_read_like_a_text_frame(caller, path):
-    raw = await RawSocket.join(caller, path, "p", "producer")
-    raw.send(b"\xff\x00", BINARY)
-    raw.send(b'{"type":"heartbeat"}', BINARY)
-    await raw.until(b"heartbeat_ack")
-    await raw.close()
-
-
-async def test_a_broken_connection_frees_its_participant(caller, path):
-    raw = await RawSocket.join(caller, path, "p", "producer")
+async def test_a_broken_connection_frees_its_participant(raw, caller, path):
     raw.reset()
     await caller.settled(path, producer=None)
     await caller.join(path, "p", "producer")
@@ -230,9 +213,8 @@ async def test_a_peer_that_answers_no_ping_is_let_go(serve):
     async with serve(ping_interval=0.1, ping_timeout=0.2) as caller:
         path = await caller.room("robotics", "r")
         raw = await RawSocket.join(caller, path, "p", "producer")
-        room = await caller.settled(path, producer=None)
-        assert not room["has_producer"]
-        await raw.close()
+        assert not (await caller.settled(path, producer=None))["has_producer"]
+        raw.writer.close()
 
 
 async def test_a_socket_that_never_joins_is_closed(serve):
@@ -241,21 +223,30 @@ async def test_a_socket_that_never_joins_is_closed(serve):
         assert await (await caller.open(path)).next() is None
 
 
+async def slow_consumer(caller, path: str) -> RawSocket:
+    """One that reads nothing after its join."""
+    slow = await RawSocket.open(caller, path)
+    slow.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.writer.transport.pause_reading()
+    slow.send(b'{"participant_id":"slow","role":"consumer"}')
+    await caller.settled(path, consumers=["slow"])
+    return slow
+
+
+def large_update(number: int) -> dict:
+    return {"type": "joint_update", "data": [{"name": "Jaw", "value": number, "padding": "x" * 250_000}]}
+
+
 async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve, pauses):
     async with serve(outbox=OutboxLimits(messages=20, size=8 << 20, seconds=2.0)) as caller:
         path = await caller.room("robotics", "r")
-        slow = await RawSocket.open(caller, path)
-        slow.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.writer.transport.pause_reading()
-        slow.send(b'{"participant_id":"slow","role":"consumer"}')
-        await caller.settled(path, consumers=["slow"])
+        slow = await slow_consumer(caller, path)
         quick = await caller.join(path, "quick", "consumer")
         producer = await caller.join(path, "p", "producer")
         worst = 0.0
         for number in range(120):
             sent = time.monotonic()
-            joint = {"name": "Jaw", "value": number, "padding": "x" * 250_000}
-            await producer.send({"type": "joint_update", "data": [joint]})
+            await producer.send(large_update(number))
             assert (await quick.next())["data"][0]["value"] == number
             worst = max(worst, pauses.running(sent))
         await caller.settled(path, consumers=["quick"], producer="p")
@@ -266,14 +257,10 @@ async def test_a_consumer_that_does_not_read_is_dropped_and_delays_nobody(serve,
 async def test_a_frame_that_cannot_be_written_in_time_drops_its_reader(serve):
     async with serve(outbox=OutboxLimits(messages=1000, size=1 << 30, seconds=0.2)) as caller:
         path = await caller.room("robotics", "r")
-        slow = await RawSocket.open(caller, path)
-        slow.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.writer.transport.pause_reading()
-        slow.send(b'{"participant_id":"slow","role":"consumer"}')
+        slow = await slow_consumer(caller, path)
         producer = await caller.join(path, "p", "producer")
         for number in range(80):
-            joint = {"name": "Jaw", "value": number, "padding": "x" * 250_000}
-            await producer.send({"type": "joint_update", "data": [joint]})
+            await producer.send(large_update(number))
         await caller.settled(path, consumers=[], producer="p")
         slow.reset()
 
@@ -324,63 +311,35 @@ async def test_ids_may_come_percent_encoded(caller):
     assert joined["room_id"] == "session-1_a.front"
 
 
-@pytest.mark.parametrize("room", ["a b", "a/b", "..", ".", "é", "x" * 161, "a\n", "a%20b", "<script>"])
-async def test_a_room_id_that_could_not_stand_in_a_url_is_422_and_not_echoed(caller, room):
-    for kind in Kind:
-        status, answer = await caller.call("POST", f"/{kind}/workspaces/w/rooms", {"room_id": room})
+BAD_IDS = ["a b", "a/b", "..", ".", "é", "x" * 161, "a\n", "a%20b", "<script>"]
+BAD_CONFIGS = [
+    {"encoding": "avi"}, {"framerate": 0}, {"framerate": 121}, {"bitrate": 99_999}, {"quality": 101},
+    {"resolution": {"width": "wide"}},
+]  # fmt: skip
+BAD_BODIES = [b"{", b"[" * 200_000, b"\xff\xfe", b"[]", b'"room"', b'{"room_id": 7}', b'{"max_consumers": 0}']
+
+
+@pytest.mark.parametrize(
+    ("body", "loc"),
+    [
+        *[({"room_id": name}, ["body", "room_id"]) for name in BAD_IDS],
+        *[({"config": config}, ["body", "config"]) for config in BAD_CONFIGS],
+        *[(body, ["body"]) for body in (*BAD_BODIES, b'{"max_consumers": 1e999}')],
+    ],
+)
+async def test_a_room_that_cannot_be_made_as_asked_is_422_and_nothing_is_echoed(caller, body, loc):
+    for kind in [Kind.VIDEO] if loc[1:] == ["config"] else Kind:
+        status, answer = await caller.call("POST", f"/{kind}/workspaces/w/rooms", body)
         assert status == 422
-        assert answer["detail"][0]["loc"] == ["body", "room_id"]
+        assert answer["detail"][0]["loc"][: len(loc)] == loc
+        assert all(entry.keys() == {"type", "loc", "msg"} for entry in answer["detail"])
         assert "<script>" not in json.dumps(answer)
 
 
 @pytest.mark.parametrize("workspace", ["a%20b", "a%2Fb", "%2E%2E%20", "%C3%A9", "x" * 161])
 async def test_a_workspace_id_that_could_not_stand_in_a_url_is_422(caller, workspace):
     status, answer = await caller.call("POST", f"/robotics/workspaces/{workspace}/rooms")
-    assert status == 422
-    assert answer["detail"][0]["loc"] == ["path", "workspace_id"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{",
-        b"[" * 200_000,
-        b"\xff\xfe",
-        b"[]",
-        b'"room"',
-        b'{"room_id": 7}',
-        b'{"max_consumers": 0}',
-        b'{"max_consumers": 1e999}',
-    ],
-)
-async def test_a_body_that_does_not_fit_is_422_and_never_500(caller, body):
-    for kind in Kind:
-        status, answer = await caller.call("POST", f"/{kind}/workspaces/w/rooms", body)
-        assert status == 422
-        assert all(entry.keys() == {"type", "loc", "msg"} for entry in answer["detail"])
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"encoding": "avi"},
-        {"framerate": 0},
-        {"framerate": 121},
-        {"bitrate": 99_999},
-        {"quality": 101},
-        {"resolution": {"width": "wide"}},
-    ],
-)
-async def test_video_settings_out_of_bounds_are_422(caller, config):
-    status, answer = await caller.call("POST", "/video/workspaces/w/rooms", {"config": config})
-    assert status == 422
-    assert answer["detail"][0]["loc"][:2] == ["body", "config"]
-
-
-async def test_a_body_over_the_limit_is_413_and_the_server_lives(caller):
-    status, answer = await caller.call("POST", "/robotics/workspaces/w/rooms", b" " * (2 << 20))
-    assert (status, answer) == (413, {"detail": "Request Entity Too Large"})
-    assert (await caller.call("GET", "/health"))[0] == 200
+    assert (status, answer["detail"][0]["loc"]) == (422, ["path", "workspace_id"])
 
 
 async def test_the_rooms_are_limited(serve):
@@ -391,16 +350,20 @@ async def test_the_rooms_are_limited(serve):
         assert "1 rooms exist" in answer["detail"]
 
 
-@pytest.mark.parametrize(("path", "method", "status"), [("/nope", "GET", 404), ("/robotics/status", "PUT", 405)])
-async def test_what_is_not_there_is_json_too(caller, path, method, status):
-    found, answer = await caller.call(method, path)
-    assert found == status
-    assert answer.keys() == {"detail"}
-
-
-async def test_a_plain_get_of_the_socket_path_is_no_error_of_ours(caller, path):
-    status, answer = await caller.call("GET", f"{path}/ws")
-    assert (status, answer) == (426, {"detail": "Upgrade Required"})
+@pytest.mark.parametrize(
+    ("method", "where", "body", "status", "detail"),
+    [
+        ("POST", "/robotics/workspaces/w/rooms", b" " * (2 << 20), 413, "Request Entity Too Large"),
+        ("GET", "/nope", None, 404, "Not Found"),
+        ("PUT", "/robotics/status", None, 405, "Method Not Allowed"),
+        ("GET", "/robotics/workspaces/w/rooms/r/ws", None, 426, "Upgrade Required"),
+    ],
+)
+async def test_what_is_refused_before_any_call_is_json_too_and_the_server_lives(
+    caller, path, method, where, body, status, detail
+):
+    assert await caller.call(method, where, body) == (status, {"detail": detail})
+    assert (await caller.call("GET", "/health"))[0] == 200
 
 
 # Web pages.
@@ -474,14 +437,8 @@ async def test_idle_rooms_go_when_asked_and_rooms_in_use_stay(serve):
         rows = {row["room_id"]: row for row in status["cleanup_status"]["rooms"]}
         assert (rows["used"]["has_connections"], rows["used"]["will_be_cleaned"]) == (True, False)
         assert (rows["idle"]["has_connections"], rows["idle"]["will_be_cleaned"]) == (False, True)
-        assert rows["idle"].keys() == {
-            "workspace_id",
-            "room_id",
-            "age_minutes",
-            "inactivity_minutes",
-            "has_connections",
-            "will_be_cleaned",
-        }
+        names = "workspace_id room_id age_minutes inactivity_minutes has_connections will_be_cleaned"
+        assert rows["idle"].keys() == {*names.split()}
         _, answer = await caller.call("POST", "/robotics/cleanup/manual")
         result = answer["cleanup_result"]
         del result["timestamp"]
@@ -497,7 +454,7 @@ async def test_cleanup_asks_its_clock():
     assert cleanup.clean() == []
     now[0] = 3600.5
     assert cleanup.clean() == [Place(Kind.VIDEO, "w", "v")]
-    assert not cleanup.figures["enabled"]
+    assert not cleanup.is_running
 
 
 async def test_the_end_of_the_server_closes_its_sockets_and_leaves_no_task():

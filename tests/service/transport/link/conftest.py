@@ -1,50 +1,24 @@
-"""A session's inbox that remembers, a server that can be killed and come back, and a wire that can be cut."""
+"""A server that can be killed and come back, and a wire that can be cut."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
-from service.transport.base import LinkEvent
+from service.transport.base import Link, Rooms, Transport
+from service.transport.client import RoomsTransport
 from service.transport.pace import Pace
+from service.transport.robot import OnCommand, Robot, connect_robot
 from service.transport.server import TransportSettings, serve_transport
 
 # Quick, but with room for a busy machine: a link is lost after 1.05 s.
 QUICK = Pace(
     join=2.0, request=2.0, heartbeat=0.5, retry_first=0.02, retry_longest=0.1, leave=0.5, greet=0.05, connect=5.0
 )
-
-
-@dataclass
-class Seen:
-    """An ``Inbox`` that keeps what it gets."""
-
-    frames: list[tuple[str, np.ndarray, float]] = field(default_factory=list)
-    poses: list[dict[str, float]] = field(default_factory=list)
-    events: list[LinkEvent] = field(default_factory=list)
-
-    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        self.frames.append((camera, image, seen_at))
-
-    def joints(self, values, seen_at: float) -> None:
-        self.poses.append(dict(values))
-
-    def event(self, event: LinkEvent) -> None:
-        self.events.append(event)
-
-    @property
-    def pose(self) -> dict[str, float]:
-        """Everything merged."""
-        return {name: value for pose in self.poses for name, value in pose.items()}
-
-    def of(self, kind: type) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
 
 
 async def until(claim: Callable[[], Any], within: float = 30.0) -> Any:
@@ -132,41 +106,67 @@ class Proxy:
 
 @pytest.fixture
 async def proxy(server: Server) -> AsyncIterator[Proxy]:
-    @asynccontextmanager
-    async def running() -> AsyncIterator[Proxy]:
-        proxy = Proxy(server.url)
-        carrying: set[asyncio.Task[None]] = set()
+    proxy = Proxy(server.url)
+    carrying: set[asyncio.Task[None]] = set()
 
-        async def carry(reader, writer) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            carrying.add(task)
-            try:
-                await proxy.carry(reader, writer)
-            finally:
-                carrying.discard(task)
-
-        # A small window, so that a peer that does not read is felt after a few kilobytes.
-        listener = await asyncio.start_server(carry, "127.0.0.1", 0, limit=4096)
-        proxy.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async def carry(reader, writer) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        carrying.add(task)
         try:
-            yield proxy
+            await proxy.carry(reader, writer)
         finally:
-            listener.close()
-            proxy.carries.set()
-            proxy.cut()
-            for task in list(carrying):
-                task.cancel()
-            await asyncio.gather(*carrying, return_exceptions=True)
-            await listener.wait_closed()
+            carrying.discard(task)
 
-    async with running() as proxy:
+    # A small window, so that a peer that does not read is felt after a few kilobytes.
+    listener = await asyncio.start_server(carry, "127.0.0.1", 0, limit=4096)
+    proxy.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    try:
         yield proxy
+    finally:
+        listener.close()
+        proxy.carries.set()
+        proxy.cut()
+        for task in list(carrying):
+            task.cancel()
+        await asyncio.gather(*carrying, return_exceptions=True)
+        await listener.wait_closed()
 
 
 @pytest.fixture
-def seen() -> Seen:
-    return Seen()
+def connect(server: Server, seen: Any, quick: Pace) -> Callable[..., AbstractAsyncContextManager[Any]]:
+    """``async with connect("front") as link``: a session's link, with these cameras."""
+
+    def link(*cameras: str, url: str = "", inbox: Any = seen, pace: Pace = quick, workspace_id: str | None = "w",
+             session_id: str = "s") -> AbstractAsyncContextManager[Link]:  # fmt: skip
+        transport: Transport = RoomsTransport(pace=pace)
+        return transport.connect(
+            url or server.url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox
+        )
+
+    return link
+
+
+@pytest.fixture
+def join_robot(server: Server, quick: Pace) -> Callable[..., AbstractAsyncContextManager[Robot]]:
+    """``async with join_robot(link.rooms) as robot``: one that is in these rooms."""
+
+    def robot(rooms: Rooms, on_command: OnCommand = lambda values, at: None, pace: Pace = quick, **more: Any):
+        return connect_robot(server.url, rooms, on_command=on_command, pace=pace, **more)
+
+    return robot
+
+
+@pytest.fixture
+def both(connect, join_robot, quick: Pace) -> Callable[..., AbstractAsyncContextManager[tuple[Any, Robot]]]:
+    """``async with both("front") as (link, robot)``: a session's link, and its robot."""
+
+    @asynccontextmanager
+    async def joined(*cameras: str, pace: Pace = quick, **more: Any) -> AsyncIterator[tuple[Any, Robot]]:
+        async with connect(*cameras, pace=pace) as link, join_robot(link.rooms, pace=pace, **more) as robot:
+            yield link, robot
+
+    return joined
 
 
 @pytest.fixture

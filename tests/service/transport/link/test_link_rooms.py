@@ -13,26 +13,20 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
-from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms, Transport
-from service.transport.client import COMMAND_LIFE, RoomsTransport
+from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
+from service.transport.client import COMMAND_LIFE
 from service.transport.connection import retry_delay
 from service.transport.membership import KERNEL_LIMIT, Membership
 from service.transport.messages import EmergencyStop as StopMessage
 from service.transport.pace import Pace
-from service.transport.robot import connect_robot
 from service.transport.wire import WireError
 
 SERVER_SIDE = ("sockets.py", "outbox.py", "cleanup.py", "server.py", "impl.py", "http_protocol.py", "frame.py")
 
 
-def connect(url, inbox, pace, cameras=(), workspace_id="w", session_id="s"):
-    transport: Transport = RoomsTransport(pace=pace)
-    return transport.connect(url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox)
-
-
 @pytest.mark.parametrize("prefix", ["", "/api", "/api/"])
-async def test_rooms_are_made_in_one_workspace_joined_and_removed_at_the_end(server, seen, quick, prefix):
-    async with connect(server.url + prefix, seen, quick, ["front", "wrist"]) as link:
+async def test_rooms_are_made_in_one_workspace_joined_and_removed_at_the_end(connect, server, seen, prefix):
+    async with connect("front", "wrist", url=server.url + prefix) as link:
         checked: Link = link
         assert checked.rooms.workspace_id == "w"
         assert checked.rooms.cameras == {"front": "s-front", "wrist": "s-wrist"}
@@ -46,60 +40,57 @@ async def test_rooms_are_made_in_one_workspace_joined_and_removed_at_the_end(ser
     assert await server.rooms("video", "w") == await server.rooms("robotics", "w") == set()
 
 
-async def test_the_longest_names_fit_the_wire(server, seen, quick):
+async def test_the_longest_names_fit_the_wire(connect):
     session, camera = "s" * 64, "c" * 64
-    async with connect(server.url, seen, quick, [camera], workspace_id="w" * 64, session_id=session) as link:
+    async with connect(camera, workspace_id="w" * 64, session_id=session) as link:
         rooms = link.health()["rooms"]
         assert all(len(room["participant_id"]) <= 100 for room in rooms.values())
         assert rooms[f"{session}-{camera}"]["participant_id"].split("-")[-2] == "consumer"
 
 
-async def test_without_a_workspace_a_new_one_is_made_each_time(server, seen, quick):
+async def test_without_a_workspace_a_new_one_is_made_each_time(connect, server):
     async with (
-        connect(server.url, seen, quick, workspace_id=None) as first,
-        connect(server.url, seen, quick, workspace_id=None) as second,
+        connect(workspace_id=None) as first,
+        connect(workspace_id=None) as second,
     ):
         assert first.rooms.workspace_id != second.rooms.workspace_id
         assert await server.rooms("robotics", first.rooms.workspace_id) == {"s-joint-input", "s-joint-output"}
 
 
-async def test_a_room_that_exists_is_joined_as_it_is_and_stays(server, seen, quick):
+async def test_a_room_that_exists_is_joined_as_it_is_and_stays(connect, server):
     await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
     body = {"joints": [{"name": "Jaw", "value": 5.0}]}
     await server.call("POST", "/robotics/workspaces/w/rooms/s-joint-input/command", body)
-    async with connect(server.url, seen, quick):
+    async with connect():
         _, answer = await server.call("GET", "/robotics/workspaces/w/rooms/s-joint-input/state")
         assert answer["state"]["joints"] == {"Jaw": 5.0}
     assert await server.rooms("robotics", "w") == {"s-joint-input"}
 
 
-async def test_a_link_that_cannot_be_made_leaves_no_room(server, seen, quick):
-    async with connect(server.url, seen, quick):
+async def test_a_link_that_cannot_be_made_leaves_no_room(connect, server):
+    async with connect():
         with pytest.raises(RobotTaken, match=r"commanded by participant .s-joint-output-producer-.*stop that"):
-            async with connect(server.url, seen, quick, ["front"]):
+            async with connect("front"):
                 pass
         assert await server.rooms("video", "w") == set()
         assert await server.rooms("robotics", "w") == {"s-joint-input", "s-joint-output"}
 
 
-async def test_an_error_of_the_session_comes_out_as_it_is_and_the_rooms_go(server, seen, quick):
+async def test_an_error_of_the_session_comes_out_as_it_is_and_the_rooms_go(connect, server):
     with pytest.raises(ZeroDivisionError):
-        async with connect(server.url, seen, quick):
+        async with connect():
             raise ZeroDivisionError
     assert await server.rooms("robotics", "w") == set()
 
 
-async def test_an_inbox_that_raises_ends_the_session(server, seen, quick):
+async def test_an_inbox_that_raises_ends_the_session(both, seen):
     def broken(values, seen_at):
         raise ZeroDivisionError
 
     seen.joints = broken
 
     async def session() -> None:
-        async with (
-            connect(server.url, seen, quick) as link,
-            connect_robot(server.url, link.rooms, on_command=lambda values, at: None, pace=quick) as robot,
-        ):
+        async with both() as (_, robot):
             robot.send_joints({"Jaw": 1.0})
             await asyncio.sleep(60)
 
@@ -108,12 +99,9 @@ async def test_an_inbox_that_raises_ends_the_session(server, seen, quick):
     assert failure.group_contains(ZeroDivisionError)
 
 
-async def test_nothing_is_left_running_after_the_end(server, seen, quick):
+async def test_nothing_is_left_running_after_the_end(both):
     before = asyncio.all_tasks()
-    async with (
-        connect(server.url, seen, quick, ["front"]) as link,
-        connect_robot(server.url, link.rooms, on_command=lambda values, at: None, pace=quick),
-    ):
+    async with both("front"):
         assert len(asyncio.all_tasks()) > len(before) + 8
     gc.collect()  # an unclosed socket or a coroutine never awaited would warn here, and warnings are errors
     left = [task.get_coro().cr_code.co_filename for task in asyncio.all_tasks() - before]
@@ -165,6 +153,10 @@ async def endless(request):
     return web.Response(body=b" " * (2 << 20), content_type="application/json")
 
 
+async def nobody_knows(request):
+    return web.json_response({"room": {"participants": {"producer": ["p"], "consumers": {}}}})
+
+
 async def rest_only(request):
     if request.path.endswith("/ws"):
         raise web.HTTPNotFound
@@ -175,32 +167,33 @@ async def rest_only(request):
     ("handler", "words"),
     [
         (web_page, ["text/html where JSON was wanted", "/api"]),
-        (not_found, ["answered 404", "base path"]),
+        (not_found, ["GET ", "answered 404", "base path"]),
         (broken, ["answered 500", "see the log"]),
         (redirect, ["answered 307, a redirect", "final address"]),
         (too_slow, ["no answer in time", "reachable"]),
         (a_list, ["a JSON list where an object was wanted"]),
         (endless, ["over 1048576 bytes"]),
+        (nobody_knows, ["room.participants", "is this a RobotHub server?"]),
         (rest_only, ["answered 404 instead of a WebSocket", "/api"]),
     ],
 )
-async def test_a_server_that_does_not_fit_is_explained(seen, quick, handler, words):
+async def test_a_server_that_does_not_fit_is_explained(connect, quick, handler, words):
     # Only where there is none: any other answer may be late.
     pace = dataclasses.replace(quick, request=0.3 if handler is too_slow else 30.0, leave=0.1)
     async with http_server(handler) as url:
         with pytest.raises(TransportError) as error:
-            async with connect(url, seen, pace):
+            async with connect(url=url, pace=pace):
                 pass
     assert [word for word in words if word not in str(error.value)] == [], error.value
     assert "secret" not in str(error.value)
 
 
-async def test_a_refused_connection_names_the_address_and_what_to_start(seen, quick, unused_tcp_port_factory):
+async def test_a_refused_connection_names_the_address_and_what_to_start(connect, unused_tcp_port_factory):
     url = f"http://127.0.0.1:{unused_tcp_port_factory()}"
     with pytest.raises(
         TransportError, match=f"cannot connect.*is a transport server running at {url}.*robojax transport"
     ):
-        async with connect(url, seen, quick):
+        async with connect(url=url):
             pass
 
 
@@ -252,12 +245,9 @@ def test_the_wait_before_joining_again_doubles_up_to_its_limit(attempt):
 # Joints and commands.
 
 
-async def test_joints_come_in_and_commands_go_out(server, seen, quick, until):
+async def test_joints_come_in_and_commands_go_out(both, server, seen, until):
     commands = []
-    async with (
-        connect(server.url, seen, quick) as link,
-        connect_robot(server.url, link.rooms, on_command=lambda v, at: commands.append((v, at)), pace=quick) as robot,
-    ):
+    async with both(on_command=lambda v, at: commands.append((v, at))) as (link, robot):
         assert robot.is_connected
         assert robot.send_joints({"Jaw": 1.0, "Elbow": 2.0})
         await until(lambda: seen.pose == {"Jaw": 1.0, "Elbow": 2.0})
@@ -271,8 +261,8 @@ async def test_joints_come_in_and_commands_go_out(server, seen, quick, until):
         assert link.health()["rooms"]["s-joint-output"]["sent"] >= 1
 
 
-async def test_the_index_goes_out_with_a_joint(server, seen, quick):
-    async with connect(server.url, seen, quick) as link, ClientSession() as session:
+async def test_the_index_goes_out_with_a_joint(connect, server):
+    async with connect() as link, ClientSession() as session:
         base = server.url.replace("http", "ws") + "/robotics/workspaces/w/rooms/s-joint-output/ws"
         async with session.ws_connect(base) as socket:
             await socket.send_json({"participant_id": "watcher", "role": "consumer"})
@@ -283,43 +273,45 @@ async def test_the_index_goes_out_with_a_joint(server, seen, quick):
     assert message["data"] == [{"name": "Jaw", "value": 1.5, "index": 5}, {"name": "Elbow", "value": 2.5}]
 
 
-async def test_a_robot_that_stood_there_before_is_known_at_once(server, seen, quick, until):
+async def test_a_robot_that_stood_there_before_is_known_at_once(join_robot, connect, server, seen, until):
     await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
     await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-output"})
     rooms = Rooms("w", {}, "s-joint-input", "s-joint-output")
-    async with connect_robot(server.url, rooms, on_command=lambda v, at: None, pace=quick) as robot:
+    async with join_robot(rooms) as robot:
         robot.send_joints({"Jaw": 4.0})
         await asyncio.sleep(0.05)
-        async with connect(server.url, seen, quick):
+        async with connect():
             await until(lambda: seen.pose == {"Jaw": 4.0})
 
 
-async def test_the_pose_of_a_robot_that_left_is_not_taken_for_the_present_one(server, seen, quick, until):
+async def test_the_pose_of_a_robot_that_left_is_not_taken_for_the_present_one(
+    join_robot, connect, server, seen, quick, until
+):
     await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": "s-joint-input"})
     body = {"joints": [{"name": "Jaw", "value": 5.0}, {"name": "Elbow", "value": 6.0}]}
     await server.call("POST", "/robotics/workspaces/w/rooms/s-joint-input/command", body)
-    async with connect(server.url, seen, quick) as link:
+    async with connect() as link:
         await asyncio.sleep(2 * quick.heartbeat)
         assert seen.poses == []
         # The next robot stands where the room already is, so the server forwards nothing of what it says.
-        async with connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot:
+        async with join_robot(link.rooms) as robot:
             robot.send_joints({"Jaw": 5.0, "Elbow": 6.0})
             await until(lambda: seen.pose == {"Jaw": 5.0, "Elbow": 6.0})
 
 
-async def test_a_robot_that_leaves_is_told_and_its_successor_is_known_at_once(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link:
+async def test_a_robot_that_leaves_is_told_and_its_successor_is_known_at_once(join_robot, connect, seen, until):
+    async with connect() as link:
         for _ in range(2):
             seen.poses.clear()
-            async with connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot:
+            async with join_robot(link.rooms) as robot:
                 robot.send_joints({"Jaw": 5.0})
                 await until(lambda: link.health()["rooms"]["s-joint-input"]["producer"])
                 await until(lambda: seen.pose == {"Jaw": 5.0})
         await until(lambda: seen.of(RobotLeft)[1:] == [RobotLeft("s-joint-input")])
 
 
-async def test_a_joint_message_with_a_number_that_is_not_finite_is_dropped_and_counted(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link:
+async def test_a_joint_message_with_a_number_that_is_not_finite_is_dropped_and_counted(connect):
+    async with connect() as link:
         connection = link._connections["s-joint-input"]
         membership = connection._membership
         assert isinstance(membership, Membership)
@@ -330,18 +322,10 @@ async def test_a_joint_message_with_a_number_that_is_not_finite_is_dropped_and_c
             link.send([JointValue("Jaw", float("nan"))])
 
 
-async def test_a_command_that_a_pause_overtook_is_not_sent_and_an_emergency_stop_still_is(server, seen, quick, until):
+async def test_a_command_that_a_pause_overtook_is_not_sent_and_an_emergency_stop_still_is(both, until):
     heard, stops = [], []
-    async with (
-        connect(server.url, seen, quick) as link,
-        connect_robot(
-            server.url,
-            link.rooms,
-            on_command=lambda values, at: heard.append(values),
-            on_emergency_stop=stops.append,
-            pace=quick,
-        ) as robot,
-    ):
+    hear = lambda values, at: heard.append(values)  # noqa: E731
+    async with both(on_command=hear, on_emergency_stop=stops.append) as (link, robot):
         assert link.send([JointValue("Jaw", 1.0)])
         await until(lambda: heard == [{"Jaw": 1.0}])
         assert link.send([JointValue("Jaw", 2.0)])
@@ -356,23 +340,22 @@ async def test_a_command_that_a_pause_overtook_is_not_sent_and_an_emergency_stop
         assert connection.health()["expired"] == 1
 
 
-async def test_what_was_handed_over_reaches_the_robot_though_the_link_leaves_at_once(server, seen, quick, until):
+async def test_what_was_handed_over_reaches_the_robot_though_the_link_leaves_at_once(
+    join_robot, connect, server, until
+):
     for room in ("s-joint-input", "s-joint-output"):
         await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": room})
     heard = []
     rooms = Rooms("w", {}, "s-joint-input", "s-joint-output")
-    async with connect_robot(server.url, rooms, on_command=lambda values, at: heard.append(values), pace=quick):
-        async with connect(server.url, seen, quick) as link:
+    async with join_robot(rooms, lambda values, at: heard.append(values)):
+        async with connect() as link:
             for number in range(8):
                 assert link.send([JointValue("Jaw", float(number))])
         await until(lambda: heard == [{"Jaw": float(number)} for number in range(8)])
 
 
-async def test_a_robot_never_sends_a_number_that_is_not_finite(server, seen, quick):
-    async with (
-        connect(server.url, seen, quick) as link,
-        connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot,
-    ):
+async def test_a_robot_never_sends_a_number_that_is_not_finite(both):
+    async with both() as (_, robot):
         with pytest.raises(WireError, match=r"\['Jaw'\] are not finite"):
             robot.send_joints({"Jaw": float("inf"), "Elbow": 1.0})
         assert robot._pose == {}
@@ -381,8 +364,8 @@ async def test_a_robot_never_sends_a_number_that_is_not_finite(server, seen, qui
 @pytest.mark.parametrize(
     ("kind", "room"), [("robotics", "s-joint-input"), ("robotics", "s-joint-output"), ("video", "s-front")]
 )
-async def test_an_emergency_stop_in_any_room_reaches_the_session(server, seen, quick, until, kind, room):
-    async with connect(server.url, seen, quick, ["front"]), ClientSession() as session:
+async def test_an_emergency_stop_in_any_room_reaches_the_session(connect, server, seen, until, kind, room):
+    async with connect("front"), ClientSession() as session:
         url = f"{server.url.replace('http', 'ws')}/{kind}/workspaces/w/rooms/{room}/ws"
         async with session.ws_connect(url) as socket:
             await socket.send_json({"participant_id": "bystander", "role": "consumer"})
@@ -391,12 +374,9 @@ async def test_an_emergency_stop_in_any_room_reaches_the_session(server, seen, q
     assert stop.reason == "smoke"
 
 
-async def test_a_robot_stops_the_session_and_hears_the_stops_of_others(server, seen, quick, until):
+async def test_a_robot_stops_the_session_and_hears_the_stops_of_others(both, seen, until):
     heard = []
-    async with (
-        connect(server.url, seen, quick) as link,
-        connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot,
-    ):
+    async with both() as (link, robot):
         robot.on_emergency_stop = heard.append
         assert robot.emergency_stop("a hand in the way")
         await until(lambda: len(seen.of(EmergencyStop)) == 2)  # once in each joint room
@@ -410,11 +390,8 @@ async def test_a_robot_stops_the_session_and_hears_the_stops_of_others(server, s
         assert heard[0].reason == "the operator"
 
 
-async def test_a_stop_that_could_not_be_sent_is_sent_after_the_next_join(server, seen, quick, until):
-    async with (
-        connect(server.url, seen, quick) as link,
-        connect_robot(server.url, link.rooms, on_command=lambda v, at: None, pace=quick) as robot,
-    ):
+async def test_a_stop_that_could_not_be_sent_is_sent_after_the_next_join(both, server, seen, until):
+    async with both() as (_, robot):
         await server.kill()
         await until(lambda: not robot.is_connected)
         assert not robot.emergency_stop("while the server was away")
@@ -426,12 +403,9 @@ async def test_a_stop_that_could_not_be_sent_is_sent_after_the_next_join(server,
 # Losing the link.
 
 
-async def test_after_a_restart_of_the_server_rooms_are_made_again_and_joined_with_fresh_ids(server, seen, quick, until):
+async def test_after_a_restart_of_the_server_rooms_are_made_again_and_joined_with_fresh_ids(both, server, seen, until):
     commands = []
-    async with (
-        connect(server.url, seen, quick, ["front"]) as link,
-        connect_robot(server.url, link.rooms, on_command=lambda v, at: commands.append(v), pace=quick) as robot,
-    ):
+    async with both("front", on_command=lambda v, at: commands.append(v)) as (link, robot):
         robot.send_joints({"Jaw": 9.0})
         await until(lambda: seen.poses)
         first = link.health()["rooms"]["s-joint-output"]["participant_id"]
@@ -455,8 +429,8 @@ async def test_after_a_restart_of_the_server_rooms_are_made_again_and_joined_wit
     assert await server.rooms("robotics", "w") == set()
 
 
-async def test_a_link_that_swallows_everything_is_lost_after_two_heartbeats(proxy, seen, quick, until, pauses):
-    async with connect(proxy.url, seen, quick):
+async def test_a_link_that_swallows_everything_is_lost_after_two_heartbeats(connect, proxy, seen, quick, until, pauses):
+    async with connect(url=proxy.url):
         await asyncio.sleep(quick.heartbeat / 2)
         proxy.carries.clear()
         began = time.monotonic()
@@ -469,17 +443,17 @@ async def test_a_link_that_swallows_everything_is_lost_after_two_heartbeats(prox
         await until(lambda: len(seen.of(LinkUp)) >= 2)
 
 
-async def test_a_cut_wire_is_noticed_at_once_and_mended(proxy, seen, quick, until):
-    async with connect(proxy.url, seen, quick) as link:
+async def test_a_cut_wire_is_noticed_at_once_and_mended(connect, proxy, seen, until):
+    async with connect(url=proxy.url) as link:
         proxy.cut()
         await until(lambda: len(seen.of(LinkDown)) == 2, within=0.3)
         await until(lambda: len(seen.of(LinkUp)) == 4)
         assert link.send([JointValue("Jaw", 1.0)])
 
 
-async def test_a_command_is_refused_when_too_much_waits_to_be_sent(proxy, seen, quick, until):
+async def test_a_command_is_refused_when_too_much_waits_to_be_sent(connect, proxy, quick, until):
     pace = dataclasses.replace(quick, heartbeat=30.0)
-    async with connect(proxy.url, seen, pace) as link:
+    async with connect(url=proxy.url, pace=pace) as link:
         proxy.carries.clear()
         joints = [
             JointValue(name, 1.0, 1) for name in ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
@@ -499,10 +473,10 @@ async def test_a_command_is_refused_when_too_much_waits_to_be_sent(proxy, seen, 
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
-async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(server, seen, quick, until, how):
+async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(connect, server, seen, until, how):
     await server.kill()
     await server.start(is_odd=True)  # tells nobody, as the reference
-    async with connect(server.url, seen, quick) as link:
+    async with connect() as link:
         path = "/robotics/workspaces/w/rooms"
         if how == "deleted":
             await server.call("DELETE", f"{path}/s-joint-output")
@@ -514,11 +488,13 @@ async def test_a_room_that_is_gone_under_an_open_socket_is_noticed(server, seen,
         assert link.send([JointValue("Jaw", 1.0)])
 
 
-async def test_an_error_of_the_server_makes_the_link_look_whether_its_room_is_there(server, seen, quick, until):
+async def test_an_error_of_the_server_makes_the_link_look_whether_its_room_is_there(
+    connect, server, seen, quick, until
+):
     await server.kill()
     await server.start(is_odd=True)
     pace = dataclasses.replace(quick, heartbeat=3.0)
-    async with connect(server.url, seen, pace) as link:
+    async with connect(pace=pace) as link:
         await asyncio.sleep(pace.heartbeat / 10 + 0.05)
         await server.call("DELETE", "/robotics/workspaces/w/rooms/s-joint-output")
         link.send([JointValue("Jaw", 1.0)])

@@ -43,15 +43,6 @@ def picture(colour, height=48, width=64):
     return np.full((height, width, 3), colour, np.uint8)
 
 
-def connect(url, inbox, pace, cameras=("front",), workspace_id="w"):
-    transport = RoomsTransport(pace=pace)
-    return transport.connect(url, session_id="s", cameras=cameras, workspace_id=workspace_id, inbox=inbox)
-
-
-def join_robot(url, rooms, pace, **more):
-    return connect_robot(url, rooms, on_command=lambda values, at: None, pace=pace, **more)
-
-
 @contextlib.asynccontextmanager
 async def filming(robot, colour, camera="front", rate=30, **size):
     """The robot's camera sees one colour."""
@@ -96,12 +87,8 @@ async def see(seen, until, colour, camera="front", within=30.0):
     )
 
 
-async def test_a_known_colour_arrives_within_three_seconds_and_in_its_size(server, seen, quick, until):
-    async with (
-        connect(server.url, seen, quick) as link,
-        join_robot(server.url, link.rooms, quick) as robot,
-        filming(robot, RED, height=120, width=160),
-    ):
+async def test_a_known_colour_arrives_within_three_seconds_and_in_its_size(both, seen, until):
+    async with both("front") as (_, robot), filming(robot, RED, height=120, width=160):
         await see(seen, until, RED, within=3)
     _, image, seen_at = seen.frames[-1]
     assert image.dtype == np.uint8
@@ -110,34 +97,29 @@ async def test_a_known_colour_arrives_within_three_seconds_and_in_its_size(serve
     assert not [thread for thread in threading.enumerate() if "decoder" in thread.name]
 
 
-async def test_a_session_that_comes_after_the_robot_sees_it_too(server, seen, quick, until):
+async def test_a_session_that_comes_after_the_robot_sees_it_too(join_robot, connect, server, seen, until):
     rooms = Rooms("w", {"front": "s-front"}, "s-joint-input", "s-joint-output")
     await server.call("POST", "/video/workspaces/w/rooms", {"room_id": "s-front"})
     for room in (rooms.joint_input, rooms.joint_output):
         await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": room})
-    async with join_robot(server.url, rooms, quick) as robot, filming(robot, RED):
+    async with join_robot(rooms) as robot, filming(robot, RED):
         await asyncio.sleep(0.2)
-        async with connect(server.url, seen, quick):
+        async with connect("front"):
             await see(seen, until, RED)
 
 
-async def test_two_cameras_keep_apart(server, seen, quick, until):
-    async with (
-        connect(server.url, seen, quick, ("front", "wrist")) as link,
-        join_robot(server.url, link.rooms, quick) as robot,
-        filming(robot, RED),
-        filming(robot, GREEN, "wrist"),
-    ):
+async def test_two_cameras_keep_apart(both, seen, until):
+    async with both("front", "wrist") as (_, robot), filming(robot, RED), filming(robot, GREEN, "wrist"):
         await see(seen, until, RED, "front")
         await see(seen, until, GREEN, "wrist")
     assert {name for name, image, _ in seen.frames if is_colour(image, GREEN)} == {"wrist"}
     assert {name for name, image, _ in seen.frames if is_colour(image, RED)} == {"front"}
 
 
-async def test_several_consumers_see_one_camera(server, seen, quick, until):
+async def test_several_consumers_see_one_camera(join_robot, connect, server, seen, quick, until):
     watchers = [type(seen)(), type(seen)()]
-    async with connect(server.url, seen, quick) as link, contextlib.AsyncExitStack() as stack:
-        robot = await stack.enter_async_context(join_robot(server.url, link.rooms, quick))
+    async with connect("front") as link, contextlib.AsyncExitStack() as stack:
+        robot = await stack.enter_async_context(join_robot(link.rooms))
         for watcher in watchers:
             await stack.enter_async_context(watching(server.url, watcher, quick))
         await stack.enter_async_context(filming(robot, RED))
@@ -154,8 +136,10 @@ def test_it_works_under_uvloop(quick):
         )
         async with (
             serve_transport() as url,
-            connect(url, inbox, quick) as link,
-            join_robot(url, link.rooms, quick) as robot,
+            RoomsTransport(pace=quick).connect(
+                url, session_id="s", cameras=("front",), workspace_id="w", inbox=inbox
+            ) as link,
+            connect_robot(url, link.rooms, on_command=lambda values, at: None, pace=quick) as robot,
             filming(robot, GREEN),
         ):
             for _ in range(6000):
@@ -169,20 +153,14 @@ def test_it_works_under_uvloop(quick):
     assert is_colour(frames[-1][1], GREEN)
 
 
-async def test_two_processes_see_each_other_on_a_machine_with_nothing_but_loopback(
-    server, seen, quick, until, monkeypatch
-):
+async def test_two_processes_see_each_other_on_a_machine_with_nothing_but_loopback(both, seen, until, monkeypatch):
     monkeypatch.setattr("aioice.ice.get_host_addresses", lambda use_ipv4, use_ipv6: [])
-    async with (
-        connect(server.url, seen, quick) as link,
-        join_robot(server.url, link.rooms, quick) as robot,
-        filming(robot, RED),
-    ):
+    async with both("front") as (_, robot), filming(robot, RED):
         await see(seen, until, RED)
 
 
-async def test_the_last_picture_before_a_pause_arrives(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link, join_robot(server.url, link.rooms, quick) as robot:
+async def test_the_last_picture_before_a_pause_arrives(both, seen, until):
+    async with both("front") as (_, robot):
         async with filming(robot, RED):
             await see(seen, until, RED)
         await asyncio.sleep(0.1)
@@ -190,8 +168,8 @@ async def test_the_last_picture_before_a_pause_arrives(server, seen, quick, unti
         await see(seen, until, GREEN)
 
 
-async def test_a_second_offer_replaces_the_first(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link, join_robot(server.url, link.rooms, quick) as robot:
+async def test_a_second_offer_replaces_the_first(both, seen, until):
+    async with both("front") as (link, robot):
         async with filming(robot, RED):
             await see(seen, until, RED)
         robot.restart_camera("front")
@@ -204,8 +182,8 @@ async def test_a_second_offer_replaces_the_first(server, seen, quick, until):
     assert not [thread for thread in threading.enumerate() if "decoder" in thread.name]
 
 
-async def test_video_goes_on_after_a_restart_of_the_server(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link, join_robot(server.url, link.rooms, quick) as robot:
+async def test_video_goes_on_after_a_restart_of_the_server(both, server, seen, until):
+    async with both("front") as (link, robot):
         async with filming(robot, RED):
             await see(seen, until, RED)
             await server.kill()
@@ -237,8 +215,8 @@ asyncio.run(main(*map(json.loads, sys.argv[1:])))
 """
 
 
-async def test_a_robot_killed_without_goodbye_is_replaced_by_the_next(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link:
+async def test_a_robot_killed_without_goodbye_is_replaced_by_the_next(join_robot, connect, server, seen, until):
+    async with connect("front") as link:
         rooms = json.dumps(dataclasses.asdict(link.rooms))
         robot = await asyncio.create_subprocess_exec(
             sys.executable, "-c", ROBOT, json.dumps(server.url), rooms, json.dumps(RED), cwd=ROOT
@@ -253,12 +231,12 @@ async def test_a_robot_killed_without_goodbye_is_replaced_by_the_next(server, se
             # What it had sent is decoded, and nothing more comes.
             while count != (count := len(seen.frames)):  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
-        async with join_robot(server.url, link.rooms, quick) as robot, filming(robot, GREEN):
+        async with join_robot(link.rooms) as robot, filming(robot, GREEN):
             await see(seen, until, GREEN)
 
 
-async def test_a_picture_that_cannot_be_decoded_is_counted_and_the_stream_goes_on(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link, join_robot(server.url, link.rooms, quick) as robot:
+async def test_a_picture_that_cannot_be_decoded_is_counted_and_the_stream_goes_on(both, seen, until):
+    async with both("front") as (link, robot):
         async with filming(robot, RED):
             await see(seen, until, RED)
             receiver = link._receivers["s-front"]._peer._pc.getReceivers()[0]
@@ -269,9 +247,9 @@ async def test_a_picture_that_cannot_be_decoded_is_counted_and_the_stream_goes_o
             await see(seen, until, GREEN)
 
 
-async def test_a_peer_that_falls_silent_is_asked_for_a_new_offer(server, seen, quick, until):
+async def test_a_peer_that_falls_silent_is_asked_for_a_new_offer(both, seen, quick, until):
     pace = dataclasses.replace(quick, silence=0.5, ask_first=0.2)
-    async with connect(server.url, seen, pace) as link, join_robot(server.url, link.rooms, pace) as robot:
+    async with both("front", pace=pace) as (link, robot):
         async with filming(robot, RED):
             await see(seen, until, RED)
         # The robot's process lives, its track does not: as after an error in an encoder.
@@ -281,8 +259,8 @@ async def test_a_peer_that_falls_silent_is_asked_for_a_new_offer(server, seen, q
         assert link.health()["rooms"]["s-front"]["video"]["asked_again"] >= 1
 
 
-async def test_a_peer_that_fails_is_asked_for_a_new_offer(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link, join_robot(server.url, link.rooms, quick) as robot:
+async def test_a_peer_that_fails_is_asked_for_a_new_offer(both, seen, until):
+    async with both("front") as (_, robot):
         async with filming(robot, RED):
             await see(seen, until, RED)
         await robot._senders["front"]._peers[next(iter(robot._senders["front"]._peers))][0].close()  # says goodbye
@@ -291,19 +269,19 @@ async def test_a_peer_that_fails_is_asked_for_a_new_offer(server, seen, quick, u
 
 
 @pytest.mark.parametrize("sdp", ["", "garbage", "v=0\r\nm=video 9 UDP/TLS/RTP/SAVPF\r\n", "m=video x y z\r\n" * 3])
-async def test_an_offer_that_makes_no_sense_is_counted_and_forgotten(server, seen, quick, until, sdp):
-    async with connect(server.url, seen, quick) as link:
+async def test_an_offer_that_makes_no_sense_is_counted_and_forgotten(join_robot, connect, seen, until, sdp):
+    async with connect("front") as link:
         receiver = link._receivers["s-front"]
         receiver.received(WebrtcOffer({"type": "offer", "sdp": sdp}, "p"), 0.0)
         receiver.received(WebrtcIce({"candidate": ""}, from_producer="p"), 0.0)
         receiver.received(WebrtcIce({"candidate": "candidate:x.local"}, from_producer="p"), 0.0)
         await until(lambda: link.health()["rooms"]["s-front"]["video"]["offers"] == 1)
-        async with join_robot(server.url, link.rooms, quick) as robot, filming(robot, RED):
+        async with join_robot(link.rooms) as robot, filming(robot, RED):
             await see(seen, until, RED)
 
 
-async def test_an_offer_without_video_is_answered_and_the_next_one_shows_the_camera(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link:
+async def test_an_offer_without_video_is_answered_and_the_next_one_shows_the_camera(join_robot, connect, seen, until):
+    async with connect("front") as link:
         peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
         peer.createDataChannel("nothing to see yet")
         await peer.setLocalDescription()
@@ -313,11 +291,11 @@ async def test_an_offer_without_video_is_answered_and_the_next_one_shows_the_cam
         await until(lambda: video()["offers"] == 1 and link._receivers["s-front"]._peer)
         assert video()["refused_offers"] == 0
         await peer.close()
-        async with join_robot(server.url, link.rooms, quick) as robot, filming(robot, RED):
+        async with join_robot(link.rooms) as robot, filming(robot, RED):
             await see(seen, until, RED)
 
 
-async def test_sound_beside_the_picture_is_not_taken(quick):
+async def test_sound_beside_the_picture_is_not_taken():
     theirs = RTCPeerConnection(RTCConfiguration(iceServers=[]))
     theirs.addTrack(AudioStreamTrack())
     theirs.addTrack(VideoStreamTrack())
@@ -332,14 +310,14 @@ async def test_sound_beside_the_picture_is_not_taken(quick):
     await theirs.close()
 
 
-async def test_an_answer_out_of_turn_is_refused(quick):
+async def test_an_answer_out_of_turn_is_refused():
     peer = Peer(())
     with pytest.raises(BadSignal, match="while the connection was stable"):
         await peer.accept("v=0\r\n")
     await peer.close()
 
 
-async def test_candidates_that_come_before_their_offer_are_used(quick, until):
+async def test_candidates_that_come_before_their_offer_are_used(until):
     """The producer's description holds no candidates at all; they trickle, and they trickle too early."""
     theirs = RTCPeerConnection(RTCConfiguration(iceServers=[]))
     theirs.addTrack(VideoStreamTrack())
@@ -387,7 +365,7 @@ def test_mdns_candidates_leave_a_description_and_trickle_instead():
     assert named == [{"candidate": "a=candidate:1 1 udp 5 abc.local 50009 typ host", "sdpMLineIndex": 0}]
 
 
-async def test_an_unusable_candidate_harms_nothing(quick):
+async def test_an_unusable_candidate_harms_nothing():
     peer = Peer(())
     peer.add_all(
         [{"candidate": "x"}, {"candidate": 5}, {}, {"candidate": "candidate:1 1 udp 1 h h typ host", "sdpMid": 7}]
@@ -396,8 +374,8 @@ async def test_an_unusable_candidate_harms_nothing(quick):
     await peer.close()
 
 
-async def test_only_consumers_are_offered_to(server, seen, quick, until):
-    async with connect(server.url, seen, quick) as link, join_robot(server.url, link.rooms, quick) as robot:
+async def test_only_consumers_are_offered_to(both, until):
+    async with both("front") as (_, robot):
         await until(lambda: robot.health()["rooms"]["s-front"]["video"]["offers"] == 1)
         robot._senders["front"].received(ParticipantJoined("s-front", "other", Role.PRODUCER), 0.0)
         await asyncio.sleep(0.3)
@@ -444,19 +422,12 @@ async def test_a_picture_over_the_size_limit_is_dropped_and_counted():
     assert stage.screen.oversize == 1
 
 
-async def test_a_picture_behind_a_backlog_is_not_shown_as_new():
+@pytest.mark.parametrize(("name", "value", "late"), [("_backlog", lambda: MAX_BACKLOG + 1, 1), ("is_muted", True, 0)])
+async def test_a_picture_behind_a_backlog_and_one_of_a_muted_screen_are_not_shown(name, value, late):
     stage = Stage()
-    stage.screen._backlog = lambda: MAX_BACKLOG + 1
+    setattr(stage.screen, name, value)
     await stage.put(frame_of(RED))
-    assert stage.shown == []
-    assert stage.screen.late == 1
-
-
-async def test_a_muted_screen_shows_nothing():
-    stage = Stage()
-    stage.screen.is_muted = True
-    await stage.put(frame_of(RED))
-    assert stage.shown == []
+    assert (stage.shown, stage.screen.late) == ([], late)
 
 
 async def test_an_error_of_the_owner_reaches_the_owner():
