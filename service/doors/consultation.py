@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ _PAUSE = 2.0
 _NONE = np.zeros((0, 0), np.float32)
 
 
-@dataclass(frozen=True)
-class Thought:
+class Thought(NamedTuple):
     """A chunk that may be done.
 
     Attributes:
@@ -193,17 +192,18 @@ class Consultation:
         instruction = await self.prompted(seen, drive)
         wanted = self._wanted_by(drive)
         pose, odd = seen.pose(wanted)
-        frames = await seen.decoded(wanted)
+        frames = await seen.decoded(wanted) if seen.files else seen.frames
         now = time.monotonic()
         if now - link.shown_at >= _SHOWN:
             link.shown_at = now
             self._show(drive, frames, seen, now)
         thinking = drive.thinking
         served = thinking.served
-        whole = {f"observation.images.{camera}": frames[camera][None] for camera in wanted.cameras}
-        whole |= {STATE: pose[None]} | told(instruction)
+        whole = {feature: frames[camera][None] for camera, feature in wanted.features}
+        whole[STATE] = pose[None]
+        whole |= told(instruction)
         observation = readable(served.requirements, whole)
-        sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
+        sizes = {camera: image.shape[:2] for camera, image in frames.items()}
         if not served.is_compiled(sizes):
             await self._compile(drive, sizes)
         try:
@@ -311,7 +311,7 @@ class Consultation:
         said, session = seen.prompt, self.session
         if said is None or not said.strip():
             said = session.new.language_instruction
-        elif isinstance(session, Session):
+        elif said != session.new.language_instruction and isinstance(session, Session):
             await session.tell(said)
         if (why := complaint(drive.thinking.served.requirements, said)) is not None:
             raise InvalidRequest(why, ("body", "prompt"))

@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from service.doors import pictures
+from service.engine.served import IMAGES
 from service.engine.worker import yield_to_others
 from service.errors import InvalidRequest
 from service.motion.joints import ODD, JointTable
@@ -42,6 +44,11 @@ class Wanted:
     cameras: Sequence[str]
     joints: JointTable
     pixels: int
+
+    @cached_property
+    def features(self) -> Sequence[tuple[str, str]]:
+        """Each camera, and what its picture is called in an observation of the policy."""
+        return [(camera, f"{IMAGES}{camera}") for camera in self.cameras]
 
 
 @dataclass(frozen=True)
