@@ -192,3 +192,21 @@ async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_clie
                 ending = asyncio.create_task(beside.aclose())
                 await until(lambda: app.ctx.sessions._is_closing, within=30.0)
                 await ending
+
+
+async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_kept_but_the_newest(server, monkeypatch):
+    recent = server.app.ctx.sessions.get("arm").drive.thinking.recent
+    async with server.stream("/sessions/arm/openpi") as socket:
+        await socket.recv()
+        monkeypatch.setattr("service.doors.consultation._SHOWN", 60.0)
+        for value in range(3):
+            await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
+        await until(lambda: [_brightness(one) for one, _ in recent] == [2])
+        monkeypatch.setattr("service.doors.consultation._SHOWN", 0.0)
+        for value in range(3, 5):
+            await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
+        await until(lambda: [_brightness(one) for one, _ in recent] == [2, 3, 4])
+
+
+def _brightness(observation):
+    return int(observation["observation.images.front"][0, 0, 0, 0])
