@@ -6,7 +6,7 @@ sent in one turn of the event loop: pings of a single one, sent as fast as it ca
 """
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ class BadFrame(Exception):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """Of one frame.
 
     Attributes:

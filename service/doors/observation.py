@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from service.doors import pictures
+from service.engine.served import IMAGES
 from service.engine.worker import yield_to_others
 from service.errors import InvalidRequest
 from service.motion.joints import ODD, JointTable
@@ -22,6 +24,7 @@ _DECODERS = ThreadPoolExecutor(
 )
 _LARGEST = float(np.finfo(np.float32).max)
 _PROMPT = 2048
+_NOT_FINITE = "state holds NaN, infinity or what is as good as that"
 # What the instruction may be called: openpi's name, this service's, LeRobot's.
 _PROMPTS = ("prompt", "language_instruction", "task")
 # In records, logs and on pages, control characters do what nobody asked for, and a lone surrogate breaks all of them.
@@ -41,6 +44,11 @@ class Wanted:
     cameras: Sequence[str]
     joints: JointTable
     pixels: int
+
+    @cached_property
+    def features(self) -> Sequence[tuple[str, str]]:
+        """Each camera, and what its picture is called in an observation of the policy."""
+        return [(camera, f"{IMAGES}{camera}") for camera in self.cameras]
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,11 @@ class Observation:
 
     def pose(self, wanted: Wanted) -> tuple[np.ndarray, list[str]]:
         """(a,) float32 in the order of the joints, inside their ranges; and which came far outside of them."""
-        came = np.fromiter((self.joints[name] for name in wanted.joints.names), np.float32, len(wanted.joints))
+        names = wanted.joints.names
+        came = np.fromiter(map(self.joints.__getitem__, names), np.float32, len(names))
         low, high = wanted.joints.ends
         pose = np.minimum(np.maximum(came, low), high)
-        if (pose == came).all():
+        if pose.tobytes() == came.tobytes():
             return pose, []
         far = np.abs(came - pose) > ODD * (high - low)
         return pose, [name for name, is_odd in zip(wanted.joints.names, far, strict=True) if is_odd]
@@ -117,10 +126,7 @@ def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Obser
     joints = _joints(message.get("state"), wanted.joints, is_whole, wrong)
     prompt = _prompt(message, wrong)
     if wrong:
-        raise InvalidRequest(
-            f"{'; '.join(wrong[:16])}; wanted cameras {list(wanted.cameras)} and joints {list(wanted.joints.names)}",
-            ("body",),
-        )
+        raise _refusal(wrong, wanted)
     return Observation(frames, files, joints, prompt)
 
 
@@ -151,11 +157,39 @@ def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) 
     if values.dtype.kind not in "iuf" or values.shape != (len(table),):
         wrong.append(f"state: {values.dtype.name} {list(values.shape)}; wanted {len(table)} numbers")
         return {}
-    found = [float(value) for value in values]
-    if not all(-_LARGEST <= value <= _LARGEST for value in found):  # false of NaN
-        wrong.append("state holds NaN, infinity or what is as good as that")
+    found = _finite(values, table)
+    if found is None:
+        wrong.append(_NOT_FINITE)
         return {}
+    return found
+
+
+def _finite(values: np.ndarray, table: JointTable) -> Mapping[str, float] | None:
+    """Joint to value, of (a,) numbers; None when one is not finite."""
+    found = list(map(float, values.tolist()))
+    for value in found:
+        if not -_LARGEST <= value <= _LARGEST:  # false of NaN
+            return None
     return dict(zip(table.names, found, strict=True))
+
+
+def joints_of(state: np.ndarray, wanted: Wanted) -> Mapping[str, float]:
+    """Joint to value, of an array (a,) whose shape and dtype were accepted before.
+
+    Raises:
+        InvalidRequest: a value is not finite.
+    """
+    found = _finite(state, wanted.joints)
+    if found is None:
+        raise _refusal([_NOT_FINITE], wanted)
+    return found
+
+
+def _refusal(wrong: Sequence[str], wanted: Wanted) -> InvalidRequest:
+    return InvalidRequest(
+        f"{'; '.join(wrong[:16])}; wanted cameras {list(wanted.cameras)} and joints {list(wanted.joints.names)}",
+        ("body",),
+    )
 
 
 def _named(state: Mapping[Any, Any], table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:

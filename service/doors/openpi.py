@@ -7,12 +7,16 @@ Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from service.doors import observation, packing
 from service.doors.consultation import Consultation
 from service.doors.naming import Naming
+from service.doors.observation import Observation, Wanted
 from service.doors.socket import DoorSocket, SocketClosed
 from service.edge.fair_queue import measured
 from service.errors import InvalidRequest, ServiceError
@@ -20,6 +24,61 @@ from service.errors import InvalidRequest, ServiceError
 log = logging.getLogger(__name__)
 
 _LOOK = 2.0  # seconds between looks at whether the client's key still counts
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """What messages of one layout have in common: all but the pixels, and the values of the joints."""
+
+    wanted: Wanted
+    frames: Sequence[tuple[str, packing.ArrayPlace]]
+    state: packing.ArrayPlace
+    prompt: str | None
+
+
+class ObservationReader:
+    """Reads the observations of one client, which are mostly alike but for the numbers in their arrays.
+
+    Names, dtypes, shapes and the prompt are looked at once: as long as all bytes but those of arrays' data are the
+    bytes of the message before, only the joints' values are checked.
+    """
+
+    def __init__(self) -> None:
+        self._unpacker = packing.Unpacker()
+        self._naming = Naming()
+        self._alike: _Alike | None = None
+
+    def read(self, body: memoryview, wanted: Wanted) -> Observation:
+        """The observation of a message.
+
+        Raises:
+            InvalidRequest, TooLarge: as ``packing.unpack``, ``Naming.renamed`` and ``observation.read``.
+        """
+        alike = self._alike
+        if alike is not None and alike.wanted is wanted and self._unpacker.is_alike(body):
+            joints = observation.joints_of(alike.state.array(body), wanted)
+            frames = {camera: place.array(body) for camera, place in alike.frames}
+            return Observation(frames, {}, joints, alike.prompt)
+        self._alike = None
+        message = self._unpacker.unpack(body)
+        if not isinstance(message, Mapping):
+            raise InvalidRequest("an observation is a map")
+        named = self._naming.renamed(message, wanted)
+        seen = observation.read(named, wanted, is_whole=True)
+        self._alike = self._in_common(message, named["state"], seen, wanted)
+        return seen
+
+    def _in_common(self, message: Mapping[Any, Any], state: Any, seen: Observation, wanted: Wanted) -> _Alike | None:
+        """What the next message has in common with this one; None where more than its arrays has to be looked at."""
+        layout = self._unpacker.layout
+        if layout is None or not isinstance(state, np.ndarray) or state.ndim != 1:
+            return None
+        # An array that was turned or is not of the message itself is none of these.
+        places = {id(value): layout[key] for key, value in message.items() if isinstance(value, np.ndarray)}
+        frames = [(camera, places[id(frame)]) for camera, frame in seen.frames.items() if id(frame) in places]
+        if len(frames) < len(seen.frames) or seen.files or id(state) not in places:
+            return None
+        return _Alike(wanted, frames, places[id(state)], seen.prompt)
 
 
 class OpenpiDoor:
@@ -31,8 +90,7 @@ class OpenpiDoor:
         self._is_still_in = is_still_in
         self._looked_at = time.monotonic()
         self._before: float | None = None
-        self._unpacker = packing.Unpacker()
-        self._naming = Naming()
+        self._reader = ObservationReader()
 
     async def attend(self) -> None:
         """Serve it until its socket ends, or something goes wrong."""
@@ -64,12 +122,7 @@ class OpenpiDoor:
     async def _answer(self, raw: memoryview | str, began: float) -> dict[str, Any]:
         if isinstance(raw, str):
             raise InvalidRequest("observations are binary; this is text")
-        message = self._unpacker.unpack(raw)
-        if not isinstance(message, Mapping):
-            raise InvalidRequest("an observation is a map")
-        wanted = self._consultation.wanted()
-        seen = observation.read(self._naming.renamed(message, wanted), wanted, is_whole=True)
-        thought = await self._consultation.think(seen)
+        thought = await self._consultation.think(self._reader.read(raw, self._consultation.wanted()))
         timing = {"infer_ms": (time.monotonic() - began) * 1e3}
         if self._before is not None:
             timing["prev_total_ms"] = self._before * 1e3

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -11,29 +12,38 @@ Answer = TypeVar("Answer")
 TRUSTED_AFTER = 16
 
 
+@dataclass(eq=False, slots=True)
+class _Asker:
+    """One of them.
+
+    Attributes:
+        turn: held by the request that is under way.
+        left: requests that have to go well before it is trusted again.
+    """
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    left: int = 0
+
+
 class Askers:
     """Kept by reference only while they live."""
 
     def __init__(self) -> None:
-        self._turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
-        self._suspects: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._askers: WeakKeyDictionary[object, _Asker] = WeakKeyDictionary()
 
     async def ask(self, asker: object | None, ask: Callable[[bool], Awaitable[Answer]]) -> Answer:
         """Ask when it is their turn; ``ask`` is told whether it may spoil what others get. What it raises counts."""
         if asker is None:
             return await ask(False)
-        turn = self._turns.get(asker)
-        if turn is None:
-            turn = self._turns[asker] = asyncio.Lock()
-        async with turn:
-            left = self._suspects.get(asker, 0)
+        known = self._askers.get(asker)
+        if known is None:
+            known = self._askers[asker] = _Asker()
+        async with known.turn:
+            left = known.left
             try:
                 answer = await ask(left > 0)
             except Exception:
-                self._suspects[asker] = TRUSTED_AFTER
+                known.left = TRUSTED_AFTER
                 raise
-            if left > 1:
-                self._suspects[asker] = left - 1
-            elif left:
-                del self._suspects[asker]
+            known.left = max(left - 1, 0)
             return answer

@@ -78,6 +78,11 @@ class Batching(Generic[Request]):
 
     def choose(self, now: float) -> Chosen[Request] | None:
         """Take out what runs next; None when nobody waits."""
+        if len(self._lines) == 1:
+            ((key, line),) = self._lines.items()
+            if len(line.waiting) == 1 and line.waiting[0].is_wanted:
+                del self._lines[key]  # nothing to decide, as with one robot
+                return Chosen(key, line.waiting, 1)
         heads: dict[Hashable, Request] = {}
         for key, line in list(self._lines.items()):
             line.waiting = [request for request in line.waiting if request.is_wanted]

@@ -141,6 +141,9 @@ class Devices:
     def least(self, replicas: Sequence[Replica]) -> Replica:
         """Where no answer is late and fewest wait; of those, who was not asked for the longest."""
 
+        if len(replicas) == 1:
+            return replicas[0]
+
         def haste(replica: Replica) -> tuple[bool, int, float]:
             lane = self.lanes[replica.lane]
             return lane.is_late, lane.asked, lane.asked_at

@@ -1,8 +1,7 @@
 """What the engine needs of a policy, and a policy in memory with what is known of it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -78,8 +77,7 @@ class LoadPolicy(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Inference:
+class Inference(NamedTuple):
     """A chunk, and where the time went, in seconds.
 
     ``total`` runs from asking to having the numpy result; ``queue`` is waiting for the device thread. ``batch`` is how
@@ -233,9 +231,11 @@ class Served:
 def frames_of(observation: Mapping[str, np.ndarray]) -> Frames:
     """The sizes of an observation's frames."""
     return frozenset(
-        (name[len(IMAGES) :], (value.shape[1], value.shape[2]))
-        for name, value in observation.items()
-        if name.startswith(IMAGES) and isinstance(value, np.ndarray) and value.ndim == 4
+        [
+            (name[len(IMAGES) :], value.shape[1:3])
+            for name, value in observation.items()
+            if name.startswith(IMAGES) and isinstance(value, np.ndarray) and value.ndim == 4
+        ]
     )
 
 

@@ -276,3 +276,35 @@ def test_without_any_known_range_nothing_is_unbelievable() -> None:
     of_data = motion_limits(table, Asked(), ([-1.0, 0.0], [1.0, 2.0]))
     assert Guard(of_data, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 1e9, np.float32)) is not None
     assert Guard(of_data, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 2.5, np.float32)) is None
+
+
+def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:
+    random, judging = np.random.default_rng(0), guard()
+    seen = set()
+    for _ in range(300):
+        steps = np.full((STEPS, 6), 0.9)
+        steps[random.integers(STEPS), random.integers(6)] = random.choice(
+            [0.999, 1.0, np.nextafter(1, 2), 1.0001, 1.01]
+        )
+        plan = HOME + np.cumsum(steps * 12.5 * random.choice([-1, 1], (STEPS, 6)) * [2, 2, 2, 2, 2, 1], axis=0)
+        plan = np.clip(plan, judging.limits.low - random.choice([0, 1e-4]), judging.limits.high).astype(np.float32)
+        is_inside = not judging._outside(plan.astype(np.float64), REST, 0)
+        assert judging._is_plainly_inside(plan, HOME) == is_inside
+        seen.add(is_inside)
+    assert seen == {True, False}
+
+
+def test_a_float32_is_believed_where_it_would_be_as_a_float64() -> None:
+    judging = guard()
+    assert judging.limits.believable is not None
+    believed = []
+    for end in judging.limits.believable.flat:
+        near = np.float32(end)
+        for value in (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))):
+            for joint in range(6):
+                chunk = np.repeat(HOME[None, None], STEPS, axis=1)
+                chunk[0, -1, joint] = value
+                verdict = judging.form(chunk)
+                assert verdict == judging.form(chunk.astype(np.float64))
+                believed.append(verdict is None)
+    assert {True, False} == set(believed)
