@@ -74,6 +74,7 @@ class Control:
         self._failures = 0
         self._is_moving = False
         self._is_dry = False
+        self._keeps_grip = False
         self._moved_at = 0.0
         self._refused_since: float | None = None
         self._trail = Trail(pace.rate)
@@ -100,6 +101,7 @@ class Control:
         self._flush()
         self._trail.clear()
         self._holding.end()
+        self.release_grip()
         self._failures = 0
         self._refused_since = None
         self.clear(CHOKED)
@@ -117,6 +119,7 @@ class Control:
             self._grid.begin(now, is_done=True)
         self.is_running = False
         self._flush()
+        self.release_grip()
         self._holding.at_once(is_known and (always_hold or self.command is not None))
         return Step(command=self._hold_pose())
 
@@ -125,7 +128,12 @@ class Control:
         self._flush()
         self._trail.clear()
         self._holding.end()
+        self.release_grip()
         self.command = None
+
+    def release_grip(self) -> None:
+        """Where grippers were told to go does not hold any more, as after a stop: they are where they are measured."""
+        self._keeps_grip = False
 
     @property
     def hold(self) -> Hold | None:
@@ -215,12 +223,12 @@ class Control:
         assert pose is not None, "a chunk is only asked for when every joint is known"
         self._note(wanted, pose)
         if not self._trail:
-            self._trail.add(pose)
+            self._trail.add(self._gripping(pose))
         self.command = self.guard.limit(allowed, self._trail.newest)
         self._trail.add(self.command)
         self._holding.end()
         self._moved_at = now
-        self._is_moving, self._is_dry = True, False
+        self._is_moving, self._is_dry, self._keeps_grip = True, False, True
         return self._asked(self.command, now)
 
     def acknowledge(self, is_taken: bool, now: float) -> None:
@@ -333,7 +341,7 @@ class Control:
         pose = self._buffer.pose
         assert pose is not None, "a chunk is only asked for when every joint is known"
         ahead = (1 - share) * self.actions.period
-        return self._trail.motion(pose, ahead=ahead, is_between=self.actions.is_between), first
+        return self._trail.motion(self._gripping(pose), ahead=ahead, is_between=self.actions.is_between), first
 
     def refuse(self, text: str, now: float) -> None:
         """The policy raised instead of answering."""
@@ -386,8 +394,18 @@ class Control:
         self._trail.clear()
         pose = self._buffer.pose
         if pose is not None:
-            self.command = pose
+            self.command = pose = self._gripping(pose)
         return pose
+
+    def _gripping(self, pose: np.ndarray) -> np.ndarray:
+        """Where a robot stays that is held at this measured pose (a,), and where its next motion begins.
+
+        A gripper that holds something is not where it was told to be, and presses by the difference: told to be where
+        it is measured, it presses no more, and what it holds falls.
+        """
+        if not self._keeps_grip or self.command is None:
+            return pose
+        return np.where(self._buffer.joints.grippers, self.command, pose)
 
     def _flush(self) -> None:
         """Nothing planned before this moment may still move the robot."""

@@ -163,6 +163,8 @@ class Drive:
             self._count_bad(event.reasons, time.monotonic())
         elif isinstance(event, RobotLeft):
             self.buffer.distrust_joints()
+            # Its program may have let the motors go, and a jaw that somebody opened meanwhile must not snap shut.
+            self.control.release_grip()
             if event.is_replaced:
                 # Even when the next one comes before the next tick.
                 self.buffer.forget_joints()

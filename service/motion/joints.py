@@ -1,6 +1,7 @@
 """Joint names, order and ranges: updates are read by name, actions become commands."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from service.transport.base import JointValue
 _LARGEST = float(np.finfo(np.float32).max)
 # A joint that is so much of its range outside of it is more likely told in degrees, or in a motor's steps.
 ODD = 0.1
+# A joint that holds things, by whatever name: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
+_GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Joint:
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ValueError(f"joint {self.name!r}: range {self.low}..{self.high} is empty; low must be below high")
+
+    @property
+    def is_gripper(self) -> bool:
+        """Whether it holds things, by its name."""
+        return _GRIPPER.search(self.name) is not None
 
 
 # The order of LeRobot's SO-100 and SO-101 arms, normalised units.
@@ -81,6 +89,7 @@ class JointTable:
         self._names = tuple(joint.name for joint in self.joints)
         self._low = np.array([joint.low for joint in self.joints], np.float32)
         self._high = np.array([joint.high for joint in self.joints], np.float32)
+        self._grippers = np.array([joint.is_gripper for joint in self.joints], bool)
 
     def __len__(self) -> int:
         return len(self.joints)
@@ -89,6 +98,11 @@ class JointTable:
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
         """(a,) float32 each: where the ranges begin and end; infinite for joints of which nobody knows."""
         return self._low, self._high
+
+    @property
+    def grippers(self) -> np.ndarray:
+        """(a,) bool: which joints hold things."""
+        return self._grippers
 
     @property
     def names(self) -> tuple[str, ...]:

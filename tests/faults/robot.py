@@ -33,7 +33,7 @@ class Reading:
     """What a command says of itself.
 
     Attributes:
-        is_hold: whether it is a pose that was measured, not an action.
+        is_hold: whether it is a pose that was measured, not an action; the jaw may be where it was sent last.
         seen_at: when the robot reported what the command was computed from.
         due_at: when the action is due.
     """
@@ -58,7 +58,9 @@ class TellingPose:
             return None
         offsets = [target[joint] - value for joint, value in STILL.items()]
         steps = np.array(offsets) / STEP
-        step = round(float(steps.mean()))
+        step = round(float(steps[:-1].mean()))
+        if step == 0 and 0 <= steps[-1] <= CHUNK:
+            steps[-1] = 0  # a hold leaves the jaw where it was sent last, between two actions as they are joined
         if not 0 <= step <= CHUNK or np.abs(steps - step).max() > 0.1:
             return None
         seen_at = self.began_at + (target["Rotation"] - step * STEP + 90) / SPEED

@@ -45,7 +45,10 @@ class SlowRobot:
         now = time.monotonic()
         if isinstance(message, Command):
             target = {**self.pose, **message.joints}
-            near = [max(abs(target[name] - at) for name, at in been.items()) for been in self._been[-25:]]
+            # A hold leaves the jaw where it was sent last.
+            near = [
+                max(abs(target[name] - at) for name, at in been.items() if name != "Jaw") for been in self._been[-25:]
+            ]
             self.targets.append((now, target, min(near) < 1e-3))
         elif isinstance(message, Status):
             self.stages.append((now, message))

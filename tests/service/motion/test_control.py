@@ -15,6 +15,7 @@ from service.motion.control_loop import ControlLoop
 from service.motion.joints import SO100, JointTable
 from service.motion.overlap import Ensembled
 from service.motion.pace import Pace
+from service.safety.limits import Asked, motion_limits
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}
@@ -87,6 +88,11 @@ class World:
     def commands(self, since: float = 0.0) -> list[list[float]]:
         return [command for at, command in self.sent if at >= since]
 
+    def held(self, since: float) -> list[float]:
+        """What a hold from this moment on sends: the measured pose, and the jaw where it was sent last."""
+        jaw = next(command[-1] for at, command in reversed(self.sent) if at < since)
+        return [*list(POSE.values())[:-1], jaw]
+
 
 def test_a_session_that_sees_and_feels_sends_one_action_per_tick() -> None:
     world = World().begin().run(3.0)
@@ -156,13 +162,12 @@ def test_a_stalled_camera_holds_at_the_measured_pose_four_times_and_then_is_sile
     world = World().begin().run(2.0)
     stalled, world.sees = world.now, False
     world.run(2.0)
-    measured = list(POSE.values())
-    held = [(at, command) for at, command in world.sent if command == measured]
-    assert len(held) == 4
-    assert held[0][0] - stalled == pytest.approx(0.35, abs=0.051)
-    assert np.diff([at for at, _ in held]) == pytest.approx(0.05)
-    assert world.sent[-1] == held[-1]
     assert world.control.hold is not None
+    since = world.control.hold.since
+    assert since - stalled == pytest.approx(0.35, abs=0.051)
+    held = [(at, command) for at, command in world.sent if at >= since]
+    assert [command for _, command in held] == 4 * [world.held(since)]
+    assert np.diff([at for at, _ in held]) == pytest.approx(0.05)
     assert world.control.hold.code == "camera_stale"
     assert world.control.holds.by_reason()["camera_stale"] == 1
 
@@ -210,7 +215,7 @@ def test_nothing_of_a_bad_chunk_is_sent_and_the_robot_is_held(kind: str) -> None
     bad_since, world.policy = world.now, BAD_CHUNKS[kind]
     world.run(2.0)
     refused = next(at for at in world.asked if at >= bad_since) + world.latency
-    assert world.commands(refused) == [list(POSE.values())] * 4
+    assert world.commands(refused) == 4 * [world.held(refused)]
     assert world.control.hold is not None
     assert world.control.hold.code == ("policy_failed" if kind == "an exception" else "policy_invalid")
     world.policy = plan
@@ -247,7 +252,7 @@ def test_a_policy_that_gets_stuck_in_the_middle_of_a_motion_is_a_hold() -> None:
     assert world.control.starvations == 1
     assert world.control.hold is not None
     assert world.control.hold.code == "starved"
-    assert world.commands()[-4:] == [list(POSE.values())] * 4
+    assert world.commands()[-4:] == 4 * [world.held(world.control.hold.since)]
 
 
 def test_a_short_wait_for_the_policy_is_counted_but_no_hold() -> None:
@@ -313,7 +318,7 @@ def test_after_a_long_pause_there_is_one_hold_and_then_a_new_plan() -> None:
     paused, sent = world.now, len(world.sent)
     world.now += 2.0
     world.do(world.control.tick(world.now))
-    assert world.commands()[sent:] == [list(POSE.values())]
+    assert world.commands()[sent:] == [world.held(world.now)]
     world.run(1.0)
     assert world.control.holds.by_reason() == {"camera_stale": 1}
     assert len(world.commands(paused + 2.0)) <= 22
@@ -334,6 +339,58 @@ def test_deadlines_do_not_drift() -> None:
     assert np.abs(ticks / 0.05 - np.round(ticks / 0.05)).max() < 1e-6
     assert world.control.missed_ticks == 0
     assert world.control.lateness.percentiles_ms(50, 99) == pytest.approx({"p50": 4, "p99": 4})
+
+
+CLOSED = 5.0
+
+
+@pytest.fixture
+def gripping() -> World:
+    """An arm with something between its jaws: told to close, the jaw stays where it is measured.
+
+    A jaw that is told to be there goes a part of the way back at each tick: 2 units, of 10.
+    """
+
+    def closed(snapshot: Snapshot) -> np.ndarray:
+        chunk = plan(snapshot)
+        chunk[..., -1] = CLOSED
+        return chunk
+
+    world = World(policy=closed)
+    limits = motion_limits(world.buffer.joints, asked=Asked(requested={"Jaw": 2.0}))
+    world.control = Control(world.buffer, world.pace, limits)
+    world.begin().run(2.0)
+    assert world.sent[-1][1][-1] == CLOSED
+    return world
+
+
+@pytest.mark.parametrize("on_hold", ["hold", "ramp"])
+def test_a_hold_keeps_the_grip_and_so_does_the_motion_after_it(on_hold: str, gripping: World) -> None:
+    gripping.control.pace = replace(gripping.pace, on_hold=on_hold)
+    gripping.sees, stalled = False, gripping.now
+    gripping.run(2.0)
+    assert gripping.sent[-1][1] == [*list(POSE.values())[:-1], CLOSED]
+    gripping.sees = True
+    gripping.run(1.0)
+    assert gripping.control.hold is None
+    assert {command[-1] for command in gripping.commands(stalled)} == {CLOSED}
+
+
+def test_a_stop_lets_go_and_a_start_begins_at_the_measured_jaw(gripping: World) -> None:
+    stopped = gripping.now
+    gripping.do(gripping.control.halt(stopped))
+    gripping.run(1.0)
+    assert gripping.commands(stopped)[-4:] == 4 * [list(POSE.values())]
+    started = gripping.now
+    gripping.begin().run(1.0)
+    assert gripping.commands(started)[0][-1] == POSE["Jaw"] - 2
+
+
+def test_a_hold_of_a_robot_that_left_meanwhile_keeps_no_grip(gripping: World) -> None:
+    gripping.control.release_grip()
+    gripping.buffer.distrust_joints()
+    gripping.run(2.0)
+    assert gripping.sent[-1][1] == list(POSE.values())
 
 
 def test_an_obstacle_holds_until_it_is_gone() -> None:

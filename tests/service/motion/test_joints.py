@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -108,6 +109,20 @@ def test_names_come_from_the_checkpoint_else_from_the_request() -> None:
     assert table_for(2, checkpoint=["a", "b"], requested=["a", "b"]).names == ("a", "b")
     with pytest.raises(InvalidRequest, match="differ from the checkpoint's"):
         table_for(2, checkpoint=["a", "b"], requested=["b", "a"])
+
+
+@pytest.mark.parametrize(
+    ("names", "grippers"),
+    [
+        (WIRE, {"Jaw"}),
+        (["waist", "wrist_rotate", "left_gripper.pos"], {"left_gripper.pos"}),
+        (["leftArm", "leftGripper", "panda_finger_joint1"], {"leftGripper", "panda_finger_joint1"}),
+        (["joint_1", "joint_2"], set()),
+    ],
+)
+def test_grippers_are_known_by_their_names(names: Sequence[str], grippers: set[str]) -> None:
+    table = table_for(len(names), checkpoint=names)
+    assert {name for name, holds in zip(table.names, table.grippers, strict=True) if holds} == grippers
 
 
 def test_ranges_may_be_given_by_name() -> None:

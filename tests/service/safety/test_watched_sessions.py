@@ -24,7 +24,8 @@ async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself
         session = await rig.running()
         rig.is_dark = True
         await rig.until(lambda: session.stage is Stage.DEGRADED and rig.stats["hold_code"] == "camera_stale")
-        await rig.until(lambda: [one.values for one in rig.link.sent[-4:]] == 4 * [POSE])
+        sent = rig.link.sent
+        await rig.until(lambda: [one.values for one in sent[-4:]] == 4 * [POSE | {"Jaw": sent[-5].values["Jaw"]}])
         held = len(rig.link.sent)
         assert rig.stats["watch"]["is_blind"]
         assert "camera 'front': no new frame" in session.status().error_message
@@ -97,6 +98,7 @@ async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_
         rig.link._inbox.event(RobotLeft(rig.link.rooms.joint_input))
         await rig.until(lambda: rig.stats["hold_code"] == "joints_missing")
         await rig.until(lambda: session.stage is Stage.DEGRADED)
+        assert rig.link.sent[-1].values == POSE, "whoever comes next holds nothing yet: its jaw is not told to close"
         rig.is_dumb = False
         await rig.until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
 

@@ -96,6 +96,11 @@ def held(link: MemoryLink, since: int) -> list[dict[str, float]]:
     return [sent.values for sent in link.sent[since:]]
 
 
+def kept(link: MemoryLink, hold: int) -> list[dict[str, float]]:
+    """What a hold of so many commands looks like that came last: the measured pose, the jaw as it was sent before."""
+    return [POSE | {"Jaw": link.sent[-hold - 1].values["Jaw"]}] * hold
+
+
 # The way of a session that goes well.
 
 
@@ -413,12 +418,13 @@ async def test_a_stalled_camera_holds_in_time_says_why_and_resumes_by_itself(rig
     session = rig.sessions.live("s")
     await until(lambda: session.status().stats["hold_code"] == "camera_stale")
     assert "limit 300 ms" in str(session.status().stats["hold"])
-    await until(lambda: held(link, -4) == [POSE] * 4)
+    await until(lambda: held(link, -4) == kept(link, 4))
     # By what went out, and when: a machine that pauses sends nothing meanwhile.
     assert session.drive is not None
     stalled = session.drive.buffer.seen_at()["front"]
     assert stalled is not None
-    assert max(each.at for each in link.sent if each.values != POSE) - stalled <= 0.35
+    assert link.sent[-5].values != link.sent[-4].values
+    assert link.sent[-5].at - stalled <= 0.35
     silent = len(link.sent)
     await asyncio.sleep(0.1)
     assert len(link.sent) == silent > sent
@@ -559,7 +565,7 @@ async def test_frames_of_another_size_hold_while_they_are_compiled_for(rig: Rig)
     rig.robot(size=(96, 128))
     await until(lambda: session.status().stats["hold_code"] == "compiling")
     assert session.status().stats["hold"] == "compiling for 96x128 frames"
-    assert held(link, -1) == [POSE]
+    assert held(link, -1) == kept(link, 1)
     gate.set()
     await until(lambda: session.status().stats["hold_code"] is None)
     sent = len(link.sent)
