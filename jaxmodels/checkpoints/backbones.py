@@ -15,8 +15,7 @@ import numpy as np
 from jaxmodels.checkpoints.backbone_names import backbone_tensor
 from jaxmodels.checkpoints.json_file import read_json
 from jaxmodels.checkpoints.layouts import read_tensors, their_shapes
-from jaxmodels.checkpoints.proof import NEVER_USED
-from jaxmodels.checkpoints.safetensors_file import find_floats
+from jaxmodels.checkpoints.safetensors_file import NEVER_USED, find_floats
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.hub import fetch
 from jaxmodels.layers.resnet import RESNETS, ResNet

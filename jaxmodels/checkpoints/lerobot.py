@@ -24,8 +24,8 @@ from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, PolicyFolder, Sour
 from jaxmodels.checkpoints.json_file import read_json, write_json
 from jaxmodels.checkpoints.layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.checkpoints.processors import POST, PRE, read_processors, write_processors
-from jaxmodels.checkpoints.proof import NEVER_USED, no_weights, read_small
-from jaxmodels.checkpoints.safetensors_file import find_floats, write_safetensors
+from jaxmodels.checkpoints.proof import no_weights, read_small
+from jaxmodels.checkpoints.safetensors_file import NEVER_USED, find_floats, write_safetensors
 from jaxmodels.checkpoints.tokenizer_file import TOKENIZER, read_tokenizer
 from jaxmodels.errors import CheckpointError
 from jaxmodels.features import Feature

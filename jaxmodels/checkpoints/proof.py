@@ -16,10 +16,9 @@ from jaxmodels.checkpoints import legacy
 from jaxmodels.checkpoints.folder import Folder, PolicyFolder, is_state_file, names_in
 from jaxmodels.checkpoints.json_file import read_json
 from jaxmodels.checkpoints.processors import POST, PRE, read_processors
-from jaxmodels.checkpoints.safetensors_file import Stored, find_floats
+from jaxmodels.checkpoints.safetensors_file import NEVER_USED, Stored, find_floats
 from jaxmodels.errors import CheckpointError, JaxModelsError
 
-NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
 PIECE = 16 << 20  # bytes that are in memory at a time
 WEIGHTS = "model.safetensors"
 # Of what is told, and of an error that lists the names of a stranger: characters.

@@ -26,6 +26,7 @@ HEADER_LIMIT = 8 << 20  # bytes
 TENSOR_LIMIT = 10_000
 DIMENSIONS = 64  # of a tensor; NumPy has no more
 METADATA = "__metadata__"
+NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
 # NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.
 FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
