@@ -46,11 +46,11 @@ def write_policy(folder: Path, cameras: int, height: int, width: int) -> None:
     """A policy of LeRobot's default size with random weights, as LeRobot's files."""
     from flax import nnx
 
-    from jaxmodels.checkpoints import lerobot
-    from jaxmodels.checkpoints.contents import Checkpoint
-    from jaxmodels.features import Feature
     from jaxmodels.normalization import from_stats
+    from jaxmodels.policies import lerobot_folder
     from jaxmodels.policies.act import Act, ActConfig
+    from jaxmodels.policies.lerobot_folder import Checkpoint
+    from jaxmodels.types import Feature
     from jaxmodels.weights import flatten
 
     images = tuple(Feature(f"observation.images.camera{i}", "VISUAL", (3, height, width)) for i in range(cameras))
@@ -66,7 +66,7 @@ def write_policy(folder: Path, cameras: int, height: int, width: int) -> None:
     }
     weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
     normalization = from_stats(inputs, outputs, config.normalization_mapping, stats)
-    lerobot.write(folder, Checkpoint(config, weights, normalization))
+    lerobot_folder.write(folder, Checkpoint(config, weights, normalization))
 
 
 def load(folder: str, seen: dict[str, np.ndarray]) -> Callable[[], np.ndarray]:

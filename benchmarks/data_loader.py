@@ -69,7 +69,7 @@ def write_dataset(folder: Path, episodes: int, rows: int) -> None:
 def serve(folder: Path, cache: str) -> None:
     """Our loader; each order is a number of batches."""
     from jaxmodels.data import Loader, open_dataset
-    from jaxmodels.features import Feature
+    from jaxmodels.types import Feature
 
     began = time.perf_counter()
     dataset = open_dataset(folder)

@@ -104,9 +104,9 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
-from jaxmodels.features import Feature
+from jaxmodels.policies import lerobot_folder as lerobot
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
+from jaxmodels.types import Feature
 from jaxmodels.normalization import from_stats
 from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.weights import flatten

@@ -5,21 +5,17 @@ Names are looked up when first used, so that importing this package does not imp
 
 from typing import TYPE_CHECKING
 
-from jaxmodels.lazy_names import lazy_names
+from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from jaxmodels.caches import cache_folder, user_cache
+    from jaxmodels.cache_dirs import cache_folder, user_cache
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
-    from jaxmodels.description import read_requirements
+    from jaxmodels.devices import join_hosts, name_devices
     from jaxmodels.ensembling import TemporalEnsembler
-    from jaxmodels.finding import POLICY_FILES, find_policy
-    from jaxmodels.hosts import join_hosts
-    from jaxmodels.hub import hub_limits
-    from jaxmodels.loaded_model import LoadedModel, is_model, load_model
-    from jaxmodels.loading import load_policy
-    from jaxmodels.placement import name_devices
-    from jaxmodels.policy import Policy
+    from jaxmodels.hub import POLICY_FILES, find_policy, hub_limits
+    from jaxmodels.policy import Policy, load_policy, read_requirements
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
+    from jaxmodels.transformer2d.loaded_model import LoadedModel, is_model, load_model
     from jaxmodels.types import Requirements
 
 __all__ = [
@@ -45,24 +41,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LoadedModel": "jaxmodels.loaded_model",
-    "POLICY_FILES": "jaxmodels.finding",
+    "LoadedModel": "jaxmodels.transformer2d.loaded_model",
+    "POLICY_FILES": "jaxmodels.hub",
     "Policy": "jaxmodels.policy",
     "PolicyFolder": "jaxmodels.checkpoints.folder",
     "Requirements": "jaxmodels.types",
     "TemporalEnsembler": "jaxmodels.ensembling",
     "Transformer2DConfig": "jaxmodels.transformer2d",
     "Transformer2DModel": "jaxmodels.transformer2d",
-    "cache_folder": "jaxmodels.caches",
-    "find_policy": "jaxmodels.finding",
+    "cache_folder": "jaxmodels.cache_dirs",
+    "find_policy": "jaxmodels.hub",
     "hub_limits": "jaxmodels.hub",
-    "is_model": "jaxmodels.loaded_model",
-    "join_hosts": "jaxmodels.hosts",
-    "load_model": "jaxmodels.loaded_model",
-    "load_policy": "jaxmodels.loading",
-    "name_devices": "jaxmodels.placement",
+    "is_model": "jaxmodels.transformer2d.loaded_model",
+    "join_hosts": "jaxmodels.devices",
+    "load_model": "jaxmodels.transformer2d.loaded_model",
+    "load_policy": "jaxmodels.policy",
+    "name_devices": "jaxmodels.devices",
     "open_file": "jaxmodels.checkpoints.folder",
-    "read_requirements": "jaxmodels.description",
-    "user_cache": "jaxmodels.caches",
+    "read_requirements": "jaxmodels.policy",
+    "user_cache": "jaxmodels.cache_dirs",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,10 +1,28 @@
-"""Which accelerator a model runs on, and in which precision."""
+"""Devices, precision, placement, meshes and sharding, several hosts.
 
+A mesh has the axes ``data`` and ``fsdp``: a batch is split over both, parameters and what the optimizer remembers of
+them over ``fsdp`` alone (https://arxiv.org/abs/2304.11277); XLA moves what a product needs.
+
+Layers name the axes of their weights (``nnx.Variable`` metadata ``axes``, e.g. ``("embed", "heads")``); rules say which
+axis of the mesh a name is spread over. Stacked layers have a leading axis ``layers`` that nobody needs to name.
+
+Each runs the same programs in the same order (JAX calls it multi-controller); who says which, and brings inputs to all
+of them, is not of this package. The connections between the processes are JAX's own.
+"""
+
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jaxmodels.errors import ConfigError
@@ -71,3 +89,342 @@ def read_dtype(dtype: DTypeLike | None) -> jnp.dtype:
 def exact_products(dtype: DTypeLike) -> AbstractContextManager[Any]:
     """While this is entered, float32 means float32: accelerators round products to fewer bits unless told otherwise."""
     return jax.default_matmul_precision("highest" if jnp.dtype(dtype) == jnp.float32 else None)
+
+
+DATA, FSDP = "data", "fsdp"
+# Numbers below which an array lies whole on every device: gathering it takes longer than reading.
+SHARDED_FROM = 1 << 12
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh of devices, of this process and of the others."""
+
+    mesh: Mesh
+
+    @cached_property
+    def whole(self) -> NamedSharding:
+        """For what every device has all of."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @cached_property
+    def batch(self) -> NamedSharding:
+        """For arrays whose first axis is the batch."""
+        return NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
+
+    @cached_property
+    def parts(self) -> NamedSharding:
+        """For batches in parts, which are the first axis."""
+        return NamedSharding(self.mesh, PartitionSpec(None, (DATA, FSDP)))
+
+    def spread(self, shape: tuple[int, ...]) -> NamedSharding:
+        """For a parameter: split along its widest axis that the devices of ``fsdp`` divide."""
+        count = self.mesh.shape[FSDP]
+        axes = [axis for axis, size in enumerate(shape) if size % count == 0]
+        if count == 1 or not axes or np.prod(shape) < SHARDED_FROM:
+            return self.whole
+        widest = max(axes, key=lambda axis: shape[axis])
+        return NamedSharding(
+            self.mesh, PartitionSpec(*(FSDP if axis == widest else None for axis in range(widest + 1)))
+        )
+
+    def spread_tree(self, shapes: Tree) -> Tree:
+        """`spread` for every leaf of a tree of arrays or shapes."""
+        return jax.tree.map(lambda leaf: self.spread(np.shape(leaf)), shapes)
+
+    def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
+        """An array of the host, the same in every process, onto the devices."""
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def put_batch(self, batch: Tree) -> Tree:
+        """A batch, of which every process brings its own part."""
+        return jax.tree.map(lambda array: jax.make_array_from_process_local_data(self.batch, array), batch)
+
+    def gather(self, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+        """Arrays as the host knows them, whole; every process has to ask."""
+        return {name: _gather(array) for name, array in arrays.items()}
+
+
+def _gather(array: jax.Array) -> np.ndarray:
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    if array.is_fully_replicated:
+        return np.asarray(array.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def find_layout(device: str | None, data: int | None, fsdp: int | None, batch_size: int, parts: int) -> Layout:
+    """A mesh of this many devices.
+
+    Args:
+        device: a kind (``cpu``, ``gpu``, ``cuda``, ``tpu``) or a single one of them (``cuda:1``); JAX's choice if None.
+        data, fsdp: sizes of the mesh's axes; where one is None, all there are, and 1 for `data` when both are.
+        parts: in which a batch is computed.
+
+    Raises:
+        ConfigError: there are not that many devices, or they do not divide the batch.
+    """
+    devices = _devices(device)
+    if fsdp is None:
+        data = data or 1
+        fsdp = max(1, len(devices) // data)
+    count = (data or max(1, len(devices) // fsdp)) * fsdp
+    found = ", ".join(device_name(device) for device in devices)
+    if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
+        wanted = "all of them, as there are several processes" if count <= len(devices) else "no more than there are"
+        raise ConfigError(f"mesh of {count // fsdp} x {fsdp} devices; found {len(devices)} ({found}), wanted {wanted}")
+    if batch_size % (count * parts):
+        raise ConfigError(
+            f"batch_size is {batch_size}; wanted a multiple of {count * parts}: {count} devices ({found})"
+            + (f" and {parts} parts" if parts > 1 else "")
+            + "; choose another, or fewer devices (--mesh=data:1)"
+        )
+    shape = (count // fsdp, fsdp)
+    return Layout(Mesh(np.array(devices[:count]).reshape(shape), (DATA, FSDP)))
+
+
+def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Makes this process one of several that train together; before anything else is done with JAX.
+
+    Without arguments JAX asks the cluster.
+
+    Raises:
+        ConfigError: some are given and others are not, or the others cannot be reached.
+    """
+    given = (coordinator_address, num_processes, process_id)
+    if any(value is None for value in given) and any(value is not None for value in given):
+        raise ConfigError(
+            f"of several processes: coordinator_address is {coordinator_address}, num_processes {num_processes}, "
+            f"process_id {process_id}; wanted all three, or none"
+        )
+    try:
+        jax.distributed.initialize(coordinator_address, num_processes, process_id)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise ConfigError(f"the other processes cannot be reached ({reason}); is the first one running?") from error
+
+
+def _devices(name: str | None) -> list[Any]:
+    if name is None:
+        return jax.devices()
+    first = find_device(name)  # which says what there is when there is no such device
+    return [first] if ":" in name else jax.devices(first.platform)
+
+
+# Numbers below which an array lies whole on every device: it is small, and gathering takes longer than reading.
+SPLIT_FROM = 1 << 14
+AXIS = "model"
+# The place of all devices of all processes that have joined, `jaxmodels.devices`.
+HOSTS = "hosts"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Devices of one kind; what comes and goes is whole on each, weights are spread.
+
+    For policies too large for one device: each array is split along its largest axis that the devices divide, and XLA
+    moves what a product needs. Answers differ in the last bits from those of one device.
+    """
+
+    devices: tuple[Device, ...]
+
+    @property
+    def name(self) -> str:
+        """As `find_placement` reads it, e.g. ``cpu:0`` or ``cuda:0+cuda:1``."""
+        if self.is_shared:
+            return HOSTS
+        return "+".join(device_name(device) for device in self.devices)
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    @property
+    def is_host(self) -> bool:
+        """Whether arrays of the host are where they are computed on."""
+        return self.platform == "cpu" and len(self.devices) == 1
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether other processes have some of the devices: they then run the same programs in the same order."""
+        return any(device.process_index != jax.process_index() for device in self.devices)
+
+    def put(self, arrays: Any, shardings: Any) -> Any:
+        """A tree of arrays on the devices of this process, as one sharding for all or a tree of them says.
+
+        Of devices that other processes have, too, each process puts its own parts, and nothing travels between them:
+        all have to give the same numbers.
+        """
+        if not self.is_shared:
+            return jax.device_put(arrays, shardings)
+        if isinstance(shardings, jax.sharding.Sharding):
+            return jax.tree.map(lambda array: _part(array, shardings), arrays)
+        return jax.tree.map(_part, arrays, shardings)
+
+    @property
+    def whole(self) -> jax.sharding.Sharding:
+        """For what every device has all of."""
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    def spread(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        """For a weight of this shape."""
+        count = len(self.devices)
+        axes = [axis for axis, size in enumerate(shape) if size % count == 0]
+        if count == 1 or not axes or np.prod(shape) < SPLIT_FROM:
+            return self.whole
+        widest = max(axes, key=lambda axis: shape[axis])
+        return NamedSharding(
+            self._mesh, PartitionSpec(*(AXIS if axis == widest else None for axis in range(len(shape))))
+        )
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,))
+
+
+def find_placement(name: str | None) -> Placement:
+    """A device by name (see `find_device`), several with ``+`` between them, or ``hosts`` for all of all processes.
+
+    Raises:
+        ConfigError: there is no such device, one is named twice, or they are of different kinds.
+    """
+    if name == HOSTS:
+        return Placement(tuple(jax.devices()))
+    devices = (find_device(None),) if name is None else tuple(find_device(part.strip()) for part in name.split("+"))
+    if len(set(devices)) < len(devices) or len({device.platform for device in devices}) > 1:
+        raise ConfigError(f"device is {name!r}; wanted different devices of one kind, as cuda:0+cuda:1")
+    return Placement(devices)
+
+
+def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, ...]:
+    """Places as `find_placement` reads them, each of which is there.
+
+    Args:
+        asked: names, ``all`` for all devices of this process that JAX prefers, or numbers of those.
+        together: one place, over which a policy's weights are spread, instead of one for each.
+
+    Raises:
+        ConfigError: one of them is not there, or nothing can be spread over them.
+    """
+    mine = [device_name(device) for device in jax.local_devices()]
+    platform = jax.local_devices()[0].platform
+    named: list[str] = []
+    for name in asked:
+        named += mine if name == "all" else [f"{platform}:{name}" if name.isdecimal() else name]
+    return tuple(find_placement(place).name for place in (["+".join(named)] if together else named))
+
+
+def _part(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(array, jax.Array) and array.sharding == sharding:
+        return array
+    # `jax.device_put` would first compare what the processes gave, in a program of its own for each array.
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.asarray(host[index]))
+
+
+LAYERS = "layers"
+# Each attention's heads and each feed-forward's channels are split; everything between is whole on every device.
+TENSOR_PARALLEL: Mapping[str, str] = MappingProxyType({"heads": "model", "mlp": "model", "vocabulary": "model"})
+# Weights are spread over the devices that share a batch, and gathered where they are used.
+FULLY_SHARDED: Mapping[str, str] = MappingProxyType({"embed": "data"})
+
+
+def logical_axes(model: nnx.Module) -> dict[tuple[Any, ...], tuple[str | None, ...]]:
+    """Path of every variable to the names of its axes; None for an axis without a name."""
+    named = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        axes = variable.get_metadata().get("axes")
+        missing = len(variable.shape) - len(axes or ())
+        leading = (LAYERS,) * missing if axes is not None else (None,) * missing
+        named[path] = (*leading, *(axes or ()))
+    return named
+
+
+def shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> Any:
+    """A sharding for every variable, as a state of the model's structure.
+
+    Args:
+        rules: logical name to an axis of the mesh; a name without a rule is whole on every device, and so is an axis
+            whose size the mesh's does not divide.
+
+    Raises:
+        ConfigError: a rule names an axis the mesh does not have, or the mesh's axes are explicit.
+    """
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ConfigError(
+            "the mesh has explicit axes, as jax.make_mesh makes them; wanted jax.sharding.Mesh(devices, names), or "
+            "axis_types=(jax.sharding.AxisType.Auto,) for each of its axes"
+        )
+    unknown = sorted(set(rules.values()) - set(mesh.axis_names))
+    if unknown:
+        raise ConfigError(f"rules name {', '.join(unknown)}; the mesh has axes {', '.join(map(str, mesh.axis_names))}")
+    names = logical_axes(model)
+    state = nnx.state(model)
+    flat = [
+        (path, variable.replace(NamedSharding(mesh, _spec(variable.shape, names[path], mesh, rules))))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.from_flat_state(flat)
+
+
+def shard(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> None:
+    """Puts the weights of a model onto a mesh, in place; calls then run on all of its devices.
+
+    Inputs are spread by whoever calls, e.g. ``jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))``.
+    """
+    nnx.update(model, jax.device_put(nnx.state(model), shardings(model, mesh, rules)))
+
+
+def _spec(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh, rules: Mapping[str, str]) -> PartitionSpec:
+    axes: list[str | None] = []
+    for size, name in zip(shape, names, strict=True):
+        axis = rules.get(name) if name is not None else None
+        is_spread = axis is not None and axis not in axes and size % mesh.shape[axis] == 0
+        axes.append(axis if is_spread else None)
+    return PartitionSpec(*axes)
+
+
+def join_hosts(
+    count: int, number: int | None = None, coordinator: str | None = None, *, patience: float = 300.0
+) -> tuple[str, int]:
+    """Make this process one of several; before anything else is asked of JAX. Waits for the others.
+
+    Args:
+        count: of processes.
+        number: of this one, from 0; None where JAX finds out by itself who is there (TPU pods, Slurm, Open MPI).
+        coordinator: ``address:port`` of the process with the number 0, as all reach it; None likewise.
+        patience: seconds that the others are waited for.
+
+    Returns:
+        The place of all their devices, as `load_policy` takes it for a device, and how many these are.
+
+    Raises:
+        ConfigError: JAX had begun before, or the others did not come, or are not as many.
+    """
+    # Otherwise JAX ends this process when another one is gone, and takes SIGTERM for itself.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        if coordinator is None:
+            jax.distributed.initialize(initialization_timeout=int(patience))
+        else:
+            jax.distributed.initialize(
+                coordinator,
+                count,
+                number,
+                cluster_detection_method="deactivate",
+                initialization_timeout=int(patience),
+                # Its usual one is every address of the machine, and it asks nobody for a key.
+                coordinator_bind_address=coordinator if number == 0 else None,
+            )
+        devices = jax.devices()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"the hosts cannot be joined: {str(error)[:300]}") from error
+    if jax.process_count() != count:
+        raise ConfigError(f"JAX found {jax.process_count()} processes; wanted {count}")
+    return HOSTS, len(devices)

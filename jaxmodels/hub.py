@@ -1,4 +1,4 @@
-"""Policies, models and datasets of the Hugging Face Hub: a repo id and a revision to a local folder at one commit.
+"""Files of the Hugging Face Hub at one commit.
 
 Only files with known names are fetched, never a pickle. The only place of this package that uses a network.
 
@@ -41,7 +41,7 @@ from huggingface_hub.utils import (
     tqdm,
 )
 
-from jaxmodels.errors import HubError
+from jaxmodels.errors import ConfigError, HubError
 
 REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 # Names of what becomes a file here.
@@ -292,7 +292,7 @@ def fetch(
     Args:
         revision: branch, tag or commit; the default branch when None.
         files: their names in the repo, ``?`` and ``*`` for any letters; those of a policy unless told otherwise
-            (`jaxmodels.checkpoints.diffusers.files` for a model).
+            (`jaxmodels.transformer2d.diffusers_folder.files` for a model).
         kind: of the repo; policies are models.
         endpoint: the Hub's address; the environment's ``HF_ENDPOINT`` or the public Hub when None.
         on_progress: told ``Downloading`` at every hundredth, in several threads, and every second; when it raises, the
@@ -607,3 +607,31 @@ def _end(threads: Sequence[threading.Thread]) -> None:
                 close_session()
                 return
         time.sleep(QUIET / 10)
+
+
+__all__ = ["POLICY_FILES", "find_policy"]
+
+
+def find_policy(
+    path_or_repo: str | Path,
+    revision: str | None = None,
+    *,
+    on_progress: Callable[[str], None] | None = None,
+    largest: int | None = None,
+) -> tuple[Path, str | None]:
+    """The folder of a policy's files, and the commit where it is a repo's.
+
+    Args:
+        path_or_repo, revision, on_progress, largest: as of `jaxmodels.load_policy`.
+
+    Raises:
+        HubError: the repo cannot be fetched, or is larger.
+        ConfigError: a revision of a folder.
+    """
+    folder = Path(os.path.expanduser(path_or_repo))  # leaves a "~nobody" as it is, where Path would raise
+    if not str(path_or_repo) or not folder.is_dir():
+        folder = fetch(str(path_or_repo), revision, on_progress=on_progress, largest=largest)
+        return folder, folder.name  # the Hub's cache names a snapshot by its commit
+    if revision is not None:
+        raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
+    return folder, None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmodels.errors import CheckpointError
-from jaxmodels.features import ACTION, Feature
+from jaxmodels.types import ACTION, Feature
 
 EPSILON = 1e-8
 

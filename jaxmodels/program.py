@@ -16,10 +16,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxmodels.compile_cache import use_compile_cache
-from jaxmodels.devices import exact_products
+from jaxmodels.cache_dirs import use_compile_cache
+from jaxmodels.devices import Placement, exact_products
 from jaxmodels.normalization import Affine
-from jaxmodels.placement import Placement
 from jaxmodels.types import Language, Observation, Prefix
 
 Size: TypeAlias = tuple[int, int]

@@ -2,7 +2,7 @@
 
 A config is a stranger's: its numbers size loops, tables and programs. A field says what is possible at all,
 ``n_layers: Annotated[int, Range(1, 256)] = 6``, generously for checkpoints that exist; whether what follows from all
-of them together fits is a question of its own (jaxmodels/sizes.py). Imports no JAX.
+of them together fits is a question of its own (jaxmodels/memory.py). Imports no JAX.
 """
 
 import math

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxmodels.checkpoints.diffusers_config import read_block_config
-from jaxmodels.checkpoints.diffusers_names import places
+from jaxmodels.transformer2d.diffusers_config import read_block_config
+from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from tests.compiling import compiling_quickly
 
 GUIDE = Path(__file__).parent.parent / "docs" / "transformer2d.md"
@@ -44,7 +44,7 @@ def write_unet(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(UNET))
     tensors = {
         f"{prefix}.{place.theirs}": random.standard_normal(place.shape, np.float32)
-        for place in places(read_block_config(UNET, prefix))
+        for place in tensor_names(read_block_config(UNET, prefix))
     }
     tensors["conv_in.bias"] = np.zeros(16, np.float32)
     save_file(tensors, folder / "diffusion_pytorch_model.safetensors")

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
-from jaxmodels.features import Feature
 from jaxmodels.normalization import from_stats
+from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
+from jaxmodels.types import Feature
 from jaxmodels.weights import flatten
 from service.app import create_app
 from service.serving import listen, serving
@@ -63,7 +63,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
     normalization = from_stats(inputs, outputs, config.normalization_mapping, stats)
     folder = tmp_path_factory.mktemp("policy") / "act"
-    lerobot.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=RATE, joint_names=JOINTS)))
+    lerobot_folder.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=RATE, joint_names=JOINTS)))
     return folder
 
 

@@ -23,7 +23,7 @@ PUBLIC = (
     "jaxmodels.policies.diffusion2d",
     "jaxmodels.policies.tokens2d",
     "jaxmodels.samplers",
-    "jaxmodels.sharding",
+    "jaxmodels.devices",
     "jaxmodels.text",
     "jaxmodels.training",
     "jaxmodels.transformer2d",

@@ -323,14 +323,14 @@ FAULTS = (
     # Models.
     Fault(
         "weights that are not finite are loaded",
-        "jaxmodels/checkpoints/lerobot.py",
+        "jaxmodels/policies/lerobot_folder.py",
         "if wrong := not_finite(weights):",
         "if wrong := not_finite({}):",
         _tests("jaxmodels", k="checkpoints and (finite or nan or NaN or infinity)"),
     ),
     Fault(
         "a file of ever so many tensors is read",
-        "jaxmodels/checkpoints/safetensors_file.py",
+        "jaxmodels/checkpoints/files.py",
         "TENSOR_LIMIT = 10_000",
         "TENSOR_LIMIT = 10_000_000",
         _tests("service/engine/test_loading.py", k="count"),
@@ -351,7 +351,7 @@ FAULTS = (
     ),
     Fault(
         "an executed action is not held to its plan",
-        "jaxmodels/samplers/rtc.py",
+        "jaxmodels/samplers/real_time_chunking.py",
         "return jnp.where(place < delay, 1.0,",
         "return jnp.where(place < delay + 1, 1.0,",
         _tests("jaxmodels/samplers/test_rtc.py"),

@@ -1,4 +1,7 @@
-"""Weights of a vision backbone that was trained on ImageNet, from a file, a folder or a repo of the Hub.
+"""ImageNet vision backbones from torchvision or timm files.
+
+Sources: torchvision/models/resnet.py; timm/models/resnet.py (its variants with a deep stem or average pooling before
+the skip's convolution, ``resnet18d`` and the like, are other networks and have other names).
 
 Read are safetensors with torchvision's names, which are timm's too: all of a ResNet but its classifier must be there,
 in the right shapes, and nothing else.
@@ -12,14 +15,43 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxmodels.checkpoints.backbone_names import backbone_tensor
-from jaxmodels.checkpoints.json_file import read_json
-from jaxmodels.checkpoints.layouts import read_tensors, their_shapes
-from jaxmodels.checkpoints.safetensors_file import NEVER_USED, find_floats
+from jaxmodels.checkpoints.files import NEVER_USED, find_floats, read_json
+from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, SAME, Tensor, read_tensors, their_shapes
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.hub import fetch
-from jaxmodels.layers.resnet import RESNETS, ResNet
+from jaxmodels.layers.vision import RESNETS, ResNet
 from jaxmodels.weights import Blueprint, blueprint, check_fit, not_finite
+
+NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "running_var"}
+
+
+def backbone_tensor(name: str, *, ours: str = "", theirs: str = "") -> Tensor:
+    """The tensor of one weight. Layers of our own small backbone, which has no counterpart there, keep our names.
+
+    Args:
+        name: ours, within the backbone, e.g. ``stages.0.1.norms.0.scale``.
+        ours, theirs: prefixes of the policy that the backbone is part of, e.g. ``backbone.`` and ``model.backbone.``.
+    """
+    layer, _, last = name.rpartition(".")
+    match layer.split("."):
+        case ["stem"]:
+            place = "conv1"
+        case ["stem_norm"]:
+            place = "bn1"
+        case ["stages", stage, block, "convolutions", i]:
+            place = f"layer{int(stage) + 1}.{block}.conv{int(i) + 1}"
+        case ["stages", stage, block, "norms", i]:
+            place = f"layer{int(stage) + 1}.{block}.bn{int(i) + 1}"
+        case ["stages", stage, block, "skip"]:
+            place = f"layer{int(stage) + 1}.{block}.downsample.0"
+        case ["stages", stage, block, "skip_norm"]:
+            place = f"layer{int(stage) + 1}.{block}.downsample.1"
+        case _:
+            place = layer
+    if last == "kernel":
+        return Tensor(f"{theirs}{place}.weight", (ours + name,), CONVOLUTION)
+    return Tensor(f"{theirs}{place}.{NORM[last]}", (ours + name,), SAME)
+
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SAFETENSORS = ".safetensors"

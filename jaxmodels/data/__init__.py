@@ -5,7 +5,7 @@ Names are looked up when first used, so that importing this package imports neit
 
 from typing import TYPE_CHECKING, Any
 
-from jaxmodels.lazy_names import lazy_names
+from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.data.dataset import Dataset, open_dataset

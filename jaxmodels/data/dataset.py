@@ -1,22 +1,26 @@
-"""A LeRobotDataset that is open: numbers in memory, frames decoded when they are asked for."""
+"""Open dataset, local or fetched; frames decoded on demand."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
-
-from jaxmodels.checkpoints.json_file import read_json
-from jaxmodels.data import layout
-from jaxmodels.data.info import read_info
-from jaxmodels.data.pictures import StillFrames, VideoFrames
-from jaxmodels.data.places import choose, read_places, read_tasks
+from jaxmodels.checkpoints.files import read_json
+from jaxmodels.data import metadata
+from jaxmodels.data.metadata import read_info
+from jaxmodels.data.rows import StillFrames, VideoFrames
+from jaxmodels.data.metadata import choose, read_places, read_tasks
 from jaxmodels.data.rows import Rows
 from jaxmodels.data.statistics import NAMES, Arrays, Colours, as_arrays, of_vectors
 from jaxmodels.errors import CheckpointError, DatasetError
-from jaxmodels.features import Feature
+from jaxmodels.types import Feature
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from jaxmodels import hub
+from jaxmodels.data import metadata
+from jaxmodels.data.metadata import read_info
+from jaxmodels.data.metadata import choose, read_places
 
 # Frames that are looked at, evenly over the dataset, when nobody wrote down what the colours are like.
 LOOKED_AT = 1000
@@ -83,7 +87,7 @@ class Dataset:
     @property
     def joint_names(self) -> tuple[str, ...] | None:
         """Of the actions, or None when the dataset does not say."""
-        return self.feature(layout.ACTION).names
+        return self.feature(metadata.ACTION).names
 
     @property
     def cameras(self) -> tuple[Feature, ...]:
@@ -190,10 +194,10 @@ class Dataset:
         return found
 
     def _written(self) -> dict[str, Arrays]:
-        path = self.folder / layout.STATS
-        if not self._is_whole or self.version != layout.VERSION or not path.is_file():
+        path = self.folder / metadata.STATS
+        if not self._is_whole or self.version != metadata.VERSION or not path.is_file():
             return {}
-        where = f"{self.folder.name}: {layout.STATS}"
+        where = f"{self.folder.name}: {metadata.STATS}"
         try:
             found = read_json(path)
         except CheckpointError as error:
@@ -232,9 +236,42 @@ def open_dataset(
     """
     folder = Path(path_or_repo)
     if not folder.is_dir():
-        from jaxmodels.data.remote import fetch_dataset
+        pass
 
         folder = fetch_dataset(str(path_or_repo), revision, episodes, on_progress)
     elif revision is not None:
         raise DatasetError(f"{folder} is a folder here; a revision is of a repo of the Hub")
     return Dataset(folder, episodes)
+
+
+META = (
+    metadata.INFO,
+    metadata.STATS,
+    metadata.TASKS,
+    "meta/episodes/chunk-*/file-*.parquet",
+    metadata.OLD_TASKS,
+    metadata.OLD_EPISODES,
+)
+ALL = ("data/chunk-*/*.parquet", "videos/*/*.mp4")
+
+
+def fetch_dataset(
+    repo_id: str,
+    revision: str | None,
+    episodes: Sequence[int] | None,
+    on_progress: Callable[[str], None] | None,
+) -> Path:
+    """The folder of a dataset's files at one commit.
+
+    Raises:
+        HubError: the repo cannot be fetched.
+        DatasetError: what it holds is no dataset.
+    """
+    folder = hub.fetch(repo_id, revision, files=META, kind="dataset", on_progress=on_progress)
+    places = choose(folder, read_places(folder, read_info(folder)), episodes)
+    files = {place.rows for place in places} | {file for place in places for file, _ in place.videos.values()}
+    # Each name is compared with each pattern: of a whole dataset two are enough.
+    wanted = sorted(files) if episodes is not None else ALL
+    # The same commit, even when somebody pushes meanwhile: a snapshot's folder is called after it.
+    commit = folder.name
+    return hub.fetch(repo_id, commit, files=(*META, *wanted), kind="dataset", on_progress=on_progress)

@@ -1,5 +1,12 @@
-"""Demonstrations into a LeRobotDataset v3.0 folder, as lerobot 0.4 reads it; without lerobot and without torch."""
+"""Writes LeRobotDataset v3."""
 
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+import numpy as np
+import pyarrow as pa
+from jaxmodels.data import metadata
+from jaxmodels.data.video import CODEC, CameraFiles
 import errno
 import glob
 import json
@@ -11,17 +18,82 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as parquet
-
-from jaxmodels.data import layout
+from jaxmodels.data import metadata
 from jaxmodels.data.statistics import of_vectors
-from jaxmodels.data.tables import column, features_of, tasks_table, vectors_table
-from jaxmodels.data.video_writer import CameraFiles
+from jaxmodels.data.video import CameraFiles
 from jaxmodels.errors import DatasetError
+
+def vectors_table(columns: Mapping[str, np.ndarray]) -> pa.Table:
+    """Vectors as lists of a fixed size, single values plain."""
+    found = {}
+    for name, values in columns.items():
+        flat = pa.array(values.ravel())
+        is_single = name in metadata.INDICES
+        found[name] = flat if is_single else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+    return pa.table(found)
+
+
+def column(values: pa.ChunkedArray) -> np.ndarray:
+    """(n, d) of a column of such a table."""
+    whole = values.combine_chunks()
+    if isinstance(whole, pa.FixedSizeListArray):
+        return whole.flatten().to_numpy().reshape(len(whole), -1)
+    return whole.to_numpy()[:, None]
+
+
+def tasks_table(tasks: Sequence[str]) -> pa.Table:
+    """Tasks with their number. LeRobot reads them with pandas, which wants the text as the index of its frame."""
+    index = "__index_level_0__"
+    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), index: pa.array(tasks, pa.string())})
+
+    def described(field: str, kind: str, numpy: str, name: str | None) -> dict[str, object]:
+        return {"name": name, "field_name": field, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
+
+    labels = {**described("", "unicode", "object", None), "field_name": None, "metadata": {"encoding": "UTF-8"}}
+    pandas = {
+        "index_columns": [index],
+        "column_indexes": [labels],
+        "columns": [
+            described("task_index", "int64", "int64", "task_index"),
+            described(index, "unicode", "object", None),
+        ],
+        "creator": {"library": "pyarrow", "version": pa.__version__},
+        "pandas_version": "2.2.0",
+    }
+    return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
+
+
+def features_of(
+    names: Mapping[str, Sequence[str]], cameras: Mapping[str, CameraFiles], rate: int | float
+) -> dict[str, dict[str, Any]]:
+    """What ``info.json`` says of each column."""
+    features: dict[str, dict[str, Any]] = {
+        name: {"dtype": "float32", "shape": [len(numbers)], "names": list(numbers)} for name, numbers in names.items()
+    }
+    for key, files in cameras.items():
+        height, width = files.size
+        features[key] = {
+            "dtype": "video",
+            "shape": [height, width, 3],
+            "names": ["height", "width", "channels"],
+            "info": {
+                "video.height": height,
+                "video.width": width,
+                "video.codec": CODEC,
+                "video.pix_fmt": files.format,
+                "video.is_depth_map": False,
+                "video.fps": rate,
+                "video.channels": 3,
+                "has_audio": False,
+            },
+        }
+    indices = {name: {"dtype": kind, "shape": [1], "names": None} for name, kind in metadata.INDICES.items()}
+    return features | indices
+
 
 # How the folder of one that is not finished ends; before it are the folder's name and who writes it.
 PARTIAL = ".partial"
@@ -74,16 +146,16 @@ class DatasetWriter:
             raise DatasetError(f"a rate of {fps}; wanted a number above 0")
         if not joint_names:
             raise DatasetError("a dataset without joints; wanted a name for each number of an action")
-        keys = [f"{layout.IMAGES}{camera}" for camera in cameras]
-        if wrong := [key for key in keys if not layout.FEATURE_NAME.fullmatch(key)]:
+        keys = [f"{metadata.IMAGES}{camera}" for camera in cameras]
+        if wrong := [key for key in keys if not metadata.FEATURE_NAME.fullmatch(key)]:
             raise DatasetError(f"{', '.join(wrong)}: no name for a feature of a dataset")
         self.episodes = self.frames = 0
         self._folder, self._fps, self._robot_type = folder, fps, robot_type
         # Its own, because two may be making the same one: the first that is done gets the name.
         self._partial = folder.with_name(f"{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{PARTIAL}")
-        self._names = {layout.STATE: list(joint_names), layout.ACTION: list(joint_names)}
+        self._names = {metadata.STATE: list(joint_names), metadata.ACTION: list(joint_names)}
         if environment_state:
-            self._names[layout.ENVIRONMENT_STATE] = list(environment_state)
+            self._names[metadata.ENVIRONMENT_STATE] = list(environment_state)
         rate = Fraction(fps).limit_denominator(1000)
         self._cameras = {key: CameraFiles(self._partial, key, rate) for key in keys}
         self._steps: list[dict[str, np.ndarray]] = []
@@ -196,13 +268,13 @@ class DatasetWriter:
         for files in self._cameras.values():
             files.close()
         data = pa.concat_tables(self._data)
-        self._write(layout.DATA.format(chunk_index=0, file_index=0), data)
-        self._write(layout.EPISODES.format(chunk_index=0, file_index=0), pa.Table.from_pylist(self._rows))
-        self._write(layout.TASKS, tasks_table(list(self._tasks)))
+        self._write(metadata.DATA.format(chunk_index=0, file_index=0), data)
+        self._write(metadata.EPISODES.format(chunk_index=0, file_index=0), pa.Table.from_pylist(self._rows))
+        self._write(metadata.TASKS, tasks_table(list(self._tasks)))
         stats = {name: of_vectors(column(data[name])) for name in data.column_names}
         stats |= {key: files.colours.stats() for key, files in self._cameras.items()}
-        self._write_json(layout.INFO, self._info())
-        self._write_json(layout.STATS, stats)
+        self._write_json(metadata.INFO, self._info())
+        self._write_json(metadata.STATS, stats)
         try:
             self._partial.rename(self._folder)
         except OSError as error:
@@ -223,17 +295,17 @@ class DatasetWriter:
     def _info(self) -> dict[str, Any]:
         rate = int(self._fps) if self._fps == int(self._fps) else self._fps
         return {
-            "codebase_version": layout.VERSION,
+            "codebase_version": metadata.VERSION,
             "robot_type": self._robot_type,
             "total_episodes": self.episodes,
             "total_frames": self.frames,
             "total_tasks": len(self._tasks),
-            "chunks_size": layout.CHUNK_FILES,
-            "data_files_size_in_mb": layout.DATA_MEGABYTES,
-            "video_files_size_in_mb": layout.VIDEO_MEGABYTES,
+            "chunks_size": metadata.CHUNK_FILES,
+            "data_files_size_in_mb": metadata.DATA_MEGABYTES,
+            "video_files_size_in_mb": metadata.VIDEO_MEGABYTES,
             "fps": rate,
             "splits": {"train": f"0:{self.episodes}"},
-            "data_path": layout.DATA,
-            "video_path": layout.VIDEO if self._cameras else None,
+            "data_path": metadata.DATA,
+            "video_path": metadata.VIDEO if self._cameras else None,
             "features": features_of(self._names, self._cameras, rate),
         }

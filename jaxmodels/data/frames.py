@@ -1,10 +1,20 @@
-"""Frames in the size a policy looks at, made as its serving program makes them."""
+"""Resized frames in a memory-mapped cache."""
 
 from functools import lru_cache
-
 import numpy as np
 from jaxtyping import UInt8
-
+import hashlib
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import numpy as np
+from filelock import FileLock
+from jaxmodels.cache_dirs import cache_folder
+from jaxmodels.data.dataset import Dataset
 
 def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "n h2 w2 3"]:
     """Frames at (height, width): linear with anti-aliasing as ``jax.image.resize``, rounded to pixels.
@@ -37,3 +47,120 @@ def _weights(size: int, wanted: int) -> np.ndarray:
     distance = np.abs(centres[:, None] - np.arange(size)) / max(scale, 1.0)
     weights = np.maximum(0.0, 1.0 - distance)
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
+VARIABLE = "ROBOJAX_FRAME_CACHE"
+# Of all datasets together. A 96x96 frame has 28 kB, one of 480x640 0.9 MB.
+LIMIT = 32 << 30
+# Left on the disk for everybody else.
+SPARE = 2 << 30
+PART = 32  # frames that are decoded together
+SUFFIX, UNFINISHED = ".frames", ".partial"
+
+logger = logging.getLogger(__name__)
+
+
+def frames_folder() -> Path | None:
+    """``ROBOJAX_FRAME_CACHE`` (a folder, or ``off``), else ``robojax/frames`` in the user's cache folder."""
+    return cache_folder("frames", os.environ.get(VARIABLE))
+
+
+def cached_frames(
+    folder: Path,
+    dataset: Dataset,
+    camera: str,
+    size: tuple[int, int],
+    *,
+    workers: int,
+    limit: int = LIMIT,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> np.ndarray | None:
+    """(n, h, w, 3) uint8, read-only and on the disk; None when there is no room for it or it cannot be written.
+
+    Frames of other datasets that were not used for the longest time make room.
+
+    Args:
+        on_progress: told how many frames are decoded, and of how many.
+
+    Raises:
+        DatasetError: a frame cannot be read.
+    """
+    key = hashlib.sha256(repr((dataset.fingerprint, camera, size)).encode()).hexdigest()[:32]
+    path, shape = folder / f"{key}{SUFFIX}", (len(dataset), *size, 3)
+    wanted = int(np.prod(shape))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # two would decode everything twice
+            if not (path.is_file() and path.stat().st_size == wanted):
+                if not _make_room(folder, wanted, limit):
+                    logger.info("%s: %s is decoded anew for each batch: its frames have %d bytes and the cache's limit "
+                                "is %d", dataset.folder.name, camera, wanted, limit)  # fmt: skip
+                    return None
+                _fill(path, dataset, camera, size, workers, on_progress)
+            os.utime(path)  # when it was used last
+        return np.memmap(path, np.uint8, "r", shape=shape)
+    except OSError as error:
+        logger.warning("%s: %s is decoded anew for each batch: %s cannot be used (%s); set %s to a folder that can be "
+                       "written", dataset.folder.name, camera, folder, error, VARIABLE)  # fmt: skip
+        return None
+
+
+def _fill(
+    path: Path,
+    dataset: Dataset,
+    camera: str,
+    size: tuple[int, int],
+    workers: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    partial = path.with_suffix(UNFINISHED)
+    frame, rows, done, counting = int(np.prod((*size, 3))), len(dataset), 0, threading.Lock()
+    # A stretch of neighbours for each thread: frames after each other are decoded without a jump.
+    stretches = [part for part in np.array_split(np.arange(rows), workers) if len(part)]
+
+    def decode(stretch: np.ndarray) -> None:
+        nonlocal done
+        for start in range(0, len(stretch), PART):
+            part = stretch[start : start + PART]
+            pixels = resize_frames(dataset.frames(camera, part), size)
+            # Written, not stored through a mapping: a full disk is an error here, and the end of the process there.
+            _write_whole(file.fileno(), pixels.tobytes(), int(part[0]) * frame)
+            with counting:
+                done += len(part)
+                if on_progress is not None:
+                    on_progress(done, rows)
+
+    try:
+        with partial.open("wb") as file, ThreadPoolExecutor(workers, "decode") as pool:
+            running = [pool.submit(decode, stretch) for stretch in stretches]
+            try:
+                for future in running:
+                    future.result()
+            finally:
+                for future in running:
+                    future.cancel()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_whole(descriptor: int, data: bytes, offset: int) -> None:
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def _make_room(folder: Path, wanted: int, limit: int) -> bool:
+    """Whether so many bytes fit, after the frames that were not used for the longest time were removed."""
+    there = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    sizes = {path: path.stat().st_size for path in there}
+    free = shutil.disk_usage(folder).free
+    if wanted > limit or wanted + SPARE > free + sum(sizes.values()):
+        return False
+    while sum(sizes.values()) + wanted > limit or wanted + SPARE > free:
+        oldest = next(iter(sizes))
+        oldest.unlink(missing_ok=True)  # whoever reads it keeps what is mapped
+        free += sizes.pop(oldest)
+    return True

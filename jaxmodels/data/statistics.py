@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.errors import DatasetError
-from jaxmodels.features import Feature
+from jaxmodels.types import Feature
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 # So many frames of an episode are looked at, and so many pixels of a row and a column: colours need no more.

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmodels.layers.kernels import blocked, cudnn, flash, whole
+from jaxmodels.layers import attention_kernels
 
 # Xavier over the joint query-key-value matrix, as torch.nn.MultiheadAttention starts: fan_out is three widths.
 _joint_init = nnx.initializers.variance_scaling(0.5, "fan_avg", "uniform")
@@ -43,13 +43,13 @@ def attend(
     if bias is not None:
         bias = lax.stop_gradient(bias)  # cuDNN's backward pass knows none for a bias that is repeated
     if rngs is not None and rate > 0.0:
-        return whole.attend(query, key, value, bias, rate, rngs)
-    own: dict[str, Callable[..., Array]] = {"cpu": blocked.attend}
-    if cudnn.takes(query, key, bias):
-        own["cuda"] = cudnn.attend
-    if flash.takes(query, key, bias):
-        own["tpu"] = flash.attend
-    return lax.platform_dependent(query, key, value, bias, default=whole.attend_in_parts, **own)
+        return attention_kernels.attend_whole(query, key, value, bias, rate, rngs)
+    own: dict[str, Callable[..., Array]] = {"cpu": attention_kernels.attend_blocked}
+    if attention_kernels.cudnn_takes(query, key, bias):
+        own["cuda"] = attention_kernels.attend_cudnn
+    if attention_kernels.flash_takes(query, key, bias):
+        own["tpu"] = attention_kernels.attend_flash
+    return lax.platform_dependent(query, key, value, bias, default=attention_kernels.attend_in_parts, **own)
 
 
 class Attention(nnx.Module):

@@ -1,4 +1,4 @@
-"""The two-layer perceptron of a transformer block, with the activations that checkpoints ask for."""
+"""Feed-forward layer, activations, dropout."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,8 +12,26 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxmodels.layers.dropout import dropout
-from jaxmodels.layers.kernels.whole import split_queries
+
+def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float[Array, "..."]:
+    """Zeroes a share `rate` of `x` and scales the rest up; without `rngs` gives `x` back.
+
+    A stateful dropout layer would put random keys among the weights, and serving and checkpoints would have to
+    carry them; so the keys come with the call, from the stream ``dropout``.
+    """
+    if rngs is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(rngs.dropout(), 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def split_rows(x: Float[Array, "..."], axis: int, parts: int) -> Float[Array, "parts ..."]:
+    """`x` in equal parts along one axis, in front; zeros fill up the last."""
+    size = math.ceil(x.shape[axis] / parts)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, parts * size - x.shape[axis])
+    shape = (*x.shape[:axis], parts, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(jnp.pad(x, padding).reshape(shape), axis, 0)
 
 
 def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -127,10 +145,10 @@ class FeedForward(nnx.Module):
     def _forward_in_parts(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         """Some tokens after the other, whose hidden channels never leave the cache."""
         tokens = x.reshape(-1, x.shape[-1])
-        parts = split_queries(tokens, 0, math.ceil(len(tokens) / ROWS))
+        parts = split_rows(tokens, 0, math.ceil(len(tokens) / ROWS))
         return lax.map(self._forward, parts).reshape(-1, x.shape[-1])[: len(tokens)].reshape(x.shape)
 
 
-# Logical axes, for those who spread a model over devices (jaxmodels/sharding.py).
+# Logical axes, for those who spread a model over devices (jaxmodels/devices.py).
 _UP, _UP_BIAS = {"axes": ("embed", "mlp")}, {"axes": ("mlp",)}
 _DOWN, _DOWN_BIAS = {"axes": ("mlp", "embed")}, {"axes": ("embed",)}

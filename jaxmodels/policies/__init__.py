@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.sizes import Sizes
+from jaxmodels.memory import Sizes
 from jaxmodels.types import Language
 
 

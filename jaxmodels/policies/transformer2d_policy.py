@@ -1,4 +1,4 @@
-"""A kind of policy on the 2D transformer: all that does not depend on what a chunk of actions is made of.
+"""Base of policies on the 2D transformer.
 
 A new kind is a config (`Transformer2dPolicyConfig`), a model (`Transformer2dPolicy`) with a ``transformer`` and a
 ``loss``, and an `act`; `transformer2d_policy_type` makes the entry of the registry out of them.
@@ -11,19 +11,114 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmodels.checkpoints.layouts import SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor
+from jaxmodels.errors import InputError
+from jaxmodels.layers.embeddings import sinusoidal_2d
+from jaxmodels.layers.norm import LayerNorm
+from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.observation_tokens import ObservationTokens
-from jaxmodels.policies.policy_config import SMALL_CNN
-from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig
-from jaxmodels.policies.transformer2d_sizes import sizes
+from jaxmodels.policies.config import SMALL_CNN
+from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig, sizes
 from jaxmodels.text import text_encoder
-from jaxmodels.types import Language
+from jaxmodels.transformer2d.attention import Dtypes, to_bias
+from jaxmodels.transformer2d.block import Biases, Modulation, Seen
+from jaxmodels.transformer2d.network import Execution, run_blocks, stack_blocks
+from jaxmodels.types import Language, Observation
 from jaxmodels.weights import blueprint
+
+# About as large as the features they are added to, so that two cameras are told apart from the first step.
+_embedding_init = nnx.initializers.normal(0.5)
+
+
+class ObservationTokens(nnx.Module):
+    """State, environment state, each camera's feature map row by row, and what the instruction says.
+
+    Each kind has a projection and a learned embedding of its own (all cameras share backbone and projection); pixels of
+    a feature map have fixed positions. An instruction also scales and shifts the channels of feature maps (FiLM, arXiv
+    1709.07871, as in RT-1): what it asks for stands out in them, which attention alone learns slowly. With
+    `n_encoder_layers` the tokens then look at each other, in plain blocks of the 2D transformer: that costs once per
+    chunk what each step of a sampler would cost again.
+    """
+
+    def __init__(self, config: Transformer2dPolicyConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        width = config.dim_model
+        self.config = config
+        if config.state is not None:
+            self.state_in = nnx.Linear(config.state.shape[0], width, rngs=rngs)
+        if config.environment_state is not None:
+            self.environment_in = nnx.Linear(config.environment_state.shape[0], width, rngs=rngs)
+        if config.cameras:
+            name = config.vision_backbone
+            self.backbone = ResNet(name, rngs=rngs) if name in RESNETS else SmallCnn(rngs=rngs)
+            self.image_in = nnx.Linear(self.backbone.width, width, rngs=rngs)
+        if config.text_encoder is not None:
+            self.language_in = nnx.Linear(config.text_encoder.width, width, rngs=rngs)
+            if config.cameras:
+                self.film = nnx.Linear(config.text_encoder.width, 2 * width, rngs=rngs)
+        kinds = sum(part is not None for part in (config.state, config.environment_state, config.text_encoder))
+        self.embeddings = nnx.Param(_embedding_init(rngs.params(), (kinds + len(config.cameras), width)))
+        if config.looking is not None:
+            self.blocks = stack_blocks(config.looking, Dtypes(dtype, dtype), rngs)
+        self.norm = LayerNorm(width)
+
+    def __call__(
+        self, observation: Observation, rngs: nnx.Rngs | None = None
+    ) -> tuple[Float[Array, "b n d"], Bool[Array, "b n"] | None]:
+        """The tokens of a normalised observation, and which of them count; None when all do.
+
+        Args:
+            rngs: switches dropout on.
+
+        Raises:
+            InputError: the policy reads language, and the observation has none.
+        """
+        config = self.config
+        said = observation.language if config.text_encoder is not None else None
+        if config.text_encoder is not None and said is None:
+            raise InputError("the observation has no language; this policy wants an instruction (model.read)")
+        parts = []
+        if config.state is not None:
+            parts.append(self.state_in(observation.state)[:, None])
+        if config.environment_state is not None:
+            parts.append(self.environment_in(observation.environment_state)[:, None])
+        for image in observation.images:
+            features = self.image_in(self.backbone(image))
+            if said is not None:
+                scale, shift = jnp.split(self.film(_mean(said))[:, None, None], 2, axis=-1)
+                features = features * (1 + scale) + shift
+            positions = sinusoidal_2d(features.shape[1], features.shape[2], config.dim_model)
+            parts.append(rearrange(features + jnp.asarray(positions, features.dtype), "b h w d -> b (h w) d"))
+        mask = None
+        if said is not None:
+            silent = jnp.ones((said.mask.shape[0], sum(part.shape[1] for part in parts)), bool)
+            mask = jnp.concatenate((silent, said.mask), axis=1)
+            parts.append(self.language_in(said.tokens))
+        kinds = self.embeddings[...]
+        tokens = jnp.concatenate([part + kinds[kind] for kind, part in enumerate(parts)], axis=1)
+        return self.norm(self._look_around(tokens, mask, rngs)), mask
+
+    def _look_around(
+        self, tokens: Float[Array, "b n d"], mask: Bool[Array, "b n"] | None, rngs: nnx.Rngs | None
+    ) -> Float[Array, "b n d"]:
+        if not self.config.n_encoder_layers:
+            return tokens
+        bias = None if mask is None else to_bias(mask, tokens.shape[0], self.config.n_heads)
+        key = None if rngs is None or self.config.dropout == 0 else rngs.dropout()
+        return run_blocks(
+            self.blocks, tokens, Modulation(), Seen(), Biases(bias), Execution(scan=True, remat=False), key=key
+        )
+
+
+def _mean(said: Language) -> Float[Array, "b d"]:
+    """Of the tokens that count."""
+    counts = said.mask[..., None].astype(said.tokens.dtype)
+    return (said.tokens * counts).sum(1) / counts.sum(1)
+
 
 # For one 96x96 camera, and a CPU.
 SMALL = MappingProxyType(

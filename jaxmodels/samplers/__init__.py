@@ -12,17 +12,21 @@ A sampler takes ``predict(x, t)`` and a shape, and knows nothing of what is samp
 The steps are public: a loop of one's own, or a `predict` that looks at its x and t and corrects, needs nothing else.
 """
 
-from jaxmodels.samplers.classes import Tokens, truncate
-from jaxmodels.samplers.diffusion import ddim, ddim_step, ddpm, ddpm_step
+from jaxmodels.samplers.diffusion import DiffusionRow, NoiseSchedule, ddim, ddim_step, ddpm, ddpm_step
 from jaxmodels.samplers.flow import FlowRow, FlowSchedule, euler_step, flow_euler, flow_heun
-from jaxmodels.samplers.guidance import combine, combine_log, guide
-from jaxmodels.samplers.loop import Known
-from jaxmodels.samplers.masked import MaskRow, MaskSchedule, maskgit, maskgit_step
-from jaxmodels.samplers.noise_schedule import DiffusionRow, NoiseSchedule
-from jaxmodels.samplers.rtc import begin_with, continuing, pull, soft_mask
-from jaxmodels.samplers.trained_prefix import Example, draw_delays, example, given
-from jaxmodels.samplers.vq_diffusion import posterior, vq_diffusion, vq_step
-from jaxmodels.samplers.vq_schedule import Rates, VQRow, VQSchedule
+from jaxmodels.samplers.maskgit import MaskRow, MaskSchedule, maskgit, maskgit_step
+from jaxmodels.samplers.real_time_chunking import (
+    Example,
+    begin_with,
+    continuing,
+    draw_delays,
+    example,
+    given,
+    pull,
+    soft_mask,
+)
+from jaxmodels.samplers.sampling import Known, Tokens, combine, combine_log, guide, truncate
+from jaxmodels.samplers.vq_diffusion import Rates, VQRow, VQSchedule, posterior, vq_diffusion, vq_step
 
 __all__ = [
     "DiffusionRow",

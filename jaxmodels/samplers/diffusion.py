@@ -1,14 +1,197 @@
-"""DDPM and DDIM: from noise to a sample by taking away what a model says is noise."""
+"""DDPM and DDIM with their noise schedules."""
 
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxmodels.samplers.loop import Known, Predict, check_prediction, first_noise, run_steps, with_operands
-from jaxmodels.samplers.noise_schedule import DiffusionRow, NoiseSchedule, diffuse
+from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.ranges import POSITIVE, Range, shown, wrong_numbers
+from jaxmodels.samplers.sampling import Known, Predict, check_prediction, first_noise, run_steps, with_operands
+
+BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
+SPACINGS = ("leading", "trailing", "linspace")
+VARIANCE_TYPES = ("fixed_small", "fixed_large")
+TIMESTEPS = Range(1, 100_000)  # that a model was trained with; there is a table of them
+_BETA = Range(0, 1, above=True, below=True)
+
+
+class DiffusionRow(NamedTuple):
+    """One step of a sampler; with a leading axis, all of them.
+
+    Attributes:
+        timestep: what the model is told.
+        alpha: share of the clean sample's variance at this timestep (diffusers' alphas_cumprod).
+        next_alpha: the same after the step.
+    """
+
+    timestep: Int[Any, "..."]
+    alpha: Float[Any, "..."]
+    next_alpha: Float[Any, "..."]
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """Noise of DDPM and DDIM; fields and defaults are those of diffusers' `DDPMScheduler` and `DDIMScheduler`.
+
+    Attributes:
+        prediction_type: what the model predicts: the noise, the clean sample, or the velocity of both.
+        timestep_spacing: which timesteps are visited (Table 2 of https://arxiv.org/abs/2305.08891).
+        steps_offset: added to the timesteps of leading spacing.
+        clip_sample: clip the predicted clean sample to +-clip_sample_range; right for data in [-1, 1] only.
+        set_alpha_to_one: after its last step DDIM holds no noise at all; else the noise of timestep 0. DDPM ends
+            without noise either way.
+        variance_type: DDPM's noise; the smaller or the larger of the two bounds of https://arxiv.org/abs/2006.11239.
+        rescale_betas_zero_snr: nothing of the sample is left at the last timestep; not with epsilon.
+
+    Raises:
+        ConfigError: a field makes no sense; the message says which values do.
+    """
+
+    num_train_timesteps: Annotated[int, TIMESTEPS] = 1000
+    beta_start: Annotated[float, _BETA] = 0.0001
+    beta_end: Annotated[float, _BETA] = 0.02
+    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "linear"
+    prediction_type: Literal["epsilon", "sample", "v_prediction"] = "epsilon"
+    timestep_spacing: Literal["leading", "trailing", "linspace"] = "leading"
+    steps_offset: Annotated[int, Range(0, 100_000)] = 0
+    clip_sample: bool = True
+    clip_sample_range: Annotated[float, POSITIVE] = 1.0
+    set_alpha_to_one: bool = True
+    variance_type: Literal["fixed_small", "fixed_large"] = "fixed_small"
+    rescale_betas_zero_snr: bool = False
+
+    def __post_init__(self) -> None:
+        choices = {
+            "beta_schedule": BETA_SCHEDULES,
+            "prediction_type": PREDICTION_TYPES,
+            "timestep_spacing": SPACINGS,
+            "variance_type": VARIANCE_TYPES,
+        }
+        wrong = [
+            f"{name} is {shown(getattr(self, name))}; wanted one of {', '.join(known)}"
+            for name, known in choices.items()
+            if getattr(self, name) not in known
+        ]
+        numbers = [*wrong_numbers(self, integers=True), *wrong_numbers(self, integers=False)]
+        wrong += numbers
+        if not numbers and not self.beta_start <= self.beta_end:
+            wrong.append(f"betas go from {self.beta_start} to {self.beta_end}; wanted 0 < beta_start <= beta_end < 1")
+        if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
+            wrong.append(
+                "rescale_betas_zero_snr leaves nothing of the sample at the last timestep, so that the noise does not "
+                "tell it; train with v_prediction or sample"
+            )
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+
+    @cached_property
+    def alphas(self) -> Float[np.ndarray, " T"]:
+        """Share of the clean sample's variance at each timestep (diffusers' alphas_cumprod), float32."""
+        betas = _betas(self)
+        if self.rescale_betas_zero_snr:
+            betas = _without_remainder(betas)
+        # diffusers rounds betas and 1 - betas to float32 and accumulates the product in double: 1e-7 of it from here
+        return np.cumprod(1 - betas, dtype=np.float64).astype(np.float32)
+
+    def timesteps(self, steps: int) -> Int[np.ndarray, " k"]:
+        """The timesteps that a sampler with this many steps visits, noisiest first.
+
+        Raises:
+            InputError: there are fewer timesteps than steps, or an offset leads beyond the last one.
+        """
+        total = self.num_train_timesteps
+        if not 1 <= steps <= total:
+            raise InputError(f"steps is {steps}; wanted 1 to {total} (num_train_timesteps)")
+        if self.timestep_spacing == "linspace":
+            times = np.linspace(0, total - 1, steps).round()[::-1]
+        elif self.timestep_spacing == "leading":
+            times = (np.arange(steps) * (total // steps))[::-1] + self.steps_offset
+        else:
+            times = np.round(np.arange(total, 0, -total / steps))[:steps] - 1
+        if times[0] >= total:
+            raise InputError(
+                f"{steps} steps with steps_offset {self.steps_offset} begin at timestep {int(times[0])}; the last is "
+                f"{total - 1}; take fewer steps"
+            )
+        return times.astype(np.int32)
+
+    def ddim_rows(self, steps: int) -> DiffusionRow:
+        """A DDIM sampler's table. Like diffusers' it steps down by T // steps, whatever the spacing."""
+        times = self.timesteps(steps)
+        following = times - self.num_train_timesteps // steps
+        last = np.float32(1) if self.set_alpha_to_one else self.alphas[0]
+        return DiffusionRow(times, self.alphas[times], np.where(following >= 0, self.alphas[following], last))
+
+    def ddpm_rows(self, steps: int) -> DiffusionRow:
+        """A DDPM sampler's table: each step goes to the next timestep visited, the last one to no noise."""
+        times = self.timesteps(steps)
+        alphas = self.alphas[times]
+        return DiffusionRow(times, alphas, np.append(alphas[1:], np.float32(1)))
+
+    def add_noise(
+        self, sample: Float[Array, "b *x"], noise: Float[Array, "b *x"], timestep: Int[Array, " b"]
+    ) -> Float[Array, "b *x"]:
+        """`sample` as it is at a timestep of its own for each element: what a model is trained on."""
+        return diffuse(sample, noise, self._alpha(timestep, sample.ndim))
+
+    def target(
+        self, sample: Float[Array, "b *x"], noise: Float[Array, "b *x"], timestep: Int[Array, " b"]
+    ) -> Float[Array, "b *x"]:
+        """What a model with this prediction_type should answer to ``add_noise(sample, noise, timestep)``."""
+        if self.prediction_type == "epsilon":
+            return noise
+        if self.prediction_type == "sample":
+            return sample
+        alpha = self._alpha(timestep, sample.ndim)
+        return jnp.sqrt(alpha) * noise - jnp.sqrt(1 - alpha) * sample
+
+    def split(
+        self, prediction: Float[Array, "*x"], x: Float[Array, "*x"], alpha: Float[Any, ""]
+    ) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:
+        """The clean sample and the noise that a prediction about `x` amounts to; the former is clipped if it should."""
+        signal, noise = jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
+        if self.prediction_type == "epsilon":
+            sample, epsilon = (x - noise * prediction) / signal, prediction
+        elif self.prediction_type == "sample":
+            sample, epsilon = prediction, (x - signal * prediction) / noise
+        else:
+            sample, epsilon = signal * x - noise * prediction, signal * prediction + noise * x
+        if self.clip_sample:
+            sample = jnp.clip(sample, -self.clip_sample_range, self.clip_sample_range)
+        return sample, epsilon
+
+    def _alpha(self, timestep: Int[Array, " b"], rank: int) -> Float[Array, "b ..."]:
+        return jnp.asarray(self.alphas)[timestep].reshape(-1, *(1,) * (rank - 1))
+
+
+def diffuse(sample: Float[Array, "*x"], noise: Float[Array, "*x"], alpha: Float[Any, "..."]) -> Float[Array, "*x"]:
+    """A sample of which a share `alpha` of the variance is left, the rest being noise."""
+    return jnp.sqrt(alpha) * sample + jnp.sqrt(1 - alpha) * noise
+
+
+def _betas(schedule: NoiseSchedule) -> Float[np.ndarray, " T"]:
+    first, last, total = schedule.beta_start, schedule.beta_end, schedule.num_train_timesteps
+    if schedule.beta_schedule == "linear":
+        return np.linspace(first, last, total).astype(np.float32)
+    if schedule.beta_schedule == "scaled_linear":
+        return np.linspace(first**0.5, last**0.5, total).astype(np.float32) ** 2
+    share = np.cos((np.arange(total + 1) / total + 0.008) / 1.008 * np.pi / 2) ** 2
+    return np.minimum(1 - share[1:] / share[:-1], 0.999).astype(np.float32)
+
+
+def _without_remainder(betas: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
+    """Algorithm 1 of https://arxiv.org/abs/2305.08891: the last timestep holds noise alone."""
+    roots = np.sqrt(np.cumprod(1 - betas, dtype=np.float64).astype(np.float32))
+    shifted = (roots - roots[-1]) * (roots[0] / (roots[0] - roots[-1]))
+    shares = shifted**2
+    return 1 - np.append(shares[:1], shares[1:] / shares[:-1])
+
 
 ADVICE = "the shape of the sample; of a model that predicts a variance too, give the first half of its channels"
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.ranges import POSITIVE, check_numbers, shown
-from jaxmodels.samplers.loop import Known, Predict, check_prediction, first_noise, run_steps, with_operands
-from jaxmodels.samplers.noise_schedule import TIMESTEPS
+from jaxmodels.samplers.diffusion import TIMESTEPS
+from jaxmodels.samplers.sampling import Known, Predict, check_prediction, first_noise, run_steps, with_operands
 
 SPACINGS = ("linspace", "uniform")
 ADVICE = "the shape of the sample"

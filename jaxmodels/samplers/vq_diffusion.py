@@ -1,19 +1,180 @@
-"""VQ-Diffusion: tokens that turn into other classes or into the masked one over time, and the way back.
+"""VQ-Diffusion sampler and schedule.
 
 Source: https://arxiv.org/abs/2111.14822; the same numbers as diffusers' `VQDiffusionScheduler`.
 """
 
 import math
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxmodels.samplers.classes import LOWEST, Tokens, check_known, draw, first_tokens, normalized, of_class, truncate
-from jaxmodels.samplers.loop import Predict, check_prediction, run_steps, with_operands
-from jaxmodels.samplers.vq_schedule import Rates, VQRow, VQSchedule, of_elements
+from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.ranges import SHARE, Range, check_numbers
+from jaxmodels.samplers.sampling import (
+    CLASSES,
+    LOWEST,
+    Predict,
+    Tokens,
+    check_known,
+    check_prediction,
+    draw,
+    first_tokens,
+    normalized,
+    of_class,
+    run_steps,
+    truncate,
+    with_operands,
+)
+
+
+class Rates(NamedTuple):
+    """Log-probabilities of what happens to a token between two times.
+
+    Attributes:
+        keep: it stays what it is.
+        change: it becomes one certain class, maybe its own.
+        mask: it becomes the masked class, and stays it.
+    """
+
+    keep: Float[Any, "..."]
+    change: Float[Any, "..."]
+    mask: Float[Any, "..."]
+
+
+class VQRow(NamedTuple):
+    """One step from a timestep to an earlier one; with a leading axis, all of them.
+
+    Attributes:
+        timestep: what the model is told.
+        whole: from the clean sample to the timestep.
+        before: from the clean sample to the earlier one; where that is the clean sample itself, nothing happens.
+        between: from the earlier one to the timestep.
+    """
+
+    timestep: Int[Any, "..."]
+    whole: Rates
+    before: Rates
+    between: Rates
+
+
+@dataclass(frozen=True)
+class VQSchedule:
+    """Rates of VQ-Diffusion; fields and defaults are those of diffusers' `VQDiffusionScheduler`.
+
+    Attributes:
+        num_vec_classes: with the masked class, which is the last (num_vector_embeds).
+        alpha_cum_start, alpha_cum_end: share of tokens that kept their class, at the first and at the last timestep.
+        gamma_cum_start, gamma_cum_end: share of masked tokens. What is left changed to any class; it must be more
+            than nothing, for else no class could have become another (for masks alone there is MaskGIT).
+
+    Raises:
+        ConfigError: the shares make no sense together.
+    """
+
+    num_vec_classes: Annotated[int, CLASSES]
+    num_train_timesteps: Annotated[int, Range(2, 100_000)] = 100
+    alpha_cum_start: Annotated[float, SHARE] = 0.99999
+    alpha_cum_end: Annotated[float, SHARE] = 0.000009
+    gamma_cum_start: Annotated[float, SHARE] = 0.000009
+    gamma_cum_end: Annotated[float, SHARE] = 0.99999
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "VQ schedule (num_vec_classes with the masked class)")
+        alpha, gamma = self._shares
+        if min(alpha[-1], gamma[0]) <= 0 or (np.diff(alpha) >= 0).any() or (np.diff(gamma) <= 0).any():
+            raise ConfigError(
+                f"alpha_cum goes from {self.alpha_cum_start} to {self.alpha_cum_end} and gamma_cum from "
+                f"{self.gamma_cum_start} to {self.gamma_cum_end}; wanted alpha to fall and gamma to rise, both above 0"
+            )
+        times = np.arange(self.num_train_timesteps)
+        if min(self._change(times, np.full_like(times, -1)).min(), self._change(times, times - 1).min()) <= 0:
+            raise ConfigError(
+                "alpha_cum and gamma_cum leave no chance for a token to change its class; lower one of them a little"
+            )
+
+    @property
+    def mask(self) -> int:
+        """The masked class."""
+        return self.num_vec_classes - 1
+
+    def timesteps(self, steps: int) -> Int[np.ndarray, " k"]:
+        """The timesteps that a sampler with this many steps visits, noisiest first.
+
+        With fewer steps than num_train_timesteps they are spread over all of them, and each step goes to the next
+        one. (diffusers would begin in the middle, where a model has never seen everything masked.)
+
+        Raises:
+            InputError: there are fewer timesteps than steps.
+        """
+        total = self.num_train_timesteps
+        if not 1 <= steps <= total:
+            raise InputError(f"steps is {steps}; wanted 1 to {total} (num_train_timesteps)")
+        return np.linspace(total - 1, 0, steps).round().astype(np.int32)
+
+    def rows(self, steps: int) -> VQRow:
+        """The sampler's table."""
+        times = self.timesteps(steps)
+        return self._rows(times, np.append(times[1:], -1))
+
+    def row(self, timestep: Int[Array, "*b"]) -> VQRow:
+        """The step to the timestep before, for each of these: what a trainer needs for `posterior`."""
+        times = np.arange(self.num_train_timesteps)
+        return jax.tree.map(lambda table: jnp.asarray(table)[timestep], self._rows(times, times - 1))
+
+    def add_noise(
+        self, tokens: Int[Array, "b n"], timestep: Int[Array, " b"], gumbel: Float[Array, "b v n"]
+    ) -> Int[Array, "b n"]:
+        """Tokens as they are at a timestep of its own for each element: what a model is trained on.
+
+        Args:
+            gumbel: standard Gumbel noise for all classes, the masked one too.
+        """
+        rates = of_elements(self.row(timestep).whole)
+        kept = jnp.logaddexp(rates.keep, rates.change)
+        is_own = jnp.arange(self.num_vec_classes)[None, :, None] == tokens[:, None]
+        log_probabilities = jnp.where(is_own, kept, rates.change).at[:, -1].set(rates.mask[:, 0])
+        return draw(log_probabilities, gumbel)
+
+    @cached_property
+    def _shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """Shares that kept their class and that are masked, at each timestep and, last (so -1), at no noise."""
+        line = np.arange(self.num_train_timesteps) / (self.num_train_timesteps - 1)
+        alpha = line * (self.alpha_cum_end - self.alpha_cum_start) + self.alpha_cum_start
+        gamma = line * (self.gamma_cum_end - self.gamma_cum_start) + self.gamma_cum_start
+        return alpha, gamma
+
+    def _at(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shares at these timesteps; -1 is the clean sample."""
+        alpha, gamma = self._shares
+        return np.append(alpha, 1.0)[times], np.append(gamma, 0.0)[times]
+
+    def _change(self, times: np.ndarray, earlier: np.ndarray) -> np.ndarray:
+        (alpha, gamma), (alpha0, gamma0) = self._at(times), self._at(earlier)
+        return ((1 - gamma) / (1 - gamma0) - alpha / alpha0) / self.mask
+
+    def _rates(self, times: np.ndarray, earlier: np.ndarray) -> Rates:
+        (alpha, gamma), (alpha0, gamma0) = self._at(times), self._at(earlier)
+        shares = alpha / alpha0, self._change(times, earlier), 1 - (1 - gamma) / (1 - gamma0)
+        with np.errstate(divide="ignore"):  # nothing happens between the clean sample and itself
+            logs = [np.maximum(np.log(share), LOWEST).astype(np.float32) for share in shares]
+        return Rates(*logs)
+
+    def _rows(self, times: np.ndarray, earlier: np.ndarray) -> VQRow:
+        clean = np.full_like(times, -1)
+        return VQRow(
+            times.astype(np.int32), self._rates(times, clean), self._rates(earlier, clean), self._rates(times, earlier)
+        )
+
+
+def of_elements(rates: Rates) -> Rates:
+    """Rates to compute with (b v n): one for all elements is left as it is, others get two axes more."""
+    return Rates(*(jnp.asarray(rate).reshape(*jnp.shape(rate), *(1, 1) * (jnp.ndim(rate) > 0)) for rate in rates))
+
 
 NEVER = math.log(1e-30)  # that a masked token becomes a class, in the forward direction; diffusers' number
 

@@ -4,8 +4,7 @@
 whose weights come from elsewhere and stay as they are.
 """
 
-from jaxmodels.text.config import TextConfig
-from jaxmodels.text.encoder import TextEncoder, text_encoder
+from jaxmodels.text.encoder import TextConfig, TextEncoder, text_encoder
 from jaxmodels.text.tokenizers import Tokenizer, tokenizer
 
 __all__ = ["TextConfig", "TextEncoder", "Tokenizer", "text_encoder", "tokenizer"]

@@ -1,13 +1,102 @@
-"""Tokens of a text to what a policy attends to: a transformer with learned positions, and a norm at its end."""
+"""Transformer text encoder and its config."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmodels.errors import ConfigError
 from jaxmodels.layers.attention import Attention
 from jaxmodels.layers.feed_forward import Activation, FeedForward, exact_gelu, sigmoid_gelu
 from jaxmodels.layers.norm import LayerNorm
-from jaxmodels.text.config import CLIP, TextConfig
+from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range, numbers_of, shown, wrong_numbers, wrong_values
+
+SMALL, CLIP = "small", "clip"
+KINDS = (SMALL, CLIP)
+TEXT_ACTIVATIONS = ("gelu", "quick_gelu")
+BYTES = 257  # every byte, and one that starts a text
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """A transformer over the tokens of a text.
+
+    Attributes:
+        kind: ``small``, trained with the policy on the bytes of a text; ``clip``, CLIP's text tower.
+        length: n, tokens of a text, shorter ones filled up. For ``small`` one more than the bytes that fit.
+        width: d, of each token.
+        hidden: width within the feed-forward layers.
+        vocabulary: how many different tokens there are.
+        activation: between the feed-forward layers; ``quick_gelu`` is the sigmoid form of the first CLIP models.
+        is_frozen: whether training leaves its weights as they are.
+
+    Raises:
+        ConfigError: a value makes no sense; all complaints together.
+    """
+
+    kind: str = SMALL
+    length: Annotated[int, Range(1, 4096)] = 96
+    width: Annotated[int, Range(1, WIDTH)] = 128
+    n_layers: Annotated[int, Range(1, LAYERS_WRITTEN_OUT)] = 2
+    n_heads: Annotated[int, Range(1, HEADS)] = 4
+    hidden: Annotated[int, Range(1, 4 * WIDTH)] = 512
+    vocabulary: Annotated[int, Range(1, 1 << 20)] = BYTES
+    activation: str = "gelu"
+    is_frozen: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = wrong_numbers(self, integers=True)
+        wrong += [
+            f"{name} is {shown(getattr(self, name))}; known: {', '.join(known)}"
+            for name, known in (("kind", KINDS), ("activation", TEXT_ACTIVATIONS))
+            if getattr(self, name) not in known
+        ]
+        if not isinstance(self.is_frozen, bool):
+            wrong.append(f"is_frozen is {shown(self.is_frozen)}; wanted true or false")
+        if not wrong and self.width % self.n_heads:
+            wrong.append(f"width {self.width} is not a multiple of n_heads {self.n_heads}")
+        if not wrong and self.kind == SMALL and self.vocabulary != BYTES:
+            wrong.append(f"vocabulary is {self.vocabulary}; {SMALL} reads bytes, wanted {BYTES}")
+        if not wrong and self.length < 2:
+            wrong.append("length is 1; wanted 2 or more, the start of a text and something that it says")
+        if wrong:
+            raise ConfigError("text encoder: " + "; ".join(wrong))
+
+    @classmethod
+    def small(cls) -> "TextConfig":
+        """One that is trained with its policy, for instructions of up to 95 bytes."""
+        return cls()
+
+    @classmethod
+    def clip(cls) -> "TextConfig":
+        """That of CLIP ViT-B/32 (https://huggingface.co/openai/clip-vit-base-patch32)."""
+        return cls(CLIP, 77, 512, 12, 8, 2048, 49408, "quick_gelu", is_frozen=True)
+
+    @classmethod
+    def from_json(cls, values: Any) -> "TextConfig":
+        """Reads the object ``text_encoder`` of a policy's ``config.json``.
+
+        Raises:
+            ConfigError: unknown fields, or values that make no sense.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"text_encoder is {shown(values)}; wanted an object, e.g. {cls.small().to_json()}, or null"
+            )
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(map(str, values)) - set(known)):
+            raise ConfigError(f"text encoder: unknown fields {', '.join(unknown)}; known: {', '.join(known)}")
+        if wrong := wrong_values(numbers_of(cls), values):
+            raise ConfigError("text encoder: " + "; ".join(wrong))
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The way back."""
+        return asdict(self)
+
 
 ACTIVATIONS = {"gelu": Activation(exact_gelu, 1), "quick_gelu": Activation(sigmoid_gelu, 1)}
 # As large as what layers add to it: with 0.02, two instructions that differ in a word are nearly the same to a policy.

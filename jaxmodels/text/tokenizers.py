@@ -1,15 +1,77 @@
-"""Texts to tokens, on the host."""
+"""Byte and vocabulary tokenizers."""
 
 import unicodedata
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxmodels.errors import ObservationError
-from jaxmodels.text.config import BYTES, CLIP, TextConfig
-from jaxmodels.text.vocabulary import VocabularyTokenizer
+from jaxmodels.checkpoints.folder import TOKENIZER_BYTES as LIMIT
+from jaxmodels.checkpoints.folder import Folder, opened
+from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
+from jaxmodels.text.encoder import BYTES, CLIP, TextConfig
+
+FILE = "tokenizer.json"
+
+
+class VocabularyTokenizer:
+    """What the file says; longer texts lose their end, as with CLIP, and keep the tokens that begin and end a text.
+
+    Shorter ones are filled up with their last token. Nobody looks there: CLIP's own models were trained like that.
+    """
+
+    def __init__(self, config: TextConfig, file: bytes | None):
+        """
+        Raises:
+            CheckpointError: the file is missing, malformed, or has more tokens than the encoder knows.
+            ConfigError: the package that reads it is not installed.
+        """
+        if file is None:
+            raise CheckpointError(
+                f"{FILE}: missing; a text encoder of kind {config.kind!r} needs it. Copy it from the model that the "
+                "encoder's weights are from"
+            )
+        self.length = config.length
+        self._read = _reader(file, config)
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
+        ids = np.zeros((len(texts), self.length), np.int32)
+        mask = np.zeros((len(texts), self.length), bool)
+        for row, text in enumerate(texts):
+            # A lone surrogate is no text for the package, which is written in Rust.
+            found = self._read.encode(text.encode("utf-8", "replace").decode()).ids
+            ids[row] = [*found, *found[-1:] * (self.length - len(found))]
+            mask[row, : len(found)] = True
+        return ids, mask
+
+
+def _reader(file: bytes, config: TextConfig) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"a text encoder of kind {config.kind!r} reads {FILE} with the package tokenizers, which is not "
+            "installed; pip install 'robojax[language]'"
+        ) from error
+    try:
+        found = Tokenizer.from_str(file.decode())
+    except Exception as error:  # the package raises no class of its own
+        raise CheckpointError(
+            f"{FILE}: cannot be read ({error}); wanted what transformers' save_pretrained wrote"
+        ) from (error)
+    largest = max(found.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= config.vocabulary:
+        raise CheckpointError(
+            f"{FILE}: has a token {largest}, and the text encoder a vocabulary of {config.vocabulary}; they are not of "
+            "one model"
+        )
+    found.enable_truncation(config.length)
+    found.no_padding()
+    if not found.encode("").ids:
+        raise CheckpointError(f"{FILE}: begins and ends no text with a token of its own; wanted CLIP's")
+    return found
+
 
 START = BYTES - 1
 
@@ -61,3 +123,25 @@ class ByteTokenizer:
             ids[row, : len(said) + 1] = [START, *said]
             mask[row, : len(said) + 1] = True
         return ids, mask
+
+
+TOKENIZER = "tokenizer.json"
+
+
+def read_tokenizer(folder: Folder) -> bytes | None:
+    """The file's content; None when there is none.
+
+    Raises:
+        CheckpointError: it cannot be read, or is longer than any tokenizer.
+    """
+    path = folder / TOKENIZER
+    if not path.exists():
+        return None
+    try:
+        with opened(path) as file:
+            raw = file.read(0, LIMIT + 1)
+    except OSError as error:
+        raise CheckpointError(f"{TOKENIZER}: cannot be read ({error.strerror})") from error
+    if len(raw) > LIMIT:
+        raise CheckpointError(f"{TOKENIZER}: longer than {LIMIT} bytes; wanted a tokenizer's description")
+    return raw

@@ -5,19 +5,17 @@ Names are looked up when first used, so that importing this package does not imp
 
 from typing import TYPE_CHECKING
 
-from jaxmodels.lazy_names import lazy_names
+from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from jaxmodels.devices import join
     from jaxmodels.policies import policy_types
     from jaxmodels.training.augmentation import ImageTransforms, Transform, parse_transforms
     from jaxmodels.training.config import TrainingConfig
-    from jaxmodels.training.curve import draw_curve
-    from jaxmodels.training.layout import join
+    from jaxmodels.training.initial_policy import Start, new_policy, policy_fields, trained_policy
     from jaxmodels.training.loop import train
-    from jaxmodels.training.optimizers import OptimizerConfig, optimizer_preset
-    from jaxmodels.training.reports import Progress
-    from jaxmodels.training.schedules import SchedulerConfig, scheduler_preset
-    from jaxmodels.training.start import Start, new_policy, policy_fields, trained_policy
+    from jaxmodels.training.optimizers import OptimizerConfig, SchedulerConfig, optimizer_preset, scheduler_preset
+    from jaxmodels.training.progress import Progress, draw_curve
 
 __all__ = [
     "ImageTransforms",
@@ -42,20 +40,20 @@ __all__ = [
 _HOMES = {
     "ImageTransforms": "jaxmodels.training.augmentation",
     "OptimizerConfig": "jaxmodels.training.optimizers",
-    "Progress": "jaxmodels.training.reports",
-    "SchedulerConfig": "jaxmodels.training.schedules",
-    "Start": "jaxmodels.training.start",
+    "Progress": "jaxmodels.training.progress",
+    "SchedulerConfig": "jaxmodels.training.optimizers",
+    "Start": "jaxmodels.training.initial_policy",
     "TrainingConfig": "jaxmodels.training.config",
     "Transform": "jaxmodels.training.augmentation",
-    "draw_curve": "jaxmodels.training.curve",
-    "join": "jaxmodels.training.layout",
-    "new_policy": "jaxmodels.training.start",
+    "draw_curve": "jaxmodels.training.progress",
+    "join": "jaxmodels.devices",
+    "new_policy": "jaxmodels.training.initial_policy",
     "optimizer_preset": "jaxmodels.training.optimizers",
     "parse_transforms": "jaxmodels.training.augmentation",
-    "policy_fields": "jaxmodels.training.start",
+    "policy_fields": "jaxmodels.training.initial_policy",
     "policy_types": "jaxmodels.policies",
-    "scheduler_preset": "jaxmodels.training.schedules",
+    "scheduler_preset": "jaxmodels.training.optimizers",
     "train": "jaxmodels.training.loop",
-    "trained_policy": "jaxmodels.training.start",
+    "trained_policy": "jaxmodels.training.initial_policy",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

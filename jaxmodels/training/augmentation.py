@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, UInt8
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.training import pictures
+from jaxmodels.training import image_transforms
 
 # name -> (LeRobot's type, the smallest and largest number that make sense)
 KINDS: dict[str, tuple[str, float, float]] = {
@@ -157,5 +157,5 @@ def _apply(x: Float[Array, "b h w 3"], transform: Transform, key: PRNGKeyArray) 
     if transform.name == "affine":
         keys, (across, down) = jax.random.split(key, 3), transform.translate
         angles = uniform(keys[0], transform.low, transform.high)
-        return pictures.affine(x, angles, uniform(keys[1], -across, across), uniform(keys[2], -down, down))
-    return getattr(pictures, transform.name)(x, uniform(key, transform.low, transform.high))
+        return image_transforms.affine(x, angles, uniform(keys[1], -across, across), uniform(keys[2], -down, down))
+    return getattr(image_transforms, transform.name)(x, uniform(key, transform.low, transform.high))

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from jaxmodels.devices import DTYPES
 from jaxmodels.errors import ConfigError
 from jaxmodels.training.augmentation import ImageTransforms
-from jaxmodels.training.optimizers import OptimizerConfig
-from jaxmodels.training.schedules import SchedulerConfig
+from jaxmodels.training.optimizers import OptimizerConfig, SchedulerConfig
 
 COUNTS = ("steps", "batch_size", "log_freq", "save_freq", "keep_checkpoints", "gradient_accumulation_steps")
 # What may change from one run to the next that goes on with it: it does not touch the weights.

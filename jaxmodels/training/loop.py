@@ -10,22 +10,26 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxmodels.compile_cache import use_compile_cache
+from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.data import Dataset, Loader
+from jaxmodels.devices import Layout, find_layout
 from jaxmodels.errors import TrainingError
 from jaxmodels.normalization import Normalization
 from jaxmodels.training.config import TrainingConfig
-from jaxmodels.training.curve import draw_curve
-from jaxmodels.training.export import normalization_of, write_policy
-from jaxmodels.training.layout import Layout, find_layout
-from jaxmodels.training.placed import Placed, host_weights, place, resolve, setup
-from jaxmodels.training.reports import Progress, Reports
-from jaxmodels.training.run_folder import METRICS, POLICY, claim, cut_metrics, writing
-from jaxmodels.training.snapshots import POLICY as SNAPSHOT
-from jaxmodels.training.snapshots import Snapshots
-from jaxmodels.training.start import Start
-from jaxmodels.training.step import COUNT, State
-from jaxmodels.training.watch import Watch
+from jaxmodels.training.initial_policy import Start
+from jaxmodels.training.progress import Progress, Reports, Watch, draw_curve
+from jaxmodels.training.run_folder import (
+    METRICS,
+    POLICY_FOLDER,
+    Snapshots,
+    claim,
+    cut_metrics,
+    normalization_of,
+    write_policy,
+    writing,
+)
+from jaxmodels.training.run_folder import POLICY as SNAPSHOT
+from jaxmodels.training.train_state import COUNT, Placed, State, host_weights, place, resolve, setup
 
 CHECKPOINTS, CURVE = "checkpoints", "loss.png"
 
@@ -89,10 +93,10 @@ def train(
                 state = run.steps(state, first, before, loader, snapshots, reports, on_progress)
             if newest != config.steps:
                 run.save(snapshots, state)
-        run.write(output / POLICY, state)
+        run.write(output / POLICY_FOLDER, state)
         if is_first:
             draw_curve(output / METRICS, output / CURVE)
-        return output / POLICY
+        return output / POLICY_FOLDER
 
 
 class _Run:

@@ -1,17 +1,34 @@
-"""The folder of a training: whose it is, and the lines of its metrics."""
+"""Run folder: lock, snapshots, exported policy.
+
+``checkpoints/<step>/training_state`` is an Orbax checkpoint, ``checkpoints/<step>/pretrained_model`` a policy, and
+``checkpoints/last`` a link to the newest: LeRobot's names.
+"""
 
 import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
+import jax
+import numpy as np
+
+from jaxmodels.checkpoints import orbax
+from jaxmodels.checkpoints.backbones import Backbone
+from jaxmodels.data import Dataset
 from jaxmodels.errors import TrainingError
+from jaxmodels.normalization import Normalization, from_stats
+from jaxmodels.policies import lerobot_folder
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
+from jaxmodels.training.initial_policy import Start
+from jaxmodels.weights import not_finite
 
-SETUP, METRICS, POLICY = "training.json", "metrics.jsonl", "policy"
+SETUP, METRICS, POLICY_FOLDER = "training.json", "metrics.jsonl", "policy"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -40,7 +57,7 @@ def claim(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
         raise TrainingError(
             f"{output}: holds a run with another set-up ({'; '.join(differing)}); choose another folder"
         )
-    for draft in output.glob(f".{POLICY}-*"):  # of a run that was killed while it wrote it
+    for draft in output.glob(f".{POLICY_FOLDER}-*"):  # of a run that was killed while it wrote it
         shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -90,3 +107,147 @@ def _replace(path: Path, text: str) -> None:
 
 def _draft(path: Path) -> Path:
     return path.with_name(f".{path.name}")
+
+
+STATE, POLICY, LAST = "training_state", "pretrained_model", "last"
+
+REMOVED = ".removed-"  # begins the name of what is being removed, in which files are missing already
+
+Tree = TypeVar("Tree")
+
+
+class Snapshots:
+    """The checkpoints of a folder; what a killed run began and nobody will finish is removed.
+
+    Args:
+        keep: how many of the newest stay.
+
+    Raises:
+        OSError: one cannot be written; when the next is, or at the end.
+    """
+
+    def __init__(self, folder: Path, *, keep: int):
+        self._folder, self._keep = folder, keep
+        self._writer = orbax.Writer()
+        self._pending: int | None = None
+
+    def __enter__(self) -> "Snapshots":
+        if jax.process_index() == 0:
+            self._tidy()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+        if kind is None:
+            self._settle()
+
+    def folder(self, step: int) -> Path:
+        return self._folder / f"{step:06}"
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint."""
+        return max(self._whole(), default=None)
+
+    def save(self, step: int, state: Any) -> None:
+        """Begins to write; what was begun before is whole now."""
+        self._writer.wait()
+        self._settle()
+        self._writer.save(self.folder(step) / STATE, _leaves(state))
+        self._pending = step
+
+    def restore(self, step: int, wanted: Tree) -> Tree:
+        """The state of a step, as a tree like `wanted`, whose shardings it gets.
+
+        Raises:
+            CheckpointError: unreadable, or of other shapes than wanted.
+        """
+        leaves = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for name, leaf in _leaves(wanted).items()
+        }
+        found = orbax.restore(self.folder(step) / STATE, leaves)
+        self._pending = step  # the link to it may not have been made
+        return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in sorted(found)])
+
+    def _whole(self) -> list[int]:
+        # Orbax writes into a folder with another name and renames it: what has the plain name is whole.
+        return sorted(int(path.parent.name) for path in self._folder.glob(f"*/{STATE}") if path.parent.name.isdigit())
+
+    def _settle(self) -> None:
+        """After a checkpoint became whole: the link to it, and those that are too many."""
+        if self._pending is None or jax.process_index() != 0:
+            return
+        link = self._folder / f".{LAST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.folder(self._pending).name)
+        os.replace(link, self._folder / LAST)
+        self._pending = None
+        for step in self._whole()[: -self._keep]:
+            self._remove(self.folder(step))
+
+    def _remove(self, folder: Path) -> None:
+        # Under another name first: one that was removed in part would look whole.
+        removed = folder.with_name(f"{REMOVED}{folder.name}")
+        shutil.rmtree(removed, ignore_errors=True)
+        os.replace(folder, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _tidy(self) -> None:
+        for draft in (*self._folder.glob(f"{REMOVED}*"), *self._folder.glob(f"*/.{POLICY}-*")):
+            shutil.rmtree(draft, ignore_errors=True)
+        for folder in self._folder.glob("[0-9]*"):
+            if folder.name.isdigit() and not (folder / STATE).is_dir():
+                self._remove(folder)
+
+
+def _leaves(state: Any) -> dict[str, Any]:
+    # By position: Orbax would make files and folders of optax's own structure otherwise.
+    return {f"{i:05}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
+
+
+# Of torchvision's ResNets, and of nearly everything else that was trained on ImageNet.
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def normalization_of(dataset: Dataset, start: Start, *, use_imagenet_stats: bool) -> Normalization:
+    """A policy's normalisation, from a dataset's statistics.
+
+    Args:
+        use_imagenet_stats: cameras by the mean and spread that a trained backbone wants, ImageNet's if it does not say.
+    """
+    policy, stats = start.policy, dict(dataset.statistics())
+    if use_imagenet_stats:
+        mean, std = _colours(start.backbone)
+        for camera in policy.cameras:
+            stats[camera.name] = {**stats[camera.name], "mean": mean, "std": std}
+    known = {feature.name for feature in (*policy.input_features, *policy.output_features)}
+    wanted = {name: values for name, values in stats.items() if name in known}
+    return from_stats(policy.input_features, policy.output_features, policy.normalization_mapping, wanted)
+
+
+def write_policy(
+    folder: Path, weights: Mapping[str, np.ndarray], start: Start, normalization: Normalization, dataset: Dataset
+) -> None:
+    """Writes LeRobot's layout.
+
+    Raises:
+        TrainingError: weights are no numbers any more.
+    """
+    if wrong := not_finite(weights):
+        raise TrainingError(f"weights hold a NaN or an infinity: {', '.join(sorted(wrong)[:5])}; nothing is written")
+    policy = start.policy
+    if any(field.name == "pretrained_backbone_weights" for field in fields(policy)):
+        # LeRobot would ask torchvision for this before it reads the weights, which are here.
+        policy = replace(policy, pretrained_backbone_weights=None)
+    sidecar = Sidecar(rate=dataset.fps, joint_names=dataset.joint_names)
+    lerobot_folder.write(folder, Checkpoint(policy, weights, normalization, sidecar, start.tokenizer))
+
+
+def _colours(backbone: Backbone | None) -> tuple[np.ndarray, np.ndarray]:
+    mean, std = IMAGENET
+    if backbone is not None and backbone.mean is not None and backbone.std is not None:
+        mean, std = backbone.mean, backbone.std
+    return np.asarray(mean, np.float32).reshape(3, 1, 1), np.asarray(std, np.float32).reshape(3, 1, 1)

@@ -5,11 +5,11 @@ Names are looked up when first used: checkpoints need the config of a model that
 
 from typing import TYPE_CHECKING
 
-from jaxmodels.lazy_names import lazy_names
+from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from jaxmodels.transformer2d.block import Conditioning, Modulations
     from jaxmodels.transformer2d.compiled import CompiledTransformer2D
-    from jaxmodels.transformer2d.conditioning import Conditioning, Modulations
     from jaxmodels.transformer2d.config import Transformer2DConfig
     from jaxmodels.transformer2d.model import Transformer2DModel, Transformer2DModelOutput
 
@@ -24,8 +24,8 @@ __all__ = [
 
 _HOMES = {
     "CompiledTransformer2D": "jaxmodels.transformer2d.compiled",
-    "Conditioning": "jaxmodels.transformer2d.conditioning",
-    "Modulations": "jaxmodels.transformer2d.conditioning",
+    "Conditioning": "jaxmodels.transformer2d.block",
+    "Modulations": "jaxmodels.transformer2d.block",
     "Transformer2DConfig": "jaxmodels.transformer2d.config",
     "Transformer2DModel": "jaxmodels.transformer2d.model",
     "Transformer2DModelOutput": "jaxmodels.transformer2d.model",

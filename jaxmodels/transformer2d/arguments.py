@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxmodels.errors import InputError
-from jaxmodels.transformer2d.conditioning import Conditioning, check_conditioning
+from jaxmodels.transformer2d.block import Conditioning, check_conditioning
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 ArrayLike: TypeAlias = Any  # jax, NumPy, or a Python number

@@ -1,15 +1,14 @@
-"""The attentions of a block: queries, keys and values in as few products as they allow, and GLIGEN's fuser."""
+"""Self-, cross- and GLIGEN attention; mask biases."""
 
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmodels.layers.attention import attend
-from jaxmodels.layers.dropout import dropout
-from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, FeedForward
+from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, FeedForward, dropout
 from jaxmodels.layers.norm import LayerNorm
 
 Bias: TypeAlias = Float[Array, "#b #heads #n m"]
@@ -150,3 +149,18 @@ class Fuser(nnx.Module):
         mixed = self.attn(self.norm1(both))[:, : x.shape[1]]
         x = x + jnp.tanh(self.alpha_attn[...]).astype(x.dtype) * mixed
         return x + jnp.tanh(self.alpha_dense[...]).astype(x.dtype) * self.ff(self.norm2(x))
+
+
+DISCARD = -10000.0  # added for a key that a two-dimensional mask discards; not -inf, so that no row is ever NaN
+NEVER = -1e30  # added where a boolean mask of three or four dimensions says no
+
+
+def to_bias(mask: Float[Array, "..."] | Bool[Array, "..."], batch: int, heads: int) -> Float[Array, "#b #heads #n m"]:
+    """A (batch, keys) mask keeps with 1 and discards with 0, and may be fractional; others are added as they are."""
+    if mask.ndim == 2:
+        return ((1 - mask.astype(jnp.float32)) * DISCARD)[:, None, None]
+    bias = jnp.where(mask, 0.0, NEVER).astype(jnp.float32) if mask.dtype == bool else mask
+    if bias.ndim == 4:
+        return bias
+    per_head = bias.shape[0] not in (1, batch)
+    return bias.reshape(batch, heads, *bias.shape[1:]) if per_head else bias[:, None]

@@ -1,18 +1,166 @@
-"""One transformer block: attention, attention over a context, feed-forward, each with a norm before and a skip.
+"""Transformer block: adaptive norms, timestep modulation, prepared conditioning.
+
+They depend on nothing else, so that a sampler can make them for all of its steps before its loop.
 
 Source: diffusers/models/attention.py, BasicTransformerBlock.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jaxmodels.errors import InputError
+from jaxmodels.layers.embeddings import time_sinusoid
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, FeedForward
 from jaxmodels.layers.norm import LayerNorm, standardize
-from jaxmodels.transformer2d.attention import Bias, ContextAttention, Dtypes, Fuser, KeyValue, SelfAttention
-from jaxmodels.transformer2d.config import Transformer2DConfig
-from jaxmodels.transformer2d.modulation import Affine, Modulation, TimeAndClassNorm, TimeNorm
+from jaxmodels.transformer2d.attention import Bias, ContextAttention, Dtypes, Fuser, KeyValue, SelfAttention, linear
+from jaxmodels.transformer2d.config import TIME_CHANNELS, Transformer2DConfig
+
+CLASS_DROPOUT = 0.1  # share of labels that become the null class in training; diffusers' LabelEmbedding
+
+
+class Affine(NamedTuple):
+    """``x (1 + scale) + shift`` for each token of an element (n is 1: the same for all) or for one each."""
+
+    scale: Float[Array, "*l b n d"]
+    shift: Float[Array, "*l b n d"]
+
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        return x * (1 + self.scale) + self.shift
+
+
+class Modulation(NamedTuple):
+    """What one block (or, with a leading axis, each layer) does to its three parts; None leaves one as it is."""
+
+    first: Affine | None = None
+    first_gate: Float[Array, "*l b n d"] | None = None
+    second: Affine | None = None
+    feed_forward: Affine | None = None
+    feed_forward_gate: Float[Array, "*l b n d"] | None = None
+
+
+class Mlp(nnx.Module):
+    """Two linear layers; an embedder of diffusers' (TimestepEmbedding, PixArtAlphaTextProjection)."""
+
+    def __init__(self, inputs: int, width: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        self.linear_1 = linear(inputs, width, ("context", "embed"), dtypes, rngs=rngs)
+        self.linear_2 = linear(width, width, ("embed", "embed2"), dtypes, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*b c"], function=jax.nn.silu) -> Float[Array, "*b d"]:
+        return self.linear_2(function(self.linear_1(x)))
+
+
+class TimeNorm(nnx.Module):
+    """ada_norm: a table of learned timesteps, and their scale and shift. Scale comes first here alone."""
+
+    def __init__(self, width: int, timesteps: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        table = nnx.initializers.normal(1.0)(rngs.params(), (timesteps, width), dtypes.parameters)
+        self.emb = Table(table)
+        self.linear = linear(width, 2 * width, ("embed", "mlp"), dtypes, rngs=rngs)
+
+    def __call__(self, timestep: Int[Array, " b"]) -> Affine:
+        parts = self.linear(jax.nn.silu(self.emb(timestep))).astype(jnp.float32)
+        scale, shift = jnp.split(parts[:, None], 2, axis=-1)
+        return Affine(scale, shift)
+
+
+class Table(nnx.Module):
+    """Embeddings by number; numbers are checked before compiled code runs, where they would be clipped silently."""
+
+    def __init__(self, rows: Float[Array, "e d"]):
+        self.embedding = nnx.Param(rows, axes=("vocabulary", "embed"))
+
+    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
+        return jnp.take(self.embedding[...], ids, axis=0, mode="clip")
+
+
+class TimeAndClass(nnx.Module):
+    """The embedding of a timestep plus that of a class; the last row of the table is the null class."""
+
+    def __init__(self, width: int, classes: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        self.timestep_embedder = Mlp(TIME_CHANNELS, width, dtypes, rngs=rngs)
+        table = nnx.initializers.normal(1.0)(rngs.params(), (classes + 1, width), dtypes.parameters)
+        self.class_embedder = ClassEmbedder(table)
+
+    def __call__(self, timestep: Float[Array, " b"], labels: Int[Array, " b2"]) -> Float[Array, "b3 d"]:
+        time = self.timestep_embedder(time_sinusoid(timestep, TIME_CHANNELS, shift=1))
+        return time + self.class_embedder(labels).astype(time.dtype)
+
+
+class ClassEmbedder(nnx.Module):
+    """A table of classes, nested as in diffusers' files."""
+
+    def __init__(self, rows: Float[Array, "e d"]):
+        self.embedding_table = Table(rows)
+
+    def __call__(self, labels: Int[Array, " b"]) -> Float[Array, "b d"]:
+        return self.embedding_table(labels)
+
+
+class TimeAndClassNorm(nnx.Module):
+    """ada_norm_zero: shift, scale and gate of the attention and of the feed-forward, from a timestep and a class."""
+
+    def __init__(self, width: int, classes: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        self.emb = TimeAndClass(width, classes, dtypes, rngs=rngs)
+        self.linear = linear(width, 6 * width, ("embed", "mlp"), dtypes, rngs=rngs)
+
+    def __call__(self, timestep: Float[Array, " b"], labels: Int[Array, " b2"]) -> Modulation:
+        parts = self.linear(jax.nn.silu(self.emb(timestep, labels))).astype(jnp.float32)
+        return six_parts(parts.reshape(parts.shape[0], 6, -1))
+
+
+def six_parts(parts: Float[Array, "b 6 d"]) -> Modulation:
+    """Shift, scale and gate of the attention, then of the feed-forward, as ada_norm_zero and ada_norm_single order."""
+    shift, scale, gate, shift2, scale2, gate2 = (parts[:, i : i + 1] for i in range(6))
+    return Modulation(Affine(scale, shift), gate, None, Affine(scale2, shift2), gate2)
+
+
+class TimeSingle(nnx.Module):
+    """ada_norm_single: one embedding of the timestep (and of resolution and aspect ratio) for all layers.
+
+    Source: diffusers/models/normalization.py, AdaLayerNormSingle; https://arxiv.org/abs/2310.00426.
+    """
+
+    def __init__(self, width: int, has_conditions: bool, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        self.emb = TimeAndConditions(width, has_conditions, dtypes, rngs=rngs)
+        self.linear = linear(width, 6 * width, ("embed", "mlp"), dtypes, rngs=rngs)
+
+    def __call__(
+        self, timestep: Float[Array, " b"], conditions: Mapping[str, Array] | None
+    ) -> tuple[Float[Array, "b 6 d"], Float[Array, "b d"]]:
+        """The blocks' six parts, and the embedding itself for the head."""
+        embedded = self.emb(timestep, conditions)
+        parts = self.linear(jax.nn.silu(embedded))
+        return parts.reshape(parts.shape[0], 6, -1).astype(jnp.float32), embedded.astype(jnp.float32)
+
+
+class TimeAndConditions(nnx.Module):
+    """The embedding of a timestep plus, for PixArt at 1024 pixels, those of resolution and aspect ratio."""
+
+    def __init__(self, width: int, has_conditions: bool, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        self.timestep_embedder = Mlp(TIME_CHANNELS, width, dtypes, rngs=rngs)
+        third = width // 3
+        self.resolution_embedder = Mlp(TIME_CHANNELS, third, dtypes, rngs=rngs) if has_conditions else None
+        self.aspect_ratio_embedder = Mlp(TIME_CHANNELS, third, dtypes, rngs=rngs) if has_conditions else None
+
+    def __call__(self, timestep: Float[Array, " b"], conditions: Mapping[str, Array] | None) -> Float[Array, "b d"]:
+        embedded = self.timestep_embedder(time_sinusoid(timestep, TIME_CHANNELS, shift=0))
+        if self.resolution_embedder is None or self.aspect_ratio_embedder is None or conditions is None:
+            return embedded
+        size = self._embed(self.resolution_embedder, conditions["resolution"])
+        return embedded + jnp.concatenate(
+            (size, self._embed(self.aspect_ratio_embedder, conditions["aspect_ratio"])), -1
+        )
+
+    @staticmethod
+    def _embed(embedder: Mlp, numbers: Float[Array, "b k"]) -> Float[Array, "b c"]:
+        embedded = embedder(time_sinusoid(numbers, TIME_CHANNELS, shift=0))
+        return embedded.reshape(numbers.shape[0], -1)
+
 
 ADA_NORM_EPSILON = 1e-5  # of the norms that ada_norm and ada_norm_zero modulate; fixed in diffusers, as is that
 ADA_NORM_ZERO_EPSILON = 1e-6  # they have no weights of their own
@@ -135,3 +283,72 @@ class Block(nnx.Module):
 
 def _gate(x: Float[Array, "b n d"], gate: Float[Array, "#b #n d"] | None) -> Float[Array, "b n d"]:
     return x if gate is None else x * gate.astype(x.dtype)
+
+
+class Modulations(NamedTuple):
+    """What timesteps, classes and conditions do: to every layer (leading axis), and to the head of a patched model."""
+
+    blocks: Modulation
+    head: Affine | None = None
+
+
+class Conditioning(NamedTuple):
+    """A pytree of what `Transformer2DModel.prepare` makes.
+
+    Attributes:
+        context: keys and values of `encoder_hidden_states` for every layer; the same for all steps of a sampler.
+        modulations: what the timestep does; another one for each step.
+    """
+
+    context: Seen
+    modulations: Modulations
+
+    @property
+    def keys(self) -> int | None:
+        """How many tokens the context has; None when there is none."""
+        found = self.context.first if self.context.second is None else self.context.second
+        return None if found is None else found.key.shape[-2]
+
+
+def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, batch: int) -> None:
+    """Whether it was prepared for one element, which then counts for all, or for as many as there are.
+
+    Raises:
+        InputError: it is something else, or of another model or batch.
+    """
+    if not isinstance(conditioning, Conditioning):
+        raise InputError(
+            f"conditioning is a {type(conditioning).__name__}; wanted what model.prepare gives, or "
+            "Conditioning(model.prepare_context(...), model.prepare_modulations(...))"
+        )
+    blocks, head = conditioning.modulations
+    if (blocks.first is None) != (config.block_norm == "layer_norm") or (head is None) != (config.kind != "patches"):
+        raise InputError(
+            f"conditioning's modulations are of another kind of model; {config.kind} input with {config.block_norm} "
+            "wants those that its own prepare makes (of a timestep, where it has one)"
+        )
+    for what, part, axes in (
+        ("context", conditioning.context, 4),
+        ("modulations", blocks, 4),
+        ("head's modulation", head, 3),
+    ):
+        for array in jax.tree.leaves(part):
+            if array.ndim != axes:
+                raise InputError(
+                    f"conditioning's {what} has shape {list(array.shape)}; wanted {axes} axes, those of one step (of "
+                    "what was prepared for many steps, give one step's: a sampler's extras do)"
+                )
+            if axes == 4 and array.shape[0] != config.num_layers:
+                raise InputError(
+                    f"conditioning's {what} is of {array.shape[0]} layers; this model has {config.num_layers}"
+                )
+            if array.shape[axes - 3] not in (1, batch):
+                raise InputError(
+                    f"conditioning's {what} was prepared for {array.shape[axes - 3]} elements, and hidden_states has "
+                    f"{batch}; prepare it for {batch}, or for one that counts for all"
+                )
+
+
+def spread_context(seen: Seen, batch: int) -> Seen:
+    """Keys and values of one element as those of all."""
+    return jax.tree.map(lambda array: jnp.broadcast_to(array, (array.shape[0], batch, *array.shape[2:])), seen)

@@ -11,11 +11,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from jaxmodels.compile_cache import use_compile_cache
+from jaxmodels.cache_dirs import use_compile_cache
 from jaxmodels.devices import exact_products
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, read_arguments
-from jaxmodels.transformer2d.conditioning import Conditioning
+from jaxmodels.transformer2d.block import Conditioning
 
 if TYPE_CHECKING:
     from jaxmodels.transformer2d.model import Transformer2DModel

@@ -1,5 +1,6 @@
-"""The 2D transformer: images, classes of latent pixels, or patches in; the same kind out."""
+"""Transformer2DModel: diffusers' interface over the network."""
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -7,15 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxmodels.checkpoints import diffusers
-from jaxmodels.devices import exact_products, read_dtype
+from jaxmodels.devices import exact_products, find_device, read_dtype
 from jaxmodels.errors import ConfigError
-from jaxmodels.transformer2d import lora, pretrained
+from jaxmodels.hub import fetch
+from jaxmodels.transformer2d import diffusers_folder, lora
 from jaxmodels.transformer2d.arguments import (
     ArrayLike,
     check_context,
@@ -25,14 +27,95 @@ from jaxmodels.transformer2d.arguments import (
     read_timing,
 )
 from jaxmodels.transformer2d.attention import Dtypes
-from jaxmodels.transformer2d.attributes import Attributes
-from jaxmodels.transformer2d.block import Seen
+from jaxmodels.transformer2d.block import Conditioning, Modulations, Seen
 from jaxmodels.transformer2d.compiled import CompiledTransformer2D
-from jaxmodels.transformer2d.conditioning import Conditioning, Modulations
 from jaxmodels.transformer2d.config import Transformer2DConfig
-from jaxmodels.transformer2d.network import Network
-from jaxmodels.transformer2d.stack import Execution
+from jaxmodels.transformer2d.network import Execution, Network
 from jaxmodels.weights import blueprint, flatten
+
+
+class Attributes:
+    """The public attributes of diffusers' `Transformer2DModel`, all of which the config says."""
+
+    config: Transformer2DConfig
+
+    @property
+    def inner_dim(self) -> int:
+        """Width of the tokens."""
+        return self.config.inner_dim
+
+    @property
+    def in_channels(self) -> int | None:
+        return self.config.in_channels
+
+    @property
+    def out_channels(self) -> int | None:
+        return self.config.outputs
+
+    @property
+    def height(self) -> int | None:
+        """Side of the square that positions were made for, in pixels."""
+        return self.config.sample_size
+
+    @property
+    def width(self) -> int | None:
+        return self.config.sample_size
+
+    @property
+    def num_latent_pixels(self) -> int | None:
+        """Most latent pixels a discrete input may have."""
+        return (self.config.sample_size or 0) ** 2 if self.config.kind == "discrete" else None
+
+    @property
+    def patch_size(self) -> int | None:
+        return self.config.patch_size
+
+    @property
+    def num_vector_embeds(self) -> int | None:
+        """Classes of a discrete input, the masked one (the last) included."""
+        return self.config.num_vector_embeds
+
+    @property
+    def is_input_continuous(self) -> bool:
+        return self.config.kind == "continuous"
+
+    @property
+    def is_input_vectorized(self) -> bool:
+        return self.config.kind == "discrete"
+
+    @property
+    def is_input_patches(self) -> bool:
+        return self.config.kind == "patches"
+
+
+def load_pretrained(
+    path_or_repo: str | Path,
+    subfolder: str | None,
+    revision: str | None,
+    dtype: np.dtype,
+    *,
+    config: Transformer2DConfig | None = None,
+    variant: str | None = None,
+    prefix: str | None = None,
+    device: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> tuple[Transformer2DConfig, dict[str, jax.Array]]:
+    """A checkpoint's config and weights; arguments and errors as `Transformer2DModel.from_pretrained`."""
+    tell = on_progress or (lambda stage: None)
+    where = find_device(device)
+    folder = Path(os.path.expanduser(path_or_repo))
+    if not str(path_or_repo) or not folder.is_dir():
+        files = diffusers_folder.files(subfolder=subfolder, variant=variant)
+        folder = fetch(str(path_or_repo), revision, files=files, on_progress=tell)
+    elif revision is not None:
+        raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
+    tell("reading")
+    config, weights = diffusers_folder.read(
+        folder, subfolder=subfolder, variant=variant, prefix=prefix, config=config, dtype=dtype
+    )
+    placed = {name: jax.device_put(weights.pop(name), where) for name in list(weights)}
+    tell("ready")
+    return config, placed
 
 
 class Transformer2DModelOutput(NamedTuple):
@@ -65,7 +148,7 @@ class Transformer2DModel(Attributes, Network):
         rngs: random numbers for the first weights; seed 0 when None.
 
     Weights of all layers lie in one array each (leading axis), queries, keys and values in one matrix. Every array
-    carries logical names of its axes (``nnx.Variable`` metadata ``axes``; see `jaxmodels.sharding`).
+    carries logical names of its axes (``nnx.Variable`` metadata ``axes``; see `jaxmodels.devices`).
 
     Differences from diffusers, each where diffusers crashes or gives garbage: timesteps may be one per element with
     ada_norm; patched images may be of any shape; masks of one element spread over the batch; class labels are dropped
@@ -196,7 +279,7 @@ class Transformer2DModel(Attributes, Network):
             CheckpointError: files are missing or malformed, or do not fit the config (`WeightsMismatch`, all of it).
         """
         dtype, kept = read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype)
-        config, weights = pretrained.load(
+        config, weights = load_pretrained(
             path_or_repo,
             subfolder,
             revision,
@@ -226,7 +309,7 @@ class Transformer2DModel(Attributes, Network):
         if lora.is_adapted(self):
             raise ConfigError("the model has adapters, which diffusers keeps apart; lora.fuse or lora.detach them")
         weights = flatten(self)
-        diffusers.write(Path(folder), self.config, weights, variant=variant, max_shard_bytes=max_shard_bytes)
+        diffusers_folder.write(Path(folder), self.config, weights, variant=variant, max_shard_bytes=max_shard_bytes)
 
     def __call__(
         self,

@@ -1,45 +1,248 @@
-"""The layers of a 2D transformer, and the pass through them: what JAX traces.
+"""Embeddings, stacked blocks and output: what JAX traces.
+
+Source: diffusers/models/transformers/transformer_2d.py, the _operate_on_* and _get_output_for_* methods.
 
 Source: diffusers 0.42.1, models/transformers/transformer_2d.py.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxmodels.layers.embeddings import patch_positions
 from jaxmodels.layers.feed_forward import tanh_gelu
-from jaxmodels.layers.norm import LayerNorm
+from jaxmodels.layers.norm import GroupNorm, LayerNorm, standardize
 from jaxmodels.transformer2d import lora
 from jaxmodels.transformer2d.arguments import Arguments, Timing
-from jaxmodels.transformer2d.attention import Dtypes, linear
-from jaxmodels.transformer2d.block import Biases, Seen
-from jaxmodels.transformer2d.conditioning import Conditioning, Modulations, spread_context
+from jaxmodels.transformer2d.attention import Dtypes, linear, linear_init, to_bias
+from jaxmodels.transformer2d.block import (
+    CLASS_DROPOUT,
+    Affine,
+    Biases,
+    Block,
+    Conditioning,
+    Mlp,
+    Modulation,
+    Modulations,
+    Seen,
+    Table,
+    TimeAndClassNorm,
+    TimeNorm,
+    TimeSingle,
+    six_parts,
+    spread_context,
+)
 from jaxmodels.transformer2d.config import Transformer2DConfig
-from jaxmodels.transformer2d.ends import (
-    LatentEmbedding,
-    PatchEmbedding,
-    from_patches,
-    input_norm,
-    log_probabilities,
-    patch_output,
-)
-from jaxmodels.transformer2d.masks import to_bias
-from jaxmodels.transformer2d.modulation import CLASS_DROPOUT, Affine, Mlp, Modulation, TimeSingle
-from jaxmodels.transformer2d.stack import (
-    Execution,
-    embed_in_first_layer,
-    head_affine,
-    look_at,
-    modulate_by_class,
-    modulate_by_table,
-    modulate_by_time,
-    run_blocks,
-    stack_blocks,
-)
+
+CONTINUOUS_EPSILON = 1e-6  # of the group norm; PyTorch's default would be 1e-5
+HEAD_EPSILON = 1e-6  # of the norm before a patched output
+
+
+def input_norm(config: Transformer2DConfig, dtypes: Dtypes) -> GroupNorm:
+    """The norm of a continuous input."""
+    return GroupNorm(
+        config.in_channels or 0, config.norm_num_groups, epsilon=CONTINUOUS_EPSILON, param_dtype=dtypes.parameters
+    )
+
+
+class LatentEmbedding(nnx.Module):
+    """Embeddings of classes plus learned positions, a row and a column of the square of latent pixels each."""
+
+    def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        def table(rows: int) -> Table:
+            return Table(nnx.initializers.normal(1.0)(rngs.params(), (rows, config.inner_dim), dtypes.parameters))
+
+        self.emb = table(config.num_vector_embeds or 0)
+        self.height_emb = table(config.sample_size or 0)
+        self.width_emb = table(config.sample_size or 0)
+        self.dtype = dtypes.compute
+
+    def __call__(self, ids: Int[Array, "b n"]) -> Float[Array, "b n d"]:
+        """Tokens; fewer of them than the square has latent pixels get its first positions, row by row."""
+        rows, columns = self.height_emb.embedding[...], self.width_emb.embedding[...]
+        # Those of the rows that are begun: of a chunk 500 long, all of the square would take 256 MB.
+        begun = -(-ids.shape[1] // columns.shape[0])
+        positions = (rows[:begun, None] + columns[None]).reshape(-1, rows.shape[-1])
+        return (self.emb(ids) + positions[: ids.shape[1]]).astype(self.dtype)
+
+
+class PatchEmbedding(nnx.Module):
+    """Patches projected to tokens, plus fixed positions. Rows and columns that fill no patch are left out."""
+
+    def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        self.base = (config.sample_size or 0) // (config.patch_size or 1)
+        self.scale = config.position_scale
+        self.proj = PatchProjection(config, dtypes, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b c h w"]) -> Float[Array, "b n d"]:
+        tokens = self.proj(x)
+        rows, columns = (side // self.proj.size for side in x.shape[2:])
+        positions = patch_positions(rows, columns, self.base, self.scale, tokens.shape[-1])
+        return (tokens.astype(jnp.float32) + positions).astype(tokens.dtype)
+
+
+class PatchProjection(nnx.Module):
+    """A convolution whose stride is its size: one product over the pixels of each patch."""
+
+    def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
+        self.size = config.patch_size or 1
+        self.dtype = dtypes.compute
+        shape = (self.size, self.size, config.in_channels or 0, config.inner_dim)
+        flat = linear_init(rngs.params(), (math.prod(shape[:3]), shape[3]), dtypes.parameters)
+        self.kernel = nnx.Param(flat.reshape(shape), axes=(None, None, None, "embed"))
+        self.bias = nnx.Param(jnp.zeros(shape[3], dtypes.parameters), axes=("embed",))
+
+    def __call__(self, x: Float[Array, "b c h w"]) -> Float[Array, "b n d"]:
+        p = self.size
+        rows, columns = x.shape[2] // p, x.shape[3] // p
+        x = x[:, :, : rows * p, : columns * p].astype(self.dtype)
+        patches = rearrange(x, "b c (h p) (w q) -> b (h w) (p q c)", p=p, q=p)
+        kernel = self.kernel[...].astype(self.dtype)
+        return patches @ kernel.reshape(-1, kernel.shape[-1]) + self.bias[...].astype(self.dtype)
+
+
+def log_probabilities(x: Float[Array, "b n d"], norm: LayerNorm, out: nnx.Linear) -> Float[Array, "b v n"]:
+    """Log-probabilities of each latent pixel's classes, always float32; the masked class has none."""
+    logits = out(norm(x)).astype(jnp.float32)
+    return jax.nn.log_softmax(logits, axis=-1).swapaxes(1, 2)
+
+
+def from_patches(
+    x: Float[Array, "b n d"], head: Affine, out: nnx.Linear, patch: int, rows: int
+) -> Float[Array, "b c h w"]:
+    """The image of a grid of tokens, `rows` of them below each other."""
+    pixels = out(head(standardize(x, HEAD_EPSILON)).astype(x.dtype))
+    return rearrange(pixels, "b (h w) (p q c) -> b c (h p) (w q)", h=rows, p=patch, q=patch)
+
+
+def patch_output(config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs) -> nnx.Linear:
+    pixels = (config.patch_size or 1) ** 2 * (config.outputs or 0)
+    return linear(config.inner_dim, pixels, ("embed", "channels"), dtypes, rngs=rngs)
+
+
+class Execution(NamedTuple):
+    """How to run over the layers.
+
+    Attributes:
+        scan: one compiled block over all layers, or each written out.
+        remat: recompute each block in the backward pass.
+    """
+
+    scan: bool
+    remat: bool
+
+
+def stack_blocks(config: Transformer2DConfig, dtypes: Dtypes, rngs: nnx.Rngs) -> Block:
+    """Blocks with fresh weights, stacked."""
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs: nnx.Rngs) -> Block:
+        return Block(config, dtypes, rngs=rngs)
+
+    return build(rngs)
+
+
+def run_blocks(
+    blocks: Block,
+    x: Float[Array, "b n d"],
+    modulation: Modulation,
+    seen: Seen,
+    biases: Biases,
+    execution: Execution,
+    *,
+    context: Float[Array, "b m c"] | None = None,
+    objects: Float[Array, "b o c"] | None = None,
+    key: PRNGKeyArray | None = None,
+    layers: Sequence[Any] | None = None,
+) -> Float[Array, "b n d"]:
+    """Tokens through every layer.
+
+    Args:
+        modulation: of every layer, with a leading axis; likewise `seen`.
+        context: in the place of `seen`: each block makes its own keys and values.
+        key: switches dropout on.
+        layers: each block's weights by itself, when they do not lie in one array each; then `blocks` only tells
+            what a block is.
+    """
+    graph, stacked = nnx.split(blocks)
+    count = jax.tree.leaves(stacked)[0].shape[0] if layers is None else len(layers)
+
+    def step(x: Array, layer: tuple[Any, Modulation, Seen, PRNGKeyArray | None]) -> tuple[Array, None]:
+        weights, modulation, seen, key = layer
+        block = nnx.merge(graph, weights)
+        seen = seen if context is None else block.look_at(context)
+        rngs = None if key is None else nnx.Rngs(dropout=key)
+        return block(x, modulation, seen, biases, objects, rngs), None
+
+    step = jax.checkpoint(step) if execution.remat else step
+    keys = None if key is None else jax.random.split(key, count)
+    if execution.scan and layers is None:
+        return lax.scan(step, x, (stacked, modulation, seen, keys))[0]
+    for i in range(count):
+        rest = jax.tree.map(lambda array, i=i: array[i], (modulation, seen, keys))
+        weights = jax.tree.map(lambda array, i=i: array[i], stacked) if layers is None else layers[i]
+        x, _ = step(x, (weights, *rest))
+    return x
+
+
+def look_at(blocks: Block, context: Float[Array, "b m c"]) -> Seen:
+    """Keys and values of a context for every layer."""
+    graph, stacked = nnx.split(blocks)
+    # One layer at a time: a product with a batch of matrices is slower on a CPU.
+    return lax.map(lambda weights: nnx.merge(graph, weights).look_at(context), stacked)
+
+
+def modulate_by_time(blocks: Block, timing: Timing) -> Modulation:
+    """ada_norm: scales and shifts of both attentions' norms in every layer."""
+    second = None
+    if isinstance(blocks.norm2, TimeNorm):
+        second = _for_each_layer(blocks.norm2, timing.timestep)
+    return Modulation(_for_each_layer(blocks.norm1, timing.timestep), None, second)
+
+
+def modulate_by_class(blocks: Block, timing: Timing) -> Modulation:
+    """ada_norm_zero: shift, scale and gate of attention and feed-forward in every layer."""
+    return _for_each_layer(blocks.norm1, timing.timestep, timing.class_labels)
+
+
+def modulate_by_table(blocks: Block, parts: Float[Array, "b 6 d"]) -> Modulation:
+    """ada_norm_single: the timestep's six parts on top of each layer's own."""
+    tables = blocks.scale_shift_table[...].astype(jnp.float32)
+    return jax.vmap(lambda table: six_parts(table[None] + parts))(tables)
+
+
+def embed_in_first_layer(blocks: Block, timing: Timing) -> Float[Array, "b d"]:
+    """The embedding of timestep and class that the first layer of ada_norm_zero makes, which the head uses as well."""
+    assert isinstance(blocks.norm1, TimeAndClassNorm)
+    assert timing.timestep is not None
+    assert timing.class_labels is not None
+    graph, stacked = nnx.split(blocks.norm1)
+    first = nnx.merge(graph, jax.tree.map(lambda array: array[0], stacked))
+    return first.emb(timing.timestep, timing.class_labels)
+
+
+def head_affine(parts: Float[Array, "b 2 d"]) -> Affine:
+    """What modulates the head of a patched model: shift first, as diffusers keeps it."""
+    shift, scale = jnp.split(parts.astype(jnp.float32), 2, axis=1)
+    return Affine(scale, shift)
+
+
+def _for_each_layer(norm: nnx.Module, *arguments: Any) -> Any:
+    graph, stacked = nnx.split(norm)
+
+    def run(weights: Any) -> Any:
+        layer: Any = nnx.merge(graph, weights)
+        return layer(*arguments)
+
+    return jax.vmap(run)(stacked)
 
 
 class Network(nnx.Module):

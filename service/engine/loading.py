@@ -64,7 +64,7 @@ threading.Thread(target=end_when_alone, daemon=True).start()
 sys.path[:] = sys.argv[5].split(chr(0x1f))
 """
 _READING = """
-from jaxmodels.checkpoints.proof import main
+from jaxmodels.policies.integrity import main
 main(sys.argv[6])
 """
 # How libraries say it before they end the process.

@@ -26,7 +26,7 @@ from mcap.data_stream import RecordBuilder
 from mcap.records import Channel, Chunk, DataEnd, Footer, Header, Message, Metadata, Schema
 from mcap.writer import MCAP0_MAGIC
 
-from jaxmodels.data import DatasetWriter, open_dataset, parquet_file
+from jaxmodels.data import DatasetWriter, open_dataset, table_files
 from jaxmodels.errors import DatasetError
 from service.recording import mcap_reader, mcap_writer
 from service.recording import recorder as recorder_module
@@ -427,7 +427,7 @@ def test_two_exports_into_one_folder_leave_one_whole_dataset_and_what_was_killed
 
 def test_a_table_that_unfolds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Limits that are small, so that the table may be, too.
-    monkeypatch.setattr(parquet_file, "VALUES_BASE", 1 << 16)
+    monkeypatch.setattr(table_files, "VALUES_BASE", 1 << 16)
     names = ["Rotation"]
     with DatasetWriter(tmp_path / "set", fps=20, joint_names=names) as writer:
         zero = pa.array([0.0], pa.float32()).to_numpy()

@@ -23,11 +23,11 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from safetensors.numpy import save_file
 
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
-from jaxmodels.features import Feature
 from jaxmodels.layers.embeddings import sinusoidal
 from jaxmodels.normalization import from_stats
 from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
+from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint
 from tests.compiling import FLAGS, compiling_quickly
 

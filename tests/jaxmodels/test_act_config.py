@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.features import Feature
 from jaxmodels.policies import policy_type, policy_types
 from jaxmodels.policies.act import ActConfig
+from jaxmodels.types import Feature
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "lerobot_act"
 

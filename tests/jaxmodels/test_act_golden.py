@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.checkpoints import lerobot
+from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.act import Act
 from jaxmodels.program import Scales, normalize
 from jaxmodels.types import Observation
@@ -48,7 +48,7 @@ def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_folder) -> None:
-    checkpoint = lerobot.read(golden_folder(name))
+    checkpoint = lerobot_folder.read(golden_folder(name))
     config, inputs = checkpoint.config, checkpoint.normalization.inputs
     scales = Scales(
         images=tuple(inputs.forward(feature) for feature in config.cameras),

@@ -10,12 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxmodels.checkpoints.contents import Checkpoint
-from jaxmodels.features import Feature
 from jaxmodels.policies.act import Act, ActConfig
-from jaxmodels.policies.act.folding import feature_map, fold
 from jaxmodels.policies.act.serving import act, architecture
-from jaxmodels.types import Observation
+from jaxmodels.policies.act.weights import feature_map, fold
+from jaxmodels.policies.lerobot_folder import Checkpoint
+from jaxmodels.types import Feature, Observation
 from jaxmodels.weights import blueprint, flatten
 
 # Chance is not the subject here, and the default generator takes XLA longer to compile than a policy.

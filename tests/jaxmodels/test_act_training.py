@@ -14,10 +14,10 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxmodels.checkpoints.layouts import read_tensors, write_tensors
-from jaxmodels.policies.act import Act, ActConfig, names
-from jaxmodels.training.optimizers import make_optimizer, optimizer_preset
-from jaxmodels.training.schedules import scheduler_preset
+from jaxmodels.checkpoints.tensor_layouts import read_tensors, write_tensors
+from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.policies.act import weights as names
+from jaxmodels.training.optimizers import make_optimizer, optimizer_preset, scheduler_preset
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 from tests.jaxmodels.conftest import seeded_weights

@@ -11,8 +11,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas import tpu
 from jaxtyping import Array
 
+from jaxmodels.layers import attention_kernels
 from jaxmodels.layers.attention import attend
-from jaxmodels.layers.kernels import cudnn, flash
 
 LONG = (1, 1024, 2, 40)
 
@@ -61,15 +61,15 @@ def test_other_sequences_get_products_on_a_tpu(shape: tuple[int, ...], bias: tup
 def test_the_flash_kernel_computes_attention() -> None:
     size, lengths = 40, (1024, 1280, 1280)  # in blocks of 512 queries and 256 keys
     q, k, v = (jax.random.normal(jax.random.key(seed), (1, n, 1, size)) for seed, n in enumerate(lengths))
-    assert flash.takes(q, k, None)
+    assert attention_kernels.flash_takes(q, k, None)
 
     def loss(function: Callable[..., Array]) -> Callable[..., Array]:
         return lambda q, k, v: jnp.sin(function(q, k, v)).sum()
 
     scaled = q / np.float32(np.sqrt(size))
     with tpu.force_tpu_interpret_mode():
-        found = flash.attend(scaled, k, v)
-        gradients = jax.grad(loss(flash.attend), argnums=(0, 1, 2))(scaled, k, v)
+        found = attention_kernels.attend_flash(scaled, k, v)
+        gradients = jax.grad(loss(attention_kernels.attend_flash), argnums=(0, 1, 2))(scaled, k, v)
     np.testing.assert_allclose(found, attend(q, k, v), atol=2e-6)
     wanted = jax.grad(loss(lambda q, k, v: attend(q, k, v, scale=1.0)), argnums=(0, 1, 2))(scaled, k, v)
     for one, other in zip(gradients, wanted, strict=True):
@@ -107,7 +107,7 @@ def test_what_cudnn_does_not_compute_is_left_to_products(
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
 def test_without_cudnn_nothing_is_left_to_it() -> None:
     tokens = jnp.zeros((2, 48, 8, 40), jnp.bfloat16)  # a shape of its own: JAX remembers what it once traced
-    assert not cudnn.takes(tokens, tokens, None)
+    assert not attention_kernels.cudnn_takes(tokens, tokens, None)
     assert "cudnn" not in lowered("cuda", tokens.shape, tokens.dtype, backwards=False)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmodels.caches import OFF, cache_folder, user_cache
+from jaxmodels.cache_dirs import OFF, cache_folder, user_cache
 
 
 @pytest.mark.parametrize(

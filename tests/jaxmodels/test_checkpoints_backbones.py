@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jaxmodels.checkpoints.backbones import put_backbone, read_backbone
 from jaxmodels.errors import CheckpointError, ConfigError, HubError, WeightsMismatch
-from jaxmodels.layers.resnet import ResNet
+from jaxmodels.layers.vision import ResNet
 from jaxmodels.policies.act import Act
 from jaxmodels.weights import blueprint
 from tests.jaxmodels.conftest import seeded_weights

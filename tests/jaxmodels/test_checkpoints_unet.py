@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmodels.checkpoints import diffusers
-from jaxmodels.checkpoints.diffusers_config import block_arguments, read_block_config
-from jaxmodels.checkpoints.diffusers_names import places
-from jaxmodels.checkpoints.safetensors_file import write_floats
+from jaxmodels.checkpoints.files import write_floats
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
-from jaxmodels.transformer2d import Transformer2DConfig
+from jaxmodels.transformer2d import Transformer2DConfig, diffusers_folder
+from jaxmodels.transformer2d.diffusers_config import block_arguments, read_block_config
+from jaxmodels.transformer2d.diffusers_folder import tensor_names
 
 NO_PEER = "needs torch and diffusers; install robojax[parity]"
 GOLDEN = Path(__file__).parent.parent / "golden" / "transformer2d"
@@ -103,7 +102,7 @@ def test_blocks_of_published_unets_have_their_published_sizes() -> None:
     ]
     assert len(block_arguments(STABLE_DIFFUSION_1)) == 6 + 1 + 9
     sizes = {
-        name: sum(math.prod(place.shape) for place in places(read_block_config(values, prefix)))
+        name: sum(math.prod(place.shape) for place in tensor_names(read_block_config(values, prefix)))
         for name, values, prefix in (
             ("sd1", STABLE_DIFFUSION_1, "down_blocks.0.attentions.0"),
             ("xl", STABLE_DIFFUSION_XL, "mid_block.attentions.0"),
@@ -119,7 +118,7 @@ def unet(tmp_path: Path) -> Path:
     tensors: dict[str, np.ndarray] = {"conv_in.weight": np.full((2, 2), np.nan, np.float32)}
     rng = np.random.default_rng(0)
     for prefix in ("down_blocks.0.attentions.1", "mid_block.attentions.0"):
-        for place in places(read_block_config(values, prefix)):
+        for place in tensor_names(read_block_config(values, prefix)):
             tensors[f"{prefix}.{place.theirs}"] = rng.standard_normal(place.shape, np.float32)
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "config.json").write_text(json.dumps(values))
@@ -129,7 +128,7 @@ def unet(tmp_path: Path) -> Path:
 
 
 def test_one_transformer_of_a_unet_is_read_alone(unet: Path) -> None:
-    config, weights = diffusers.read(unet, prefix="down_blocks.0.attentions.1")
+    config, weights = diffusers_folder.read(unet, prefix="down_blocks.0.attentions.1")
     assert (config.in_channels, config.inner_dim, config.num_attention_heads) == (32, 32, 4)
     assert weights["transformer_blocks.attn2.to_kv.kernel"].shape == (1, 12, 2, 32)
 
@@ -137,23 +136,23 @@ def test_one_transformer_of_a_unet_is_read_alone(unet: Path) -> None:
 def test_an_unknown_prefix_is_refused_with_those_there_are(unet: Path) -> None:
     for prefix in ("down_blocks.0.attentions.2", "down_blocks.0", "", "mid_block.attentions.0."):
         with pytest.raises(ConfigError, match=r"no 2D transformer there; this UNet2D.*down_blocks\.0\.attentions\.0, "):
-            diffusers.read(unet, prefix=prefix)
+            diffusers_folder.read(unet, prefix=prefix)
     with pytest.raises(ConfigError, match=r"give prefix, one of: down_blocks\.0\.attentions\.0"):
-        diffusers.read(unet)
+        diffusers_folder.read(unet)
     with pytest.raises(CheckpointError, match=r"under 'up_.*: down_blocks\.0\.attentions\.1, mid_block\.att"):
-        diffusers.read(unet, prefix="up_blocks.0.attentions.0")
+        diffusers_folder.read(unet, prefix="up_blocks.0.attentions.0")
 
 
 def test_a_config_may_be_given_instead(unet: Path) -> None:
-    config = diffusers.read_config(unet, prefix="mid_block.attentions.0")
+    config = diffusers_folder.read_config(unet, prefix="mid_block.attentions.0")
     values = json.loads((unet / "config.json").read_text())
     (unet / "config.json").write_text(json.dumps({**values, "_class_name": "UNet3DConditionModel"}))
     with pytest.raises(ConfigError, match=r"'UNet3DConditionModel'.*known: UNet2D.*; give config"):
-        diffusers.read(unet, prefix="mid_block.attentions.0")
-    assert diffusers.read(unet, prefix="mid_block.attentions.0", config=config)[0] == config
+        diffusers_folder.read(unet, prefix="mid_block.attentions.0")
+    assert diffusers_folder.read(unet, prefix="mid_block.attentions.0", config=config)[0] == config
     other = Transformer2DConfig(4, 8, 64)
     with pytest.raises(WeightsMismatch, match=r"unet under mid_block\.attentions\.0: weights do not fit"):
-        diffusers.read(unet, prefix="mid_block.attentions.0", config=other)
+        diffusers_folder.read(unet, prefix="mid_block.attentions.0", config=other)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +184,8 @@ def test_every_transformer_of_a_unet_of_diffusers_is_found_with_its_weights(name
     wanted = {key: part for key, part in model.named_modules() if type(part).__name__ == "Transformer2DModel"}
     assert list(block_arguments(values)) == sorted(wanted, key=list(block_arguments(values)).index)
     for prefix, part in wanted.items():
-        config, weights = diffusers.read(tmp_path / "unet", prefix=prefix)
-        diffusers.write(tmp_path / "part", config, weights)
+        config, weights = diffusers_folder.read(tmp_path / "unet", prefix=prefix)
+        diffusers_folder.write(tmp_path / "part", config, weights)
         back = peer.Transformer2DModel.from_pretrained(tmp_path / "part", low_cpu_mem_usage=False)
         assert arguments_of(back) == arguments_of(part), prefix
         assert_same_state(back, part)
@@ -196,17 +195,17 @@ def test_every_transformer_of_a_unet_of_diffusers_is_found_with_its_weights(name
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
 @pytest.mark.parametrize("limit", [None, 50_000])
 def test_diffusers_loads_what_is_written_and_what_it_saves_comes_back(name: str, limit, peer, tmp_path: Path) -> None:
-    config = diffusers.read_config(GOLDEN / name)
+    config = diffusers_folder.read_config(GOLDEN / name)
     rng = np.random.default_rng(0)
-    weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in places(config)}
-    diffusers.write(tmp_path / "ours", config, weights, max_shard_bytes=limit)
+    weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in tensor_names(config)}
+    diffusers_folder.write(tmp_path / "ours", config, weights, max_shard_bytes=limit)
     model = peer.Transformer2DModel.from_pretrained(tmp_path / "ours", low_cpu_mem_usage=False)
     state = model.state_dict()
-    assert {place.theirs for place in places(config)} == set(state)
-    for place in places(config):
+    assert {place.theirs for place in tensor_names(config)} == set(state)
+    for place in tensor_names(config):
         np.testing.assert_array_equal(state[place.theirs].numpy(), place.take(weights[place.ours]))
     model.save_pretrained(tmp_path / "theirs", max_shard_size=limit or "10GB", variant="fp16")
-    found, back = diffusers.read(tmp_path / "theirs", variant="fp16")
+    found, back = diffusers_folder.read(tmp_path / "theirs", variant="fp16")
     assert (found.kind, found.inner_dim, found.num_layers) == (config.kind, config.inner_dim, config.num_layers)
     assert all(back[key].tobytes() == array.tobytes() for key, array in weights.items())
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
 from jaxmodels.errors import ConfigError, ObservationError
-from jaxmodels.features import Feature
 from jaxmodels.normalization import from_stats
+from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
-from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature
 from jaxmodels.weights import blueprint
 
 CHUNK, ACTION = 8, 3
@@ -77,7 +76,7 @@ def test_a_folder_is_read_as_it_was_written_and_says_that_it_takes_a_plan(policy
     needs = jaxmodels.read_requirements(tmp_path / "policy")
     assert (needs.policy_type, needs.chunk, needs.action_steps, needs.action) == ("diffusion2d", CHUNK, 4, ACTION)
     assert needs.takes_prefix
-    read = lerobot.read(tmp_path / "policy")
+    read = lerobot_folder.read(tmp_path / "policy")
     assert read.config == CONFIG
     for name, array in checkpoint().weights.items():
         np.testing.assert_array_equal(read.weights[name], array)

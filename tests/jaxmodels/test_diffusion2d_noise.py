@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxmodels.features import Feature
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
-from jaxmodels.policies.diffusion2d.noising import MOST, SLOW, first_noise, slow_waves
+from jaxmodels.policies.diffusion2d.model import MOST, SLOW, first_noise, slow_waves
+from jaxmodels.types import Feature
 
 
 def config_of(steps: int, seed: int) -> Diffusion2dConfig:

@@ -11,13 +11,11 @@ import pytest
 from flax import nnx
 from jax.tree_util import Partial
 
-from jaxmodels.features import Feature
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig, serving
-from jaxmodels.policies.diffusion2d.model import modulations_at, predict
-from jaxmodels.policies.diffusion2d.noising import noisy
+from jaxmodels.policies.diffusion2d.model import modulations_at, noisy, predict
 from jaxmodels.samplers import Example, FlowSchedule, flow_euler
 from jaxmodels.text import TextConfig
-from jaxmodels.types import Observation, Prefix
+from jaxmodels.types import Feature, Observation, Prefix
 from jaxmodels.weights import blueprint, flatten
 
 CHUNK, ACTION = 4, 2

@@ -8,10 +8,10 @@ import pytest
 
 import jaxmodels
 from jaxmodels import hub
-from jaxmodels.checkpoints import diffusers, lerobot
-from jaxmodels.checkpoints.diffusers_names import places
 from jaxmodels.errors import CheckpointError, HubError
-from jaxmodels.transformer2d import Transformer2DConfig
+from jaxmodels.policies import lerobot_folder
+from jaxmodels.transformer2d import Transformer2DConfig, diffusers_folder
+from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from tests.stub_hub import StubHub
 
 
@@ -20,7 +20,7 @@ def policies(small_of, checkpoint_for, tmp_path_factory: pytest.TempPathFactory)
     """The files of two policies."""
     folders = [tmp_path_factory.mktemp("source") / "policy" for _ in range(2)]
     for seed, folder in enumerate(folders):
-        lerobot.write(folder, checkpoint_for(small_of(), seed=seed, rate=25.0))
+        lerobot_folder.write(folder, checkpoint_for(small_of(), seed=seed, rate=25.0))
     return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
 
 
@@ -160,11 +160,11 @@ CONFIG = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12)
 def model(stub: StubHub, tmp_path: Path) -> dict[str, np.ndarray]:
     """The weights of a model that the stub has in a pipeline, in shards, and beside them as half-precision variant."""
     rng = np.random.default_rng(0)
-    weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in places(CONFIG)}
+    weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in tensor_names(CONFIG)}
     halves = {name: array.astype(np.float16) for name, array in weights.items()}
     folder = tmp_path / "source" / "transformer"
-    diffusers.write(folder, CONFIG, weights, max_shard_bytes=20_000)
-    diffusers.write(folder, CONFIG, halves, variant="fp16")
+    diffusers_folder.write(folder, CONFIG, weights, max_shard_bytes=20_000)
+    diffusers_folder.write(folder, CONFIG, halves, variant="fp16")
     others = {"model_index.json": b"{}", "vae/config.json": b"{}", "transformer/diffusion_pytorch_model.bin": b"cos"}
     written = {f"transformer/{path.name}": path.read_bytes() for path in folder.iterdir()}
     stub.push("someone/painter", {**written, **others})
@@ -173,9 +173,9 @@ def model(stub: StubHub, tmp_path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_a_model_of_a_pipeline_is_fetched_alone(fetch, stub: StubHub, model, variant: str | None) -> None:
-    folder = fetch("someone/painter", files=diffusers.files(subfolder="transformer", variant=variant))
+    folder = fetch("someone/painter", files=diffusers_folder.files(subfolder="transformer", variant=variant))
     assert folder.name == stub.head("someone/painter")
-    config, weights = diffusers.read(folder, subfolder="transformer", variant=variant, dtype=np.float32)
+    config, weights = diffusers_folder.read(folder, subfolder="transformer", variant=variant, dtype=np.float32)
     assert config == CONFIG
     wanted = {name: array.astype(np.float16) for name, array in model.items()} if variant else model
     assert all(np.array_equal(weights[name], array) for name, array in wanted.items())
@@ -186,22 +186,22 @@ def test_a_model_of_a_pipeline_is_fetched_alone(fetch, stub: StubHub, model, var
 
 
 def test_a_model_is_read_from_the_cache_without_the_hub(fetch, stub: StubHub, model) -> None:
-    files = diffusers.files(subfolder="transformer", variant="fp16")
+    files = diffusers_folder.files(subfolder="transformer", variant="fp16")
     first = fetch("someone/painter", files=files)
     stub.close()
     assert fetch("someone/painter", files=files) == first
-    assert diffusers.read(first, subfolder="transformer", variant="fp16")[0] == CONFIG
+    assert diffusers_folder.read(first, subfolder="transformer", variant="fp16")[0] == CONFIG
 
 
 def test_a_pipeline_fetched_without_its_subfolder_says_what_it_is(fetch, stub: StubHub, model) -> None:
     with pytest.raises(CheckpointError, match="a pipeline, not a model; give the subfolder"):
-        diffusers.read(fetch("someone/painter", files=diffusers.files()))
+        diffusers_folder.read(fetch("someone/painter", files=diffusers_folder.files()))
 
 
 @pytest.mark.parametrize("subfolder", ["..", "a/../b", "/a", "*", "a//b", "[a]"])
 def test_a_subfolder_is_no_pattern_and_no_way_out(subfolder: str) -> None:
     with pytest.raises(CheckpointError, match="is no folder of a repo"):
-        diffusers.files(subfolder=subfolder)
+        diffusers_folder.files(subfolder=subfolder)
 
 
 def test_a_repo_larger_than_allowed_is_not_fetched_and_one_that_fits_is(fetch, stub: StubHub, tmp_path: Path) -> None:

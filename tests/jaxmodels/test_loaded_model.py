@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels import loaded_model
 from jaxmodels.errors import CheckpointError, ConfigError, HubError, InputError
-from jaxmodels.forward_cost import forward_cost
-from jaxmodels.loaded_model import LoadedModel, is_model, load_model
-from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
+from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, loaded_model
+from jaxmodels.transformer2d.loaded_model import LoadedModel, forward_cost, is_model, load_model
 from jaxmodels.weights import blueprint
 
 CONFIGS = {

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmodels.errors import WeightsMismatch
-from jaxmodels.layers import feed_forward, winograd
-from jaxmodels.layers.dropout import dropout
+from jaxmodels.layers import feed_forward, vision
 from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
-from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, LEROBOT_ACTIVATIONS, FeedForward
+from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, LEROBOT_ACTIVATIONS, FeedForward, dropout
 from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm, LayerNorm
-from jaxmodels.layers.resnet import max_pool
+from jaxmodels.layers.vision import max_pool
 from jaxmodels.weights import blueprint, check_fit, flatten
 
 
@@ -28,14 +27,14 @@ def numbers(*shape: int, seed: int = 0) -> jax.Array:
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
 def test_winograds_convolution_is_the_ordinary_one(batch: int, height: int, width: int, channels: int) -> None:
     x, kernel = numbers(batch, height, width, channels), numbers(3, 3, channels, 4, seed=1)
-    transformed = jnp.asarray(winograd.transform_kernel(np.asarray(kernel)))
+    transformed = jnp.asarray(vision.transform_winograd_kernel(np.asarray(kernel)))
 
     @jax.jit
     def both(x, kernel, transformed):
         plain = jax.lax.conv_general_dilated(
             x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
-        return plain, winograd.convolve(x, transformed)
+        return plain, vision.convolve_winograd(x, transformed)
 
     wanted, found = both(x, kernel, transformed)
     np.testing.assert_allclose(found, wanted, atol=2e-5)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import InputError
-from jaxmodels.features import Feature
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
-from jaxmodels.policies.observation_tokens import ObservationTokens
+from jaxmodels.policies.transformer2d_policy import ObservationTokens
 from jaxmodels.text import TextConfig
-from jaxmodels.types import Language, Observation
+from jaxmodels.types import Feature, Language, Observation
 from jaxmodels.weights import blueprint
 
 CAMERAS = tuple(Feature(f"observation.images.{name}", "VISUAL", (3, 32, 48)) for name in ("front", "wrist"))

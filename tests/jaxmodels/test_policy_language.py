@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.clip_text import read_clip_text
-from jaxmodels.checkpoints.contents import Checkpoint
 from jaxmodels.errors import CheckpointError, ObservationError
-from jaxmodels.features import Feature
 from jaxmodels.normalization import from_stats
+from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.text import TextConfig
-from jaxmodels.types import TASK
+from jaxmodels.text.clip import read_clip_text
+from jaxmodels.types import TASK, Feature
 from jaxmodels.weights import blueprint
 
 CONFIG = Diffusion2dConfig(
@@ -66,7 +65,7 @@ def test_requirements_say_that_it_is_told_what_to_do(policy, tmp_path: Path) -> 
     assert policy.requirements.language
     policy.save(tmp_path)
     assert jaxmodels.read_requirements(tmp_path).language
-    assert lerobot.read(tmp_path).config == CONFIG
+    assert lerobot_folder.read(tmp_path).config == CONFIG
 
 
 def test_what_it_is_told_decides_what_it_does(policy) -> None:
@@ -144,7 +143,7 @@ def test_a_clip_reads_for_a_policy_when_its_tokenizer_is_there(tmp_path: Path) -
     clip = read_clip_text(GOLDEN / "quick")
     made = checkpoint(config=dataclasses.replace(CONFIG, text_encoder=clip.config))
     weights = {**made.weights, **{f"text.{name}": array for name, array in clip.weights.items()}}
-    lerobot.write(
+    lerobot_folder.write(
         tmp_path / "told",
         dataclasses.replace(made, weights=weights, tokenizer=(GOLDEN / "tokenizer.json").read_bytes()),
     )
@@ -174,6 +173,6 @@ def test_a_policy_that_reads_no_language_is_not_disturbed_by_a_text(tmp_path: Pa
 
 
 def test_a_tokenizer_travels_with_its_policy(tmp_path: Path) -> None:
-    lerobot.write(tmp_path, dataclasses.replace(checkpoint(), tokenizer=b'{"version": "1.0"}'))
+    lerobot_folder.write(tmp_path, dataclasses.replace(checkpoint(), tokenizer=b'{"version": "1.0"}'))
     assert (tmp_path / "tokenizer.json").exists()
-    assert lerobot.read(tmp_path).tokenizer == b'{"version": "1.0"}'
+    assert lerobot_folder.read(tmp_path).tokenizer == b'{"version": "1.0"}'

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from jaxmodels.checkpoints.contents import Sidecar
-from jaxmodels.checkpoints.legacy import modern_config
-from jaxmodels.checkpoints.lora import ALPHA
 from jaxmodels.errors import CheckpointError, ConfigError
-from jaxmodels.features import CAMERAS, PIXELS, Feature
 from jaxmodels.policies import policy_type, policy_types
+from jaxmodels.policies.lerobot_folder import Sidecar
+from jaxmodels.policies.lerobot_processors import modern_config
 from jaxmodels.ranges import Number, Range, is_number, numbers_of, shown, table
 from jaxmodels.samplers import FlowSchedule, MaskSchedule, NoiseSchedule
-from jaxmodels.samplers.vq_schedule import VQSchedule
+from jaxmodels.samplers.vq_diffusion import VQSchedule
 from jaxmodels.text import TextConfig
 from jaxmodels.transformer2d import Transformer2DConfig
+from jaxmodels.transformer2d.lora import ALPHA
+from jaxmodels.types import CAMERAS, PIXELS, Feature
 
 DOCS = Path(__file__).parents[2] / "docs" / "policies.md"
 HUGE = 10**30

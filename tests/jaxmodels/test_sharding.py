@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, logical_axes, shardings
 from jaxmodels.errors import ConfigError
-from jaxmodels.sharding import FULLY_SHARDED, TENSOR_PARALLEL, logical_axes, shardings
 from jaxmodels.transformer2d import Transformer2DModel
 from tests.jaxmodels.conftest import process_environment
 
@@ -17,7 +17,7 @@ SMALL = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}
 PROGRAM = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxmodels.sharding import FULLY_SHARDED, TENSOR_PARALLEL, shard
+from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, shard
 from jaxmodels.transformer2d import Transformer2DModel
 
 rng = np.random.default_rng(0)

@@ -18,20 +18,19 @@ from hypothesis import strategies as st
 
 import jaxmodels
 from jaxmodels import memory
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.diffusers_names import count_parameters
+from jaxmodels.devices import find_placement
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
-from jaxmodels.features import Feature
-from jaxmodels.layers.resnet import RESNETS
-from jaxmodels.placement import find_placement
-from jaxmodels.policies import policy_type, policy_types
+from jaxmodels.layers.vision import RESNETS
+from jaxmodels.memory import MOST_OPERATIONS, QUICK_LAYERS
+from jaxmodels.policies import lerobot_folder, policy_type, policy_types
 from jaxmodels.policies.act import ActConfig
+from jaxmodels.policies.config import BACKBONES
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
-from jaxmodels.policies.policy_config import BACKBONES
 from jaxmodels.policies.tokens2d import Tokens2dConfig
-from jaxmodels.sizes import MOST_OPERATIONS, QUICK_LAYERS
 from jaxmodels.text import TextConfig
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
+from jaxmodels.transformer2d.diffusers_folder import count_parameters
+from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint
 
 GB = 10**9
@@ -46,7 +45,7 @@ def features(cameras: int = 0, side: int = 32, state: int | None = 6, environmen
 
 
 def parameters_of(config: Any) -> int:
-    return sum(math.prod(shape.shape) for shape in lerobot.model_blueprint.__wrapped__(config).shapes.values())
+    return sum(math.prod(shape.shape) for shape in lerobot_folder.model_blueprint.__wrapped__(config).shapes.values())
 
 
 count = st.integers(1, 3)
@@ -176,7 +175,7 @@ def test_the_estimate_of_memory_is_near_what_the_compiler_says(config: Any) -> N
         return Affine(zeros, zeros + 1, zeros)
 
     kind, place = policy_type(config.type), find_placement("cpu")
-    weights = {name: np.zeros(x.shape, np.float32) for name, x in lerobot.model_blueprint(config).shapes.items()}
+    weights = {name: np.zeros(x.shape, np.float32) for name, x in lerobot_folder.model_blueprint(config).shapes.items()}
     serving = kind.prepare(config, weights, "cpu")
     shapes = {name: jax.ShapeDtypeStruct(np.shape(x), jnp.float32) for name, x in sorted(serving.items())}
     parts: tuple[Any, ...] = (config.state, config.environment_state, config.action)
@@ -196,7 +195,7 @@ def test_the_estimate_of_memory_is_near_what_the_compiler_says(config: Any) -> N
 
 @pytest.fixture
 def folder(small_of: Any, checkpoint_for: Any, tmp_path: Path) -> Path:
-    lerobot.write(tmp_path / "policy", checkpoint_for(small_of(cameras=("front",))))
+    lerobot_folder.write(tmp_path / "policy", checkpoint_for(small_of(cameras=("front",))))
     return tmp_path / "policy"
 
 
@@ -208,9 +207,9 @@ def nothing_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: Any) -> None:
         raise AssertionError("the module was built")
 
-    lerobot.model_blueprint.cache_clear()
-    monkeypatch.setattr(lerobot, "blueprint", build)
-    monkeypatch.setattr(lerobot, "_read_tensors", build)
+    lerobot_folder.model_blueprint.cache_clear()
+    monkeypatch.setattr(lerobot_folder, "blueprint", build)
+    monkeypatch.setattr(lerobot_folder, "_read_tensors", build)
 
 
 @pytest.fixture
@@ -243,7 +242,7 @@ def images(side: int, count: int = 1) -> dict[str, Any]:
 )
 def test_a_config_that_asks_for_anything_is_refused_before_it_is_built(folder: Path, changes: dict[str, Any]) -> None:
     edit(folder, **changes)
-    for read in (jaxmodels.read_requirements, lerobot.read, jaxmodels.load_policy):
+    for read in (jaxmodels.read_requirements, lerobot_folder.read, jaxmodels.load_policy):
         with pytest.raises(ConfigError, match="wanted"):
             read(folder)
 
@@ -258,17 +257,17 @@ def test_a_config_that_asks_for_anything_is_refused_before_it_is_built(folder: P
     ],
 )
 def test_weights_of_another_config_are_seen_by_their_number(folder: Path, changes: dict[str, Any]) -> None:
-    found = policy_type("act").sizes(lerobot.describe(folder).config).parameters
+    found = policy_type("act").sizes(lerobot_folder.describe(folder).config).parameters
     edit(folder, **changes)
-    wanted = policy_type("act").sizes(lerobot.describe(folder).config).parameters
+    wanted = policy_type("act").sizes(lerobot_folder.describe(folder).config).parameters
     with pytest.raises(WeightsMismatch, match=rf"{found} parameters in \d+ tensors; the config asks for {wanted} in"):
-        lerobot.read(folder)
+        lerobot_folder.read(folder)
 
 
 def test_weights_that_nearly_fit_are_compared_by_name(folder: Path) -> None:
     edit(folder, n_encoder_layers=3)
     with pytest.raises(WeightsMismatch, match=r"missing: model\.encoder\.layers\.2\.linear1\.weight"):
-        lerobot.read(folder)
+        lerobot_folder.read(folder)
 
 
 def test_what_is_built_before_names_are_compared_is_bounded() -> None:
@@ -281,7 +280,7 @@ def test_what_is_built_before_names_are_compared_is_bounded() -> None:
 @pytest.mark.usefixtures("nothing_is_built")
 def test_what_no_device_computes_is_refused_when_it_is_asked_what_it_needs(folder: Path) -> None:
     edit(folder, input_features=images(4096, 2), dim_model=65_536, dim_feedforward=262_144, n_encoder_layers=64)
-    for read in (jaxmodels.read_requirements, lerobot.read):
+    for read in (jaxmodels.read_requirements, lerobot_folder.read):
         with pytest.raises(ConfigError, match=r"takes about \de\+\d\d operations .*wanted 1e\+15 at most"):
             read(folder)
 
@@ -384,7 +383,7 @@ def test_a_device_is_asked_what_it_has(folder: Path, free: Any, monkeypatch: pyt
         def memory_stats(self) -> dict[str, int]:
             return {"bytes_limit": GB, "bytes_in_use": 900_000_000}
 
-    from jaxmodels.placement import Placement
+    from jaxmodels.devices import Placement
 
     place = Placement((Device(),))
     assert memory.free_on_device(place) == 100_000_000

@@ -11,13 +11,12 @@ import pytest
 from flax import nnx
 
 import jaxmodels
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
 from jaxmodels.errors import ConfigError
-from jaxmodels.features import Feature
 from jaxmodels.normalization import from_stats
+from jaxmodels.policies import lerobot_folder
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.policies.tokens2d import POLICY, Tokens2d, Tokens2dConfig, decode
-from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Observation, Prefix
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature, Observation, Prefix
 from jaxmodels.weights import blueprint
 
 CHUNK, ACTION = 8, 3
@@ -79,12 +78,12 @@ def plan(delay: list[int], length: list[int], seed: int = 2) -> dict[str, np.nda
 @pytest.mark.parametrize("mode", ["MIN_MAX", "QUANTILES"])
 def test_a_folder_is_read_as_it_was_written_and_says_that_it_takes_a_plan(policy, mode: str, tmp_path: Path) -> None:
     written = checkpoint(mode=mode)
-    lerobot.write(tmp_path / "policy", written)
+    lerobot_folder.write(tmp_path / "policy", written)
     needs = jaxmodels.read_requirements(tmp_path / "policy")
     assert (needs.policy_type, needs.chunk, needs.action_steps, needs.action) == ("tokens2d", CHUNK, 4, ACTION)
     assert needs.takes_prefix
     assert not needs.language
-    read = lerobot.read(tmp_path / "policy")
+    read = lerobot_folder.read(tmp_path / "policy")
     assert read.config == written.config
     for name, array in written.weights.items():
         np.testing.assert_array_equal(read.weights[name], array)

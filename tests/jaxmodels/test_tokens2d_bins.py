@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmodels.policies.tokens2d.bins import centres, expectation, quantise, spread_over
-from jaxmodels.policies.tokens2d.masking import even_shares, hide
+from jaxmodels.policies.tokens2d.model import centres, even_shares, expectation, hide, quantise, spread_over
 from jaxmodels.samplers import MaskSchedule
 
 SCHEDULE = MaskSchedule(17)

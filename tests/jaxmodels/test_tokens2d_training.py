@@ -12,13 +12,11 @@ import pytest
 from flax import nnx
 from jax.tree_util import Partial
 
-from jaxmodels.features import Feature
 from jaxmodels.policies.tokens2d import Tokens2d, Tokens2dConfig, decode
-from jaxmodels.policies.tokens2d.masking import hide
-from jaxmodels.policies.tokens2d.model import from_pixels, predict, to_pixels
+from jaxmodels.policies.tokens2d.model import from_pixels, hide, predict, to_pixels
 from jaxmodels.samplers import MaskSchedule, maskgit
 from jaxmodels.text import TextConfig
-from jaxmodels.types import Language, Observation, Prefix
+from jaxmodels.types import Feature, Language, Observation, Prefix
 from jaxmodels.weights import blueprint, flatten
 
 CHUNK, ACTION = 4, 2

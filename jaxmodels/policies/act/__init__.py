@@ -6,19 +6,19 @@ Source: lerobot/policies/act (https://github.com/huggingface/lerobot); paper htt
 from types import MappingProxyType
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.act import folding, names, serving, sizes
+from jaxmodels.policies.act import memory, serving, weights
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
-from jaxmodels.policies.policy_config import SMALL_CNN
+from jaxmodels.policies.config import SMALL_CNN
 
 POLICY = PolicyType(
     config=ActConfig.from_json,
     model=Act,
-    tensors=names.tensors,
+    tensors=weights.tensors,
     architecture=serving.architecture,
-    prepare=folding.fold,
+    prepare=weights.fold,
     act=serving.act,
-    sizes=sizes.sizes,
+    sizes=memory.sizes,
     small=MappingProxyType(
         {
             "chunk_size": 20,

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.features import ENVIRONMENT_STATE, STATE, Feature
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
-from jaxmodels.layers.resnet import RESNETS
-from jaxmodels.policies.fields import dump_fields, read_fields
-from jaxmodels.policies.policy_config import BACKBONES, PolicyConfig
+from jaxmodels.layers.vision import RESNETS
+from jaxmodels.policies.config import BACKBONES, PolicyConfig, dump_fields, read_fields
 from jaxmodels.ranges import (
     CHUNK,
     HEADS,
@@ -21,6 +19,7 @@ from jaxmodels.ranges import (
     shown,
     wrong_numbers,
 )
+from jaxmodels.types import ENVIRONMENT_STATE, STATE, Feature
 
 DEFAULT_NORMALIZATION = (("VISUAL", "MEAN_STD"), ("STATE", "MEAN_STD"), ("ACTION", "MEAN_STD"))
 LAYERS = Range(1, LAYERS_WRITTEN_OUT)
@@ -31,7 +30,7 @@ class ActConfig(PolicyConfig):
     """LeRobot's `ACTConfig`, field by field (lerobot/policies/act/configuration_act.py).
 
     Differences: features are tuples, because their order is the order of the tokens; `vision_backbone` may also be
-    ``small_cnn`` (jaxmodels/layers/small_cnn.py), which LeRobot does not know.
+    ``small_cnn`` (jaxmodels/layers/vision.py), which LeRobot does not know.
 
     Raises:
         ConfigError: a value makes no sense; all complaints together.

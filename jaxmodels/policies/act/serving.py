@@ -1,4 +1,4 @@
-"""ACT for serving: the forward pass over folded weights (jaxmodels/policies/act/folding.py)."""
+"""ACT for serving: the forward pass over folded weights (jaxmodels/policies/act/weights.py)."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -9,12 +9,11 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmodels.layers import winograd
+from jaxmodels.layers import vision
 from jaxmodels.layers.attention import attend
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.norm import EPSILON, standardize
-from jaxmodels.layers.resnet import RESNETS, blocks, max_pool
-from jaxmodels.layers.small_cnn import SmallCnn
+from jaxmodels.layers.vision import RESNETS, SmallCnn, blocks, max_pool
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
@@ -171,7 +170,7 @@ class Serving:
     ) -> Float[Array, "b h2 w2 c2"]:
         kernel, bias = self._weights[f"{name}.kernel"], self._weights[f"{name}.bias"]
         if kernel.ndim == 3:  # prepared for Winograd
-            return winograd.convolve(x, kernel) + bias
+            return vision.convolve_winograd(x, kernel) + bias
         pad = dilation * (kernel.shape[0] // 2)
         out = lax.conv_general_dilated(
             x,

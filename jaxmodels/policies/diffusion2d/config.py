@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, cast
 from jaxmodels.policies.transformer2d_config import Sampling, Transformer2dPolicyConfig
 from jaxmodels.ranges import CHUNK, NOT_NEGATIVE, POSITIVE, Range
 from jaxmodels.samplers import FlowSchedule, NoiseSchedule
-from jaxmodels.samplers.loop import STEPS
-from jaxmodels.samplers.noise_schedule import PREDICTION_TYPES, TIMESTEPS
+from jaxmodels.samplers.diffusion import PREDICTION_TYPES, TIMESTEPS
+from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 OBJECTIVES, SOLVERS, STRATEGIES = ("flow", "diffusion"), ("euler", "heun"), ("uniform", "beta")
@@ -29,7 +29,7 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
         noise_seed: of the noise that every chunk is made from. It is always the same noise, so that the same
             observation has the same answer, whenever it comes and with whomever it shares a batch.
         trained_prefix: the longest delay, in actions, that a flow is trained to continue a plan after
-            (`jaxmodels.samplers.trained_prefix`); 0 for none: every plan is then held on to by guidance, without
+            (`jaxmodels.samplers.real_time_chunking`); 0 for none: every plan is then held on to by guidance, without
             training. A longer delay than this one still is.
         trained_prefix_decay: how much rarer than the delay before each delay is in training; 0 for all alike.
         prefix_bound: how firmly guidance holds on to a plan (`jaxmodels.samplers.continuing`).

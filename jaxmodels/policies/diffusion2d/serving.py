@@ -10,8 +10,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float
 
 from jaxmodels.policies.diffusion2d.config import Diffusion2dConfig
-from jaxmodels.policies.diffusion2d.model import Diffusion2d, modulations_at, predict
-from jaxmodels.policies.diffusion2d.noising import first_noise
+from jaxmodels.policies.diffusion2d.model import Diffusion2d, first_noise, modulations_at, predict
 from jaxmodels.policies.transformer2d_policy import assemble
 from jaxmodels.samplers import FlowSchedule, begin_with, continuing, ddim, flow_euler, flow_heun, given
 from jaxmodels.transformer2d import Modulations, Transformer2DModel

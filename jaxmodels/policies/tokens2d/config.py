@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from jaxmodels.policies.transformer2d_config import Sampling, Transformer2dPolicyConfig
 from jaxmodels.ranges import NOT_NEGATIVE, SHARE, Range
 from jaxmodels.samplers import MaskSchedule
-from jaxmodels.samplers.loop import STEPS
+from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 BOUNDED = ("MIN_MAX", "QUANTILES")

@@ -1,5 +1,8 @@
 """The predictor of tokens: what is seen, a chunk of which some tokens are masked, and a 2D transformer between them.
 
+Classes that are neighbours are numbers that are neighbours. Training says so (`spread_over`), and a distribution over
+classes tells a number more finely than its class does (`expectation`).
+
 Each number of an action is a pixel. The transformer adds an embedding of the row to one of the column, on a square, of
 which it uses the first rows: the longer of chunk and action lies along them, so that one embedding is of the time and
 the other of the joint, and no pixel is wasted.
@@ -12,16 +15,96 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
+from jax.scipy.stats import norm
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxmodels.policies.tokens2d.bins import quantise, spread_over
 from jaxmodels.policies.tokens2d.config import Tokens2dConfig
-from jaxmodels.policies.tokens2d.masking import hide
 from jaxmodels.policies.transformer2d_policy import Transformer2dPolicy
+from jaxmodels.samplers import MaskSchedule
+from jaxmodels.samplers.maskgit import ranks
 from jaxmodels.transformer2d import Conditioning, Transformer2DModel
 from jaxmodels.transformer2d.block import Seen
 from jaxmodels.types import Observation
+
+
+def centres(bins: int) -> Float[np.ndarray, " {bins}"]:
+    """The middle of each bin."""
+    return ((2 * np.arange(bins) + 1) / bins - 1).astype(np.float32)
+
+
+def quantise(x: Float[Array, "*n"], bins: int) -> Int[Array, "*n"]:
+    """The bin of each number; what lies outside of [-1, 1] goes to the first or the last one."""
+    return jnp.clip(jnp.floor((x + 1) * (bins / 2)), 0, bins - 1).astype(jnp.int32)
+
+
+def spread_over(x: Float[Array, "*n"], bins: int, width: float) -> Float[Array, "*n {bins}"]:
+    """The distribution over bins that a model is to learn for each number; its expectation is the number.
+
+    Args:
+        width: standard deviation, in bins, of the normal distribution around the number of which each bin gets its
+            share; 0 gives all to the bin of the number.
+
+    Source: HL-Gauss, https://arxiv.org/abs/2403.03950, which recommends 0.75.
+    """
+    if not width:
+        return (quantise(x, bins)[..., None] == jnp.arange(bins)).astype(jnp.float32)
+    edges = jnp.linspace(-1, 1, bins + 1)
+    below = norm.cdf((edges - jnp.clip(x, -1, 1)[..., None]) * (bins / (2 * width)))
+    return jnp.diff(below, axis=-1) / (below[..., -1:] - below[..., :1])
+
+
+def expectation(
+    log_probabilities: Float[Array, "b v n"], ids: Int[Array, "b n"], neighbours: int
+) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
+    """The mean of each token's distribution near the class that was chosen, and how much of it lies there.
+
+    Near it, because a distribution may have several humps, each a way to do the task, and between them there is none.
+
+    Args:
+        neighbours: how many classes on either side count; 0 gives the centre of the bin.
+
+    Returns:
+        The number, and the probability that the model gave to it or its neighbours.
+    """
+    classes = jnp.arange(log_probabilities.shape[1])
+    is_near = jnp.abs(classes[:, None] - ids[:, None]) <= neighbours
+    shares = jnp.where(is_near, jnp.exp(log_probabilities), 0)
+    total = jnp.sum(shares, axis=1)
+    weighted = jnp.sum(shares * jnp.asarray(centres(len(classes)))[:, None], axis=1)
+    return weighted / total, total
+
+
+def even_shares(key: PRNGKeyArray, batch: int) -> Float[Array, " {batch}"]:
+    """A number in [0, 1) for each member, uniform on its own, and evenly spread over the batch.
+
+    Less noise than independent ones: https://arxiv.org/abs/2107.00630, appendix I.1.
+    """
+    return (jax.random.uniform(key, (), jnp.float32) + jnp.arange(batch, dtype=jnp.float32) / batch) % 1
+
+
+def hide(
+    schedule: MaskSchedule, is_pad: Bool[Array, "b t"], width: int, prefix_rate: float, key: PRNGKeyArray
+) -> Bool[Array, "b t {width}"]:
+    """Tokens to predict: of each chunk a random share, at least one.
+
+    Padded steps are not among them. Nor are, in a share `prefix_rate` of the chunks, the first actions, however many:
+    a policy that continues a plan sees those.
+
+    Args:
+        width: numbers of an action.
+    """
+    batch, steps = is_pad.shape
+    share_key, prefix_key, delay_key, order_key = jax.random.split(key, 4)
+    planned = jnp.sum(~is_pad, axis=1).astype(jnp.float32)
+    delay = jnp.floor(jax.random.uniform(delay_key, (batch,), jnp.float32) * planned)
+    has_prefix = jax.random.uniform(prefix_key, (batch,), jnp.float32) < prefix_rate
+    is_past = jnp.arange(steps)[None] < jnp.where(has_prefix, delay, 0).astype(jnp.int32)[:, None]
+    can_hide = jnp.repeat(~is_pad & ~is_past, width, axis=1)
+    count = schedule.share(even_shares(share_key, batch)) * jnp.sum(can_hide, axis=1).astype(jnp.float32)
+    count = jnp.maximum(jnp.ceil(count), 1)
+    order = jnp.where(can_hide, jax.random.uniform(order_key, can_hide.shape, jnp.float32), jnp.inf)
+    return (can_hide & (ranks(order) < count.astype(jnp.int32)[:, None])).reshape(batch, steps, width)
 
 
 class Context(NamedTuple):

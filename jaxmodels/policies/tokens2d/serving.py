@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
-from jaxmodels.policies.tokens2d.bins import expectation, quantise
 from jaxmodels.policies.tokens2d.config import Tokens2dConfig
-from jaxmodels.policies.tokens2d.model import Tokens2d, from_pixels, predict, to_pixels
+from jaxmodels.policies.tokens2d.model import Tokens2d, expectation, from_pixels, predict, quantise, to_pixels
 from jaxmodels.policies.transformer2d_policy import assemble
 from jaxmodels.samplers import begin_with, maskgit
 from jaxmodels.types import Observation

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from jaxmodels.data import DatasetWriter
-from jaxmodels.features import Feature
+from jaxmodels.types import Feature
 
 NAMES = ("shoulder.pos", "elbow.pos")
 LENGTHS, TASKS = (6, 9, 5), ("pick", "place", "pick")

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from jaxmodels.data import info, open_dataset, parquet_file
+from jaxmodels.data import open_dataset, metadata, table_files
 from jaxmodels.errors import DatasetError
 from tests.jaxmodels.data.demonstrations import FRONT, ROWS, frames, lines, png, rewrite, write_video
 
@@ -183,7 +183,7 @@ def replaced(table, name, values):
 
 
 def test_a_file_that_claims_too_many_rows_is_not_read(copy, monkeypatch):
-    monkeypatch.setattr(parquet_file, "MOST_ROWS", 8)
+    monkeypatch.setattr(table_files, "MOST_ROWS", 8)
     refused(copy("v2.1"), "9 rows; allowed are 8")
 
 
@@ -246,4 +246,4 @@ def test_statistics_of_another_shape_are_refused(copy, values):
 
 def test_pixels_are_bounded_before_anything_is_opened():
     with pytest.raises(ValueError, match="at most"):
-        info._channels_first((5000, 5000, 3), None)
+        metadata._channels_first((5000, 5000, 3), None)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxmodels.checkpoints.clip_text import read_clip_text
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.text import TextConfig, text_encoder, tokenizer
+from jaxmodels.text.clip import read_clip_text
 from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "clip_text"

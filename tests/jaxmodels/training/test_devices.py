@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmodels.checkpoints import lerobot
 from jaxmodels.data import DatasetWriter
+from jaxmodels.devices import find_layout
 from jaxmodels.errors import ConfigError
+from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import TrainingConfig
-from jaxmodels.training.layout import find_layout
 from tests.jaxmodels.conftest import process_environment
 
 # Wide enough that something is spread, without pictures and chance, which take long to compile.
@@ -91,7 +91,7 @@ def trained(states: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_weights(one: Path, other: Path) -> None:
-    ours, theirs = (lerobot.read(folder / "policy").weights for folder in (one, other))
+    ours, theirs = (lerobot_folder.read(folder / "policy").weights for folder in (one, other))
     assert set(ours) == set(theirs)
     for name, array in ours.items():
         np.testing.assert_allclose(theirs[name], array, atol=2e-4, err_msg=name)

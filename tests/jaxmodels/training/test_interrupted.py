@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmodels.errors import TrainingError
-from jaxmodels.training.run_folder import claim, cut_metrics, writing
-from jaxmodels.training.snapshots import LAST, POLICY, STATE, Snapshots
+from jaxmodels.training.run_folder import LAST, POLICY, STATE, Snapshots, claim, cut_metrics, writing
 
 LINES = '{"step": 4, "seconds": 2.5}\n{"step": 8, "seconds": 3.5}\n'
 

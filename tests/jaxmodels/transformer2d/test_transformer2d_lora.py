@@ -13,9 +13,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxmodels import memory
-from jaxmodels.checkpoints import lora as files
 from jaxmodels.errors import CheckpointError, ConfigError, InputError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, lora
+from jaxmodels.transformer2d import lora as files
 from jaxmodels.weights import flatten
 
 CONFIG = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12, attention_bias=True)

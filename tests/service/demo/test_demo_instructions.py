@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
-from jaxmodels.features import Feature
 from jaxmodels.normalization import from_stats
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
+from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint
 from service.demo.arm import CAMERA, HORIZON, RATE
 from service.demo.request import Request

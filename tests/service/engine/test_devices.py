@@ -22,11 +22,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from jaxmodels.checkpoints.contents import Checkpoint
+from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.errors import ConfigError
-from jaxmodels.features import ACTION, ENVIRONMENT_STATE, Feature
+from jaxmodels.types import ACTION, ENVIRONMENT_STATE, Feature
 from jaxmodels.normalization import from_stats
-from jaxmodels.placement import name_devices
+from jaxmodels.devices import name_devices
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.policy import Policy

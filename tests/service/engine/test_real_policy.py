@@ -11,15 +11,14 @@ import pytest
 from flax import nnx
 
 import jaxmodels
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
-from jaxmodels.features import ACTION, STATE, Feature
 from jaxmodels.normalization import from_stats
+from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
+from jaxmodels.policies.config import SMALL_CNN
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
-from jaxmodels.policies.policy_config import SMALL_CNN
-from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
+from jaxmodels.types import ACTION, PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, STATE, Feature
 from jaxmodels.weights import blueprint, flatten
 from service.engine.engine import Engine
 from service.sessions.sessions import NewSession, Sessions
@@ -62,7 +61,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
     folder = tmp_path_factory.mktemp("policies") / "small"
-    lerobot.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=50.0, joint_names=NAMES)))
+    lerobot_folder.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=50.0, joint_names=NAMES)))
     return folder
 
 
@@ -87,7 +86,7 @@ def sampled_folder(tmp_path: Path) -> Path:
     weights = {name: (0.15 * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
     normalization = from_stats(config.input_features, config.output_features, config.normalization_mapping, stats)
     sidecar = Sidecar(rate=50.0, joint_names=NAMES)
-    lerobot.write(tmp_path / "sampled", Checkpoint(config, weights, normalization, sidecar))
+    lerobot_folder.write(tmp_path / "sampled", Checkpoint(config, weights, normalization, sidecar))
     return tmp_path / "sampled"
 
 

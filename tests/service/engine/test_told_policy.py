@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.contents import Checkpoint, Sidecar
-from jaxmodels.features import ACTION, STATE, Feature
 from jaxmodels.normalization import from_stats
+from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
+from jaxmodels.types import ACTION, STATE, Feature
 from jaxmodels.weights import blueprint
 from service.engine.engine import Engine
 from service.engine.stacking import Stacks, shape_of
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config.input_features, config.output_features, config.normalization_mapping, {STATE: ends, ACTION: ends}
     )
     path = tmp_path_factory.mktemp("policies") / "told"
-    lerobot.write(path, Checkpoint(config, weights, normalization, Sidecar(rate=20.0)))
+    lerobot_folder.write(path, Checkpoint(config, weights, normalization, Sidecar(rate=20.0)))
     return path
 
 

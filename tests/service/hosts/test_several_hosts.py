@@ -42,10 +42,10 @@ import numpy as np
 import psutil
 
 import jaxmodels
-from jaxmodels.checkpoints import lerobot
-from jaxmodels.checkpoints.contents import Checkpoint
+from jaxmodels.policies import lerobot_folder as lerobot
+from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.errors import ConfigError, JaxModelsError, ObservationError
-from jaxmodels.features import ACTION, ENVIRONMENT_STATE, Feature
+from jaxmodels.types import ACTION, ENVIRONMENT_STATE, Feature
 from jaxmodels.normalization import from_stats
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act

@@ -1,0 +1,28 @@
+"""Lazy exports of a package."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The package's ``__getattr__`` and ``__dir__`` (https://peps.python.org/pep-0562).
+
+    Type checkers follow neither: the package imports the same names under ``TYPE_CHECKING``, and lists them in
+    ``__all__``. The package lazy_loader knows neither names that another package has nor errors that say what to
+    install, and its ``dir()`` has the public names alone.
+
+    Args:
+        package: its ``__name__``.
+        homes: public name to the module that has it.
+    """
+
+    def look_up(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name]), name)
+
+    def names() -> list[str]:
+        return sorted({*vars(import_module(package)), *homes})
+
+    return look_up, names

@@ -1,0 +1,52 @@
+"""Cache folders, and the compilation cache."""
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+
+OFF = ("", "0", "off", "none", "false")
+
+
+def user_cache() -> Path:
+    """``XDG_CACHE_HOME``, else ``~/.cache`` (https://specifications.freedesktop.org/basedir-spec)."""
+    # A variable that is set and empty counts as not set, as that specification has it.
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def cache_folder(name: str, asked: str | None = None) -> Path | None:
+    """What was asked for: a folder, or ``off``, which is None; else ``robojax/NAME`` in the user's cache folder."""
+    if asked is None:
+        return user_cache() / "robojax" / name
+    return None if asked.lower() in OFF else Path(asked).expanduser()
+
+
+VARIABLE = "ROBOJAX_COMPILE_CACHE"
+
+logger = logging.getLogger(__name__)
+
+
+def use_compile_cache() -> Path | None:
+    """Switches JAX's persistent cache on, unless whoever started us configured one; gives its folder.
+
+    It is ``ROBOJAX_COMPILE_CACHE`` (a folder, or ``off``), else ``robojax/xla`` in the user's cache folder.
+    A folder that cannot be written only costs compile time, so it is said in the log and nothing is cached.
+    """
+    configured = jax.config.values.get("jax_compilation_cache_dir")
+    if configured:
+        return Path(configured)
+    folder = cache_folder("xla", os.environ.get(VARIABLE))
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        logger.info("no compile cache: %s (%s); set %s to a folder that can be written", folder, error, VARIABLE)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return folder

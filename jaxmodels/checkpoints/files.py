@@ -1,0 +1,398 @@
+"""JSON and safetensors files, bounded and strictly read.
+
+A legal file of 67 MB can hold a header of a million empty tensors, which costs the library seconds and a gigabyte; so
+the length of the header and the number of tensors are bounded first.
+Format: https://github.com/huggingface/safetensors#format
+
+Source: diffusers 0.42.1, models/modeling_utils.py (save_pretrained) and utils/hub_utils.py (_add_variant).
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save
+
+from jaxmodels.checkpoints.folder import JSON_BYTES as LIMIT
+from jaxmodels.checkpoints.folder import Source, opened
+from jaxmodels.checkpoints.tensor_layouts import Shape
+from jaxmodels.errors import CheckpointError
+
+HEADER_LIMIT = 8 << 20  # bytes
+TENSOR_LIMIT = 10_000
+DIMENSIONS = 64  # of a tensor; NumPy has no more
+METADATA = "__metadata__"
+NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
+# NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.
+FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        "F64": np.dtype("<f8"),
+        "F32": np.dtype("<f4"),
+        "F16": np.dtype("<f2"),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+    }
+)
+# Of every dtype of the format, read here or not.
+BITS: Mapping[str, int] = MappingProxyType(
+    {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32}
+    | dict.fromkeys(("F16", "BF16", "I16", "U16"), 16)
+    | dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"), 8)
+)
+CODES = {dtype: code for code, dtype in FLOATS.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor where it lies in a file."""
+
+    path: Source
+    dtype: np.dtype[Any]
+    shape: Shape
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        """
+        Raises:
+            CheckpointError: the file can no longer be read, or is shorter than it was.
+        """
+        try:
+            with opened(self.path) as file:
+                raw = file.array(self.start, self.bytes)
+            return raw.view(self.dtype).reshape(self.shape)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path.name}: cannot be read to its end ({error})") from error
+
+
+def find_floats(path: Source, is_wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
+    """Where each tensor of a file lies that is wanted; none is read.
+
+    Raises:
+        CheckpointError: no such file, a header beyond the limits, not a safetensors file, or wanted tensors that are
+            not floating-point (all listed).
+    """
+    header, start, end = _read_header(path)
+    header.pop(METADATA, None)
+    if wrong := _misplaced(header, end - start):
+        raise CheckpointError(f"{path.name}: not a readable safetensors file ({wrong})")
+    wanted = {name: entry for name, entry in header.items() if is_wanted(name)}
+    others = [f"{name} ({entry.get('dtype')})" for name, entry in wanted.items() if entry.get("dtype") not in FLOATS]
+    if others:
+        raise CheckpointError(f"{path.name}: tensors of other dtypes than {', '.join(FLOATS)}: {', '.join(others)}")
+    return {
+        name: Stored(path, FLOATS[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
+        for name, entry in wanted.items()
+    }
+
+
+def read_metadata(path: Source) -> dict[str, str]:
+    """What a file says beside its tensors.
+
+    Raises:
+        CheckpointError: no such file, or not a safetensors file.
+    """
+    header, _, _ = _read_header(path)
+    return {name: text for name, text in header.get(METADATA, {}).items() if isinstance(text, str)}
+
+
+def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray]:
+    """Every tensor of a file, in its own dtype (bfloat16 as ml_dtypes' type).
+
+    Args:
+        but: leave out tensors whose name ends so.
+
+    Raises:
+        CheckpointError: as `find_floats`.
+    """
+    found = find_floats(path, lambda name: but is None or not name.endswith(but))
+    return {name: stored.read() for name, stored in found.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes contiguous copies; PyTorch's loaders look for the format's name in the metadata."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    # Not save_file: what it writes only its owner may read, whatever the umask says.
+    path.write_bytes(save(contiguous, metadata={"format": "pt"}))
+
+
+def write_floats(path: Path, wanted: Mapping[str, tuple[np.dtype[Any], Shape]], tensor: Callable[[str], Any]) -> None:
+    """Writes tensors one after the other, so that no more than one of them need be in memory.
+
+    Args:
+        wanted: dtype and shape of every tensor, in the order they are written.
+        tensor: gives the tensor of a name.
+    """
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}  # PyTorch's loaders look for it
+    end = 0
+    for name, (dtype, shape) in wanted.items():
+        begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)  # data begins at a multiple of eight bytes
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        for name, (dtype, _) in wanted.items():
+            file.write(np.ascontiguousarray(tensor(name), dtype=dtype).reshape(-1).view(np.uint8).data)
+
+
+def _misplaced(header: Mapping[str, Any], size: int) -> str | None:
+    """What is wrong with where tensors lie: they have to fill the file, one after the other.
+
+    Not the library's own check, which maps the file into memory: one that is cut off meanwhile would end this process.
+    """
+    places: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        shape, offsets, bits = entry.get("shape"), entry.get("data_offsets"), BITS.get(str(entry.get("dtype")))
+        if bits is None:
+            return f"{name[:80]}: no known dtype"
+        if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+            return f"{name[:80]}: shape or data_offsets are no lists of counts"
+        begin, end = offsets
+        if (end - begin) * 8 != math.prod(shape) * bits:
+            return f"{name[:80]}: {end - begin} bytes do not hold {entry['dtype']} of this shape"
+        places.append((begin, end, name))
+    at = 0
+    for begin, end, name in sorted(places):
+        if begin != at:
+            return f"{name[:80]}: begins at {begin} and not at {at}, where the tensor before it ends"
+        at = end
+    return None if at == size else f"tensors have {at} bytes, the file {size}"
+
+
+def _are_counts(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= DIMENSIONS
+        and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    )
+
+
+def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
+    """What is there, where the tensors begin, and where the file ends."""
+    try:
+        with opened(path) as file:
+            size = file.size
+            prefix = file.read(0, 8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{path.name}: {len(prefix)} bytes long; wanted a safetensors file")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > HEADER_LIMIT:
+                raise CheckpointError(
+                    f"{path.name}: its header claims {length} bytes; a safetensors header has at most {HEADER_LIMIT}"
+                )
+            raw = file.read(8, length)
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror}); wanted a safetensors file") from error
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: its header is malformed; wanted a safetensors file") from error
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise CheckpointError(f"{path.name}: its header is no object of tensors; wanted a safetensors file")
+    count = len(header) - (METADATA in header)
+    if count > TENSOR_LIMIT:
+        raise CheckpointError(f"{path.name}: {count} tensors; wanted at most {TENSOR_LIMIT}")
+    return header, 8 + length, size
+
+
+def read_json(path: Source) -> dict[str, Any]:
+    """Reads an object; of a pipe or a device, nothing.
+
+    Raises:
+        CheckpointError: the file is missing, too long, or no JSON object of finite numbers and unique names.
+    """
+    name = path.name
+    try:
+        with opened(path) as file:
+            raw = file.read(0, LIMIT + 1)
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted it in the folder") from error
+    if len(raw) > LIMIT:
+        raise CheckpointError(f"{name}: longer than {LIMIT} bytes; wanted a checkpoint's description")
+    try:
+        value = json.loads(
+            raw, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_object
+        )
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"{name}: malformed JSON ({reason})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name}: holds a {type(value).__name__}; wanted a JSON object")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any], indent: int, *, end: str = "") -> None:
+    path.write_text(json.dumps(value, indent=indent, allow_nan=False) + end)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a name appears twice in one object")
+    return value
+
+
+STEM = "diffusion_pytorch_model"
+SHARD_BYTES = 10 * 10**9  # diffusers' "10GB"
+VARIANT = re.compile(r"[A-Za-z0-9_]+")
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+ANY = re.compile(rf"{STEM}(?:\.(\w+))?\.safetensors|{STEM}\.safetensors\.index(?:\.(\w+))?\.json")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def whole_name(variant: str | None) -> str:
+    """The one file of a model that is not in shards."""
+    return f"{STEM}.{_checked(variant)}.safetensors" if variant else f"{STEM}.safetensors"
+
+
+def index_names(variant: str | None) -> tuple[str, ...]:
+    """The index of a model in shards, today's name first."""
+    if not variant:
+        return (f"{STEM}.safetensors.index.json",)
+    return (f"{STEM}.safetensors.index.{_checked(variant)}.json", f"{STEM}.safetensors.{variant}.index.json")
+
+
+def shard_patterns(variant: str | None) -> tuple[str, ...]:
+    """Names of all files that a model's weights may be in, ``?`` for any letter."""
+    middle = f".{variant}" if variant else ""
+    numbers = "-?????-of-?????"
+    # Older diffusers put the variant after the numbers.
+    shards = {f"{STEM}{middle}{numbers}.safetensors": None, f"{STEM}{numbers}{middle}.safetensors": None}
+    return (whole_name(variant), *index_names(variant), *shards)
+
+
+def is_shard(name: str, variant: str | None) -> bool:
+    """Whether a file of this name is part of a model's weights."""
+    return any(fnmatchcase(name, pattern) for pattern in shard_patterns(variant))
+
+
+def has_tensors(folder: Path, variant: str | None) -> bool:
+    """Whether a folder has a model's weights."""
+    return any((folder / name).is_file() for name in (whole_name(variant), *index_names(variant)))
+
+
+def find_shards(
+    folder: Path, variant: str | None = None, is_wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Stored]:
+    """Where the tensors of a model lie, those that are wanted; none is read. An index goes before a whole file.
+
+    Raises:
+        CheckpointError: no such files (the message names the variants there are, and never opens a pickle), unreadable
+            ones, or an index that names files outside of the folder or does not fit them.
+    """
+    for name in index_names(variant):
+        if (folder / name).is_file():
+            return _find_in_shards(folder, name, is_wanted)
+    if not (folder / whole_name(variant)).is_file():
+        raise CheckpointError(_no_weights(folder, variant))
+    return find_floats(folder / whole_name(variant), is_wanted)
+
+
+def write_shards(
+    folder: Path,
+    wanted: Mapping[str, tuple[np.dtype[Any], Shape]],
+    tensor: Callable[[str], Any],
+    *,
+    variant: str | None = None,
+    max_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes tensors one after the other into an empty folder: one file, or shards of at most `max_bytes` (a larger
+    tensor has a shard of its own) and their index."""
+    shards = list(_split(wanted, max_bytes))
+    if len(shards) == 1:
+        write_floats(folder / whole_name(variant), wanted, tensor)
+        return
+    middle = f".{variant}" if variant else ""
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{STEM}{middle}-{number:05}-of-{len(shards):05}.safetensors"
+        write_floats(folder / name, shard, tensor)
+        index |= dict.fromkeys(shard, name)
+    size = sum(_bytes(*entry) for entry in wanted.values())
+    write_json(folder / index_names(variant)[0], {"metadata": {"total_size": size}, "weight_map": index}, indent=2)
+
+
+def _find_in_shards(folder: Path, index: str, is_wanted: Callable[[str], bool]) -> dict[str, Stored]:
+    files = read_json(folder / index).get("weight_map")
+    # Names come from a file of a stranger: they must not lead out of the folder.
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{index}: has no weight_map; wanted an object of tensors and their files")
+    wrong = sorted({str(name) for name in files.values() if not isinstance(name, str) or not PLAIN.fullmatch(name)})
+    if wrong:
+        raise CheckpointError(f"{index}: weight_map names {', '.join(wrong)}; wanted plain names of .safetensors files")
+    found: dict[str, Stored] = {}
+    wrong = []
+    for file in sorted(set(files.values())):
+        inside = find_floats(folder / file, is_wanted)
+        wrong += [f"{name} is in {file}, not in {files.get(name)}" for name in inside if files.get(name) != file]
+        found |= inside
+    wrong += [f"{name} is not in {file}" for name, file in files.items() if is_wanted(name) and name not in found]
+    if wrong:
+        raise CheckpointError(f"{index}: does not fit its files; get all of them from one place: {'; '.join(wrong)}")
+    return found
+
+
+def _split(
+    wanted: Mapping[str, tuple[np.dtype[Any], Shape]], max_bytes: int
+) -> Iterator[dict[str, tuple[np.dtype[Any], Shape]]]:
+    shard: dict[str, tuple[np.dtype[Any], Shape]] = {}
+    size = 0
+    for name, entry in wanted.items():
+        if shard and size + _bytes(*entry) > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = entry
+        size += _bytes(*entry)
+    yield shard
+
+
+def _bytes(dtype: np.dtype[Any], shape: Shape) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+
+
+def _checked(variant: str | None) -> str:
+    if not variant or not VARIANT.fullmatch(variant):
+        raise CheckpointError(f"variant {variant!r} is no part of a file name; wanted letters and digits, e.g. 'fp16'")
+    return variant
+
+
+def _no_weights(folder: Path, variant: str | None) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    wanted = whole_name(variant)
+    found = {match.group(1) or match.group(2) for name in names if (match := ANY.fullmatch(name))}
+    if others := sorted(name for name in found if name):
+        plain = ", or leave it out" if None in found else ""
+        return f"{folder.name}: no {wanted}; variants there: {', '.join(others)}; give one of them as variant{plain}"
+    if found:
+        return f"{folder.name}: no {wanted}; leave variant out, the files there have none"
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        return (
+            f"{folder.name}: only {', '.join(pickles)} and no {wanted}; pickle files can run code and are never "
+            "opened. Load the model with diffusers where you trust it, and save it with "
+            "save_pretrained(folder, safe_serialization=True)"
+        )
+    return f"{folder.name}: no {wanted}; wanted a folder as diffusers' save_pretrained writes it"

@@ -1,0 +1,344 @@
+"""Checked info.json, layout, episode locations."""
+
+import re
+from jaxmodels.types import ACTION, ENVIRONMENT_STATE, IMAGES, STATE
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from jaxmodels.checkpoints.files import read_json
+from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
+from jaxmodels.types import Feature, parse_names
+from jaxmodels.ranges import shown
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from jaxmodels.data.table_files import read_lines
+from jaxmodels.data.table_files import read_table
+from jaxmodels.errors import DatasetError
+
+__all__ = ["ACTION", "ENVIRONMENT_STATE", "IMAGES", "STATE"]
+
+INFO, STATS = "meta/info.json", "meta/stats.json"
+
+# Version 3.0: many episodes in one file.
+VERSION = "v3.0"
+CHUNK_FILES = 1000
+DATA_MEGABYTES, VIDEO_MEGABYTES = 100, 200
+_FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+TASKS = "meta/tasks.parquet"
+EPISODES = f"meta/episodes/{_FILE}.parquet"
+DATA = f"data/{_FILE}.parquet"
+VIDEO = f"videos/{{video_key}}/{_FILE}.mp4"
+
+# Version 2.1: a file for each episode.
+OLD_VERSION = "v2.1"
+OLD_TASKS, OLD_EPISODES = "meta/tasks.jsonl", "meta/episodes.jsonl"
+OLD_DATA = "data/chunk-{chunk:03d}/episode_{episode:06d}.parquet"
+OLD_VIDEO = "videos/chunk-{chunk:03d}/{video_key}/episode_{episode:06d}.mp4"
+
+# feature -> type of its one value, in every dataset
+INDICES = {
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+# Names of features become names of folders.
+FEATURE_NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}")
+
+# Larger frames are not decoded: whoever made the file may want to fill the memory.
+MOST_PIXELS = 3840 * 2160
+# Only what datasets come in, so that a stranger's file does not choose among all of FFmpeg's decoders.
+CODECS = ("av1", "h264", "hevc", "libdav1d", "vp9")
+
+
+PICTURES = ("video", "image")
+
+
+@dataclass(frozen=True)
+class Info:
+    """What there is, before any row was read.
+
+    Attributes:
+        version: `layout.VERSION` or `layout.OLD_VERSION`.
+        fps: rows per second.
+        features: what policies see and do; other columns (rewards, ends of episodes) are left out.
+        pictures: image feature to ``video`` or ``image`` (PNG or JPEG bytes beside the numbers).
+        chunk_files: episodes in one folder of version 2.1.
+        episodes, frames: how many there are of both.
+    """
+
+    version: str
+    fps: float
+    robot_type: str | None
+    features: tuple[Feature, ...]
+    pictures: Mapping[str, str]
+    chunk_files: int
+    episodes: int
+    frames: int
+
+
+def read_info(folder: Path) -> Info:
+    """Reads and checks it.
+
+    Raises:
+        DatasetError: it is missing, of another version, or garbled; all complaints together.
+    """
+    if not (folder / INFO).is_file():
+        raise DatasetError(f"{folder}: no {INFO} there; wanted a LeRobotDataset v3.0 or v2.1 folder")
+    try:
+        found = read_json(folder / INFO)
+    except CheckpointError as error:
+        raise DatasetError(f"{folder.name}: {error}") from error
+    version = found.get("codebase_version")
+    if version not in (VERSION, OLD_VERSION):
+        raise DatasetError(
+            f"{folder.name}: codebase_version is {str(version)[:20]!r}; wanted {VERSION} or "
+            f"{OLD_VERSION}, to which lerobot converts others"
+        )
+    wrong: list[str] = []
+    fps = found.get("fps")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 10_000 or not math.isfinite(fps):
+        wrong.append(f"fps is {str(fps)[:20]}; wanted a number above 0")
+    counts = {}
+    for name, usual in (("total_episodes", None), ("total_frames", None), ("chunks_size", CHUNK_FILES)):
+        counts[name] = found.get(name, usual)
+        if isinstance(counts[name], bool) or not isinstance(counts[name], int) or counts[name] < 1:
+            wrong.append(f"{name} is {str(counts[name])[:20]}; wanted an integer of 1 or more")
+    entries = found.get("features")
+    features, pictures = [], {}
+    if not isinstance(entries, dict):
+        wrong.append("features is no object")
+        entries = {}
+    for name, entry in entries.items():
+        try:
+            feature = _feature(name, entry)
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            wrong.append(f"feature {name[:80]!r}: {error}")
+            continue
+        if feature is not None:
+            features.append(feature)
+            if feature.type == "VISUAL":
+                pictures[name] = entry["dtype"]
+    if not wrong and not any(feature.name == ACTION for feature in features):
+        wrong.append(f"there is no feature {ACTION!r}")
+    if wrong:
+        raise DatasetError(f"{folder.name}: {INFO}: {'; '.join(wrong)}")
+    robot_type = found.get("robot_type")
+    return Info(
+        version=str(version),
+        fps=float(fps),  # pyright: ignore[reportArgumentType] - checked above
+        robot_type=robot_type if isinstance(robot_type, str) else None,
+        features=tuple(features),
+        pictures=pictures,
+        chunk_files=counts["chunks_size"],
+        episodes=counts["total_episodes"],
+        frames=counts["total_frames"],
+    )
+
+
+def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
+    """As LeRobot sorts a dataset's columns for policies (lerobot/datasets/utils.py, dataset_to_policy_features)."""
+    if not FEATURE_NAME.fullmatch(name):
+        raise ValueError("the name cannot be used; wanted letters, digits and _.-")
+    dtype, shape = entry["dtype"], entry["shape"]
+    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        raise ValueError(f"shape is {shown(shape)}; wanted a list of integers")
+    shape = tuple(shape)
+    if dtype in PICTURES:
+        return Feature(name, "VISUAL", _channels_first(shape, entry.get("names")))
+    kind = (
+        "ENV"
+        if name == ENVIRONMENT_STATE
+        else "STATE"
+        if name.startswith("observation")
+        else "ACTION"
+        if name.startswith(ACTION)
+        else None
+    )
+    is_needed = name in (ACTION, STATE, ENVIRONMENT_STATE)
+    if kind is None or (len(shape) != 1 and not is_needed) or not _is_number(dtype):
+        if is_needed:
+            raise ValueError(f"dtype is {str(dtype)[:20]!r}; wanted numbers")
+        return None
+    try:
+        names = parse_names(name, entry.get("names"))
+    except ConfigError:
+        names = None  # of some other form: they are only for people
+    return Feature(name, kind, shape, names if names is not None and len(names) == shape[0] else None)
+
+
+def _is_number(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype.startswith(("float", "int", "uint", "bool"))
+
+
+def _channels_first(shape: tuple[int, ...], names: Any) -> tuple[int, int, int]:
+    if len(shape) != 3 or min(shape) < 1:
+        raise ValueError(f"shape is {list(shape)}; wanted [height, width, 3]")
+    is_last = shape[2] == 3 and not (isinstance(names, list) and names[:1] in (["channel"], ["channels"]))
+    channels, height, width = (shape[2], *shape[:2]) if is_last else shape
+    if height * width > MOST_PIXELS:
+        raise ValueError(f"frames of {height}x{width} pixels; wanted {MOST_PIXELS} at most")
+    return channels, height, width
+
+
+MOST_TASKS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """One episode.
+
+    Attributes:
+        number: its ``episode_index``.
+        length: rows.
+        rows: file of its rows, relative to the dataset.
+        videos: video feature to the file of its frames, and when in it they begin, in seconds.
+    """
+
+    number: int
+    length: int
+    rows: str
+    videos: Mapping[str, tuple[str, float]]
+
+
+def read_places(folder: Path, info: Info) -> tuple[Place, ...]:
+    """All episodes in their order.
+
+    Raises:
+        DatasetError: files of the description are missing or garbled, or it contradicts itself.
+    """
+    try:
+        places = _new(folder, info) if info.version == VERSION else _old(folder, info)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DatasetError):
+            raise
+        raise DatasetError(f"{folder.name}: the description of its episodes lacks or garbles {error}") from error
+    numbers = [place.number for place in places]
+    if numbers != list(range(len(places))):
+        raise DatasetError(f"{folder.name}: its episodes are not numbered 0, 1, 2...; found {_shown(numbers)}")
+    rows = sum(place.length for place in places)
+    if (len(places), rows) != (info.episodes, info.frames):
+        raise DatasetError(
+            f"{folder.name}: {INFO} speaks of {info.episodes} episodes and {info.frames} frames; "
+            f"meta/episodes describes {len(places)} and {rows}"
+        )
+    return places
+
+
+def choose(folder: Path, places: Sequence[Place], episodes: Sequence[int] | None) -> tuple[Place, ...]:
+    """Those that are asked for, in the dataset's order; all of them for None.
+
+    Raises:
+        DatasetError: one is not there, or none is wanted.
+    """
+    if episodes is None:
+        return tuple(places)
+    if wrong := sorted({number for number in episodes if not 0 <= number < len(places)}):
+        raise DatasetError(f"{folder.name}: no episodes {_shown(wrong)}; it has 0 to {len(places) - 1}")
+    if not episodes:
+        raise DatasetError(f"{folder.name}: no episodes are asked for; wanted some of 0 to {len(places) - 1}")
+    wanted = set(episodes)
+    return tuple(place for place in places if place.number in wanted)
+
+
+def _new(folder: Path, info: Info) -> tuple[Place, ...]:
+    files = sorted((folder / "meta/episodes").glob("chunk-*/file-*.parquet"))
+    if not files:
+        raise DatasetError(f"{folder.name}: no files in meta/episodes; fetch or copy the dataset anew")
+    videos = [name for name, kind in info.pictures.items() if kind == "video"]
+    columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
+    for name in videos:
+        columns += [f"videos/{name}/{what}" for what in ("chunk_index", "file_index", "from_timestamp")]
+    found = []
+    for path in files:
+        table = read_table(path, columns, f"{folder.name}: {path.relative_to(folder)}")
+        found += [_new_place(row, videos) for row in table.to_pylist()]
+    return tuple(sorted(found, key=lambda place: place.number))
+
+
+def _new_place(row: Mapping[str, Any], videos: Sequence[str]) -> Place:
+    def place(prefix: str) -> dict[str, int]:
+        return {name: _count(row[f"{prefix}/{name}"], f"{prefix}/{name}") for name in ("chunk_index", "file_index")}
+
+    return Place(
+        number=_count(row["episode_index"], "episode_index"),
+        length=_length(row["length"]),
+        rows=DATA.format(**place("data")),
+        videos={
+            name: (
+                VIDEO.format(video_key=name, **place(f"videos/{name}")),
+                _seconds(row[f"videos/{name}/from_timestamp"]),
+            )
+            for name in videos
+        },
+    )
+
+
+def _old(folder: Path, info: Info) -> tuple[Place, ...]:
+    videos = [name for name, kind in info.pictures.items() if kind == "video"]
+    found = []
+    for row in read_lines(folder / OLD_EPISODES, f"{folder.name}: {OLD_EPISODES}"):
+        number = _count(row["episode_index"], "episode_index")
+        where = {"chunk": number // info.chunk_files, "episode": number}
+        found.append(
+            Place(
+                number,
+                _length(row["length"]),
+                OLD_DATA.format(**where),
+                {name: (OLD_VIDEO.format(video_key=name, **where), 0.0) for name in videos},
+            )
+        )
+    return tuple(sorted(found, key=lambda place: place.number))
+
+
+def read_tasks(folder: Path, info: Info) -> tuple[str, ...]:
+    """What is done, in words, by ``task_index``.
+
+    Raises:
+        DatasetError: the list is missing or garbled.
+    """
+    if info.version == VERSION:
+        where = f"{folder.name}: {TASKS}"
+        table = read_table(folder / TASKS, None, where)
+        names = [name for name in table.column_names if name != "task_index"]
+        if len(names) != 1 or "task_index" not in table.column_names:
+            raise DatasetError(f"{where} has columns {table.column_names}; wanted task_index and the tasks")
+        pairs = list(zip(table["task_index"].to_pylist(), table[names[0]].to_pylist(), strict=True))
+    else:
+        where = f"{folder.name}: {OLD_TASKS}"
+        pairs = [(row.get("task_index"), row.get("task")) for row in read_lines(folder / OLD_TASKS, where)]
+    found: dict[int, str] = {}
+    for number, task in pairs:
+        if isinstance(number, bool) or not isinstance(number, int) or not isinstance(task, str) or number in found:
+            raise DatasetError(f"{where}: {number!r} is {str(task)[:80]!r}; wanted each number once, with a text")
+        found[number] = task
+    if sorted(found) != list(range(len(found))) or not 0 < len(found) <= MOST_TASKS:
+        raise DatasetError(f"{where}: tasks are not numbered 0, 1, 2...; found {_shown(sorted(found))}")
+    return tuple(found[number] for number in range(len(found)))
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise ValueError(f"{name}, which is {str(value)[:20]}")
+    return value
+
+
+def _length(value: Any) -> int:
+    if _count(value, "length") < 1:
+        raise ValueError("length, which is 0")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise ValueError(f"from_timestamp, which is {str(value)[:20]}")
+    return float(value)
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")

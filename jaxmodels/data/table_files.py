@@ -1,0 +1,147 @@
+"""Parquet and JSON-lines files, read with limits."""
+
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+from jaxmodels.errors import DatasetError
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from jaxmodels.errors import DatasetError
+
+# Beyond any dataset there is; a few bytes of a file can claim as many rows as they like.
+MOST_ROWS = 100_000_000
+# More rows than the file has bytes, and so many times its bytes in memory: those of arms that stand still come to 30.
+ROWS_BASE, VALUES_BASE, EXPANSION = 10_000, 64 << 20, 256
+
+
+def open_table(path: Path, where: str) -> parquet.ParquetFile:
+    """The file, of which nothing but the end was read.
+
+    Raises:
+        DatasetError: it is missing, no parquet file, or claims too many rows.
+    """
+    try:
+        check_regular(path)
+        file = parquet.ParquetFile(path)
+    except FileNotFoundError as error:
+        raise DatasetError(f"{where} is missing; fetch or copy the dataset anew") from error
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it anew") from error
+    rows = file.metadata.num_rows
+    # Each row has an index of its own: it takes more than a byte of the file, whatever is done to make it small.
+    most = min(MOST_ROWS, ROWS_BASE + path.stat().st_size)
+    if rows > most:
+        file.close()
+        raise DatasetError(f"{where}: {rows} rows; allowed are {most} in a file of its size")
+    return file
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what would be waited for (a pipe) or never ends (a device).
+
+    Raises:
+        OSError: it is not there, or no regular file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is no regular file")
+
+
+def _check_size(file: parquet.ParquetFile, wanted: Sequence[str], where: str) -> None:
+    """Refuse columns that would take far more memory than the file has bytes."""
+    metadata, values = file.metadata, 0
+    for group in range(metadata.num_row_groups):
+        found = metadata.row_group(group)
+        for number in range(found.num_columns):
+            column = found.column(number)
+            if column.path_in_schema.split(".list.")[0] in wanted:
+                values += max(column.num_values, column.total_uncompressed_size // 8)
+    size = metadata.serialized_size + sum(
+        metadata.row_group(group).column(number).total_compressed_size
+        for group in range(metadata.num_row_groups)
+        for number in range(metadata.row_group(group).num_columns)
+    )
+    if values * 8 > VALUES_BASE + EXPANSION * size:
+        raise DatasetError(
+            f"{where}: {', '.join(wanted)[:200]} would take {values * 8} bytes of memory; allowed are "
+            f"{VALUES_BASE + EXPANSION * size}, {EXPANSION} times the file"
+        )
+
+
+def read_table(path: Path, columns: Sequence[str] | None, where: str) -> pa.Table:
+    """These columns, or all but the statistics.
+
+    Raises:
+        DatasetError: the file or one of them is missing or cannot be read.
+    """
+    with open_table(path, where) as file:
+        there = file.schema_arrow.names
+        wanted = list(columns) if columns is not None else [name for name in there if not name.startswith("stats/")]
+        if missing := sorted(set(wanted) - set(there)):
+            raise DatasetError(f"{where} has no column {', '.join(missing)}")
+        _check_size(file, wanted, where)
+        try:
+            return file.read(columns=wanted)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it anew") from error
+
+
+def vectors(column: Any, width: int, dtype: Any, where: str) -> np.ndarray:
+    """(n, width) of a column of lists, or of single numbers.
+
+    Raises:
+        DatasetError: it holds something else, or nothing in places.
+    """
+    parts = []
+    for chunk in column.chunks:
+        values = chunk.flatten() if _is_list(chunk.type) else chunk
+        if chunk.null_count or values.null_count or len(values) != len(chunk) * width:
+            raise DatasetError(f"{where}: rows of other sizes than {width}, or empty ones")
+        try:
+            parts.append(values.to_numpy(zero_copy_only=False).astype(dtype, casting="unsafe").reshape(-1, width))
+        except (TypeError, ValueError, pa.ArrowException) as error:
+            raise DatasetError(f"{where}: {chunk.type} is no number") from error
+    return np.concatenate(parts) if parts else np.empty((0, width), dtype)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+LONGEST = 1 << 22  # bytes of a line; statistics of thirty features have a hundred thousand
+
+
+def read_lines(path: Path, where: str) -> Iterator[dict[str, Any]]:
+    """The objects, one at a time.
+
+    Raises:
+        DatasetError: the file is missing, or a line is too long or no object.
+    """
+    try:
+        if not path.is_file():
+            raise DatasetError(f"{where} is missing, or no regular file; fetch or copy the dataset anew")
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(LONGEST + 1):
+                number += 1
+                if len(line) > LONGEST:
+                    raise DatasetError(f"{where}: line {number} is longer than {LONGEST} bytes")
+                if line.strip():
+                    yield _object(line, f"{where}: line {number}")
+    except OSError as error:
+        raise DatasetError(f"{where} cannot be read ({error.strerror}); fetch or copy the dataset anew") from error
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{where} is malformed JSON") from error
+    if not isinstance(value, dict):
+        raise DatasetError(f"{where} holds a {type(value).__name__}; wanted an object")
+    return value

@@ -1,0 +1,275 @@
+"""mp4 frames by timestamp, read and written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+import av
+import numpy as np
+from av.error import FFmpegError
+from av.video.reformatter import VideoReformatter
+from jaxmodels.data import metadata
+from jaxmodels.data.table_files import check_regular
+from jaxmodels.errors import DatasetError
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+import av
+import numpy as np
+from av.error import FFmpegError
+from jaxmodels.data import metadata
+from jaxmodels.data.statistics import FRAMES, Colours, Stats
+
+# Of the time of a frame: two that are nearer are the same, whatever the file's clock and float32 made of it.
+NEAR = 0.1
+
+
+class VideoFile:
+    """One open file; for one thread at a time."""
+
+    def __init__(self, path: Path, size: tuple[int, int], fps: float, where: str):
+        """Open it.
+
+        Raises:
+            DatasetError: it is missing, no video of a known codec, or its frames are not of this height and width.
+        """
+        self._size, self._period, self._where = size, 1 / fps, where
+        # Checked before FFmpeg looks inside, which it does with whatever decoder fits.
+        options = {"protocol_whitelist": "file", "codec_whitelist": ",".join(metadata.CODECS)}
+        try:
+            check_regular(path)
+            self._container: Any = av.open(str(path), format="mp4", options=options)
+        except FileNotFoundError as error:
+            raise DatasetError(f"{where} is missing; fetch or copy the dataset anew") from error
+        except (OSError, FFmpegError) as error:
+            raise DatasetError(f"{where} cannot be read as a video ({type(error).__name__})") from error
+        try:
+            self._stream = self._open_stream()
+        except BaseException:
+            self._container.close()
+            raise
+        self._reformatter = VideoReformatter()
+        self._frames: Iterator[Any] = iter(())
+        # The frame that was decoded last, and the one before it.
+        self._newest: Any = None
+        self._before: Any = None
+
+    def _open_stream(self) -> Any:
+        streams = self._container.streams.video
+        if not streams:
+            raise DatasetError(f"{self._where} has no video in it")
+        context = streams[0].codec_context
+        found = (context.height, context.width)
+        if context.name not in metadata.CODECS:
+            raise DatasetError(f"{self._where} is {context.name}; wanted one of {', '.join(metadata.CODECS)}")
+        if found != self._size:
+            raise DatasetError(
+                f"{self._where} has frames of {found[0]}x{found[1]}; the dataset speaks of "
+                f"{self._size[0]}x{self._size[1]}"
+            )
+        context.thread_count = 1  # several files are decoded at once instead
+        context.options = {"max_pixels": str(metadata.MOST_PIXELS)}  # frames may claim another size later on
+        return streams[0]
+
+    def at(self, seconds: float) -> np.ndarray:
+        """The frame that is shown nearest to this time, uint8 (h, w, 3); later times are cheap, earlier ones a jump.
+
+        Raises:
+            DatasetError: no frame is shown within half a period, or it cannot be decoded.
+        """
+        try:
+            frame = self._find(seconds)
+            if (frame.height, frame.width) != self._size:
+                raise DatasetError(f"{self._where} changes its size at {seconds:.3f} s")
+            return self._reformatter.reformat(frame, format="rgb24").to_ndarray()
+        except (OSError, FFmpegError) as error:
+            raise DatasetError(
+                f"{self._where} cannot be decoded at {seconds:.3f} s ({type(error).__name__}); fetch or copy it anew"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._container.close()
+
+    def _find(self, seconds: float) -> Any:
+        earliest = seconds - NEAR * self._period
+        if not self._leads_to(earliest):
+            self._seek(earliest)
+        while self._newest is not None and self._newest.time < earliest:
+            self._before, self._newest = self._newest, next(self._frames, None)
+        shown = [frame for frame in (self._newest, self._before) if frame is not None]
+        best = min(shown, key=lambda frame: abs(frame.time - seconds), default=None)
+        if best is None or abs(best.time - seconds) > self._period / 2:
+            raise DatasetError(
+                f"{self._where} has no frame at {seconds:.3f} s"
+                + (f"; the nearest is at {best.time:.3f} s" if best is not None else "; it has none")
+                + ". It is shorter than its rows, or has another rate"
+            )
+        return best
+
+    def _leads_to(self, seconds: float) -> bool:
+        """Whether decoding on is the shortest way there."""
+        if self._newest is None:
+            return False
+        if seconds <= self._newest.time:
+            return self._before is not None and self._before.time < seconds
+        return self._key_frame(seconds) <= self._newest.pts
+
+    def _key_frame(self, seconds: float) -> int:
+        """When decoding must begin to see this time, in the file's own units; as MP4 lists it, without reading."""
+        entries = self._stream.index_entries
+        found = entries.search_timestamp(self._ticks(seconds), backward=True)
+        return entries[found].timestamp if found >= 0 else 0
+
+    def _ticks(self, seconds: float) -> int:
+        return max(int(seconds / self._stream.time_base), 0)
+
+    def _seek(self, seconds: float) -> None:
+        """Before this time, at a key frame: that of the time itself may be shown later, when frames are reordered."""
+        for back in (0.0, 1.0, seconds):
+            self._container.seek(self._ticks(seconds - back), stream=self._stream)
+            self._frames = self._container.decode(self._stream)
+            self._before, self._newest = None, next(self._frames, None)
+            if self._newest is None or self._newest.time <= seconds + NEAR * self._period:
+                return
+
+
+CODEC = "h264"
+_OPTIONS = {
+    "crf": "20",
+    "preset": "veryfast",
+    # A key frame every two frames: training reads single frames anywhere in the file.
+    "g": "2",
+    # Frames in the order they are shown, from time 0 on.
+    "bf": "0",
+}
+
+
+class VideoWriter:
+    """Frames of one size into one file, one per tick.
+
+    Attributes:
+        count: frames written.
+        format: the pixels' format; colours have half the resolution unless a side is odd.
+    """
+
+    def __init__(self, path: Path, rate: Fraction, size: tuple[int, int]):
+        height, width = size
+        self.path, self.size, self.count = path, size, 0
+        self._has_failed = False
+        self.format = "yuv420p" if height % 2 == width % 2 == 0 else "yuv444p"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._container = av.open(str(path), "w", format="mp4")
+        self._stream: Any = self._container.add_stream("libx264", rate=rate, options=_OPTIONS)
+        self._stream.height, self._stream.width, self._stream.pix_fmt = height, width, self.format
+        self._stream.codec_context.thread_count = 1
+        self._time_base = 1 / rate
+        self._newest: tuple[np.ndarray, Any] | None = None
+
+    def add(self, pixels: np.ndarray) -> None:
+        """The next frame; one of another size is scaled to the first one's, the same array again is not converted."""
+        if self._newest is None or self._newest[0] is not pixels:
+            height, width = self.size
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), "rgb24")
+            self._newest = (pixels, frame.reformat(width=width, height=height, format=self.format))
+        frame = self._newest[1]
+        frame.pts, frame.time_base = self.count, self._time_base
+        self._write(frame)
+        self.count += 1
+
+    def close(self) -> None:
+        """Write what is left; a file that could not be written to is only let go of.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        if self._has_failed:
+            self.discard()
+            return
+        try:
+            self._write(None)
+        except BaseException:
+            self.discard()
+            raise
+        self._container.close()
+
+    def discard(self) -> None:
+        """Let go of a file that nobody wants."""
+        with suppress(FFmpegError, OSError):
+            self._container.close()
+
+    def _write(self, frame: Any) -> None:
+        try:
+            self._container.mux(self._stream.encode(frame))
+        except BaseException:
+            # FFmpeg ends the process (SIGSEGV) when it is to begin a file again whose head the disk did not take.
+            self._has_failed = True
+            raise
+
+
+class CameraFiles:
+    """One camera's frames: files of about 200 MB, each with whole episodes.
+
+    Attributes:
+        colours: of all frames that were looked at.
+        size: height and width.
+    """
+
+    def __init__(self, folder: Path, key: str, rate: Fraction):
+        self.colours = Colours()
+        self.size = (0, 0)
+        self.format = ""
+        self._folder, self._key, self._rate = folder, key, rate
+        self._number, self._file, self._from = -1, None, 0
+        self._episode = Colours()
+        self._looked_at: np.ndarray | None = None
+
+    def add(self, pixels: np.ndarray) -> None:
+        """The next frame; the same array as before is the same frame."""
+        if self._file is None:
+            self.size = self.size if any(self.size) else (pixels.shape[0], pixels.shape[1])
+            self._number += 1
+            chunk, file = divmod(self._number, metadata.CHUNK_FILES)
+            path = metadata.VIDEO.format(video_key=self._key, chunk_index=chunk, file_index=file)
+            self._file, self._from = VideoWriter(self._folder / path, self._rate, self.size), 0
+            self.format = self._file.format
+        if pixels is not self._looked_at and self._episode.frames < FRAMES:
+            self._episode.add(pixels)
+            self._looked_at = pixels
+        self._file.add(pixels)
+
+    def end_episode(self) -> tuple[dict[str, Any], Stats]:
+        """Where the episode's frames are, and what they look like."""
+        assert self._file is not None, "an episode has frames"
+        chunk, file = divmod(self._number, metadata.CHUNK_FILES)
+        prefix, count = f"videos/{self._key}/", self._file.count
+        row = {
+            f"{prefix}chunk_index": chunk,
+            f"{prefix}file_index": file,
+            f"{prefix}from_timestamp": float(self._from / self._rate),
+            f"{prefix}to_timestamp": float(count / self._rate),
+        }
+        self._from = count
+        stats = self._episode.stats()
+        self.colours += self._episode
+        self._episode, self._looked_at = Colours(), None
+        # There is no file yet while the encoder still holds all frames.
+        if self._file.path.is_file() and self._file.path.stat().st_size > metadata.VIDEO_MEGABYTES << 20:
+            self.close()
+        return row, stats
+
+    def close(self) -> None:
+        """End the file, once: what could not be written is not tried again.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def discard(self) -> None:
+        """Let go of a file that nobody wants."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.discard()

@@ -1,0 +1,215 @@
+"""Attention kernels: batched, blocked CPU, cuDNN, TPU flash.
+
+In two-dimensional products, which XLA joins with the softmax to few and fast passes; and a block's scores stay in the
+cache between the first product and the second. The limits below were measured with 16 to 4096 queries and keys, on
+two cores with 1 MB of cache each.
+
+Source: https://arxiv.org/abs/2205.14135, jax.experimental.pallas.ops.tpu.flash_attention.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxmodels.layers.feed_forward import dropout, split_rows
+
+# Scores in memory at once: 1 GiB of float32.
+WHOLE_SCORES = 1 << 28
+
+
+def attend_whole(
+    query: Float[Array, "b n heads k"],
+    key: Float[Array, "b m heads k"],
+    value: Float[Array, "b m heads k"],
+    bias: Float[Array, "#b #heads #n m"] | None,
+    rate: float = 0.0,
+    rngs: nnx.Rngs | None = None,
+) -> Float[Array, "b n heads k"]:
+    """Attention with all scores in memory at once; `rate` drops probabilities where there are `rngs`."""
+    scores = jnp.einsum("bnhk,bmhk->bhnm", query, key, preferred_element_type=jnp.float32)
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    powers, total = exponents(scores)
+    kept = dropout(powers, rate, rngs).astype(value.dtype)
+    mixed = jnp.einsum("bhnm,bmhk->bhnk", kept, value, preferred_element_type=jnp.float32) / total
+    return jnp.swapaxes(mixed, 1, 2).astype(query.dtype)
+
+
+def exponents(scores: Float[Array, "... n m"]) -> tuple[Float[Array, "... n m"], Float[Array, "... n 1"]]:
+    """A softmax before its division, which costs less once the values are mixed; and what to divide by."""
+    # The same shift for a whole row changes no softmax, and so no gradient either.
+    powers = jnp.exp(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    return powers, powers.sum(axis=-1, keepdims=True)
+
+
+def attend_in_parts(
+    query: Float[Array, "b n heads k"],
+    key: Float[Array, "b m heads k"],
+    value: Float[Array, "b m heads k"],
+    bias: Float[Array, "#b #heads #n m"] | None,
+) -> Float[Array, "b n heads k"]:
+    """Attention for some queries after the other, so that no more than `SCORES` scores are in memory at once."""
+    batch, length, heads, _ = query.shape
+    parts = min(length, math.ceil(batch * heads * length * key.shape[1] / WHOLE_SCORES))
+    if parts == 1:
+        return attend_whole(query, key, value, bias)
+    queries = split_rows(query, 1, parts)
+    biases = None if bias is None or bias.shape[2] == 1 else split_rows(bias, 2, parts)
+
+    @jax.checkpoint
+    def one(part: tuple[Array, Array | None]) -> Array:
+        return attend_whole(part[0], key, value, bias if part[1] is None else part[1])
+
+    return rearrange(lax.map(one, (queries, biases)), "i b n h k -> b (i n) h k")[:, :length]
+
+
+# Up to so many scores per head, or in all heads: one batched product, because less time goes into starting products.
+BATCHED_PER_HEAD = 1 << 16
+BATCHED = 1 << 22
+# Up to so many scores per head and so many heads: these are written out one by one, without a loop's copies.
+WRITTEN_OUT_PER_HEAD = 1 << 19
+WRITTEN_OUT_HEADS = 16
+# Scores in a block of a loop, unless that makes it shorter than so many queries: products of few rows are slow.
+BLOCK_SCORES = 1 << 19
+BLOCK_QUERIES = 256
+
+
+def attend_blocked(
+    query: Float[Array, "b n heads k"],
+    key: Float[Array, "b m heads k"],
+    value: Float[Array, "b m heads k"],
+    bias: Float[Array, "#b #heads #n m"] | None,
+) -> Float[Array, "b n heads k"]:
+    """Attention that holds the scores of one block in memory, and computes them again on the way back."""
+    batch, length, heads, _ = query.shape
+    scores = length * key.shape[1]
+    if scores <= BATCHED_PER_HEAD:
+        return attend_whole(query, key, value, bias)
+    if scores <= WRITTEN_OUT_PER_HEAD and batch * heads <= WRITTEN_OUT_HEADS:
+        return _attend_head_by_head(query, key, value, bias)
+    if batch * heads * scores <= BATCHED:
+        return attend_whole(query, key, value, bias)
+    return _attend_in_loops(query, key, value, bias)
+
+
+def _attend_in_loops(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
+    """Over the heads, and within over blocks of queries."""
+    batch, length, heads, _ = query.shape
+    count = math.ceil(length / max(BLOCK_QUERIES, BLOCK_SCORES // key.shape[1]))
+    queries, keys, values = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, -1, x.shape[-1]) for x in (query, key, value))
+
+    def head(inputs: tuple[Array, Array, Array, Array]) -> Array:
+        place, query, key, value = inputs
+        own = None if bias is None else bias[place // heads % bias.shape[0], place % heads % bias.shape[1]]
+        blocks = split_rows(query, 0, count)
+        biases = None if own is None or len(own) == 1 else split_rows(own, 0, count)
+
+        def block(part: tuple[Array, Array | None]) -> Array:
+            return _attend_block(part[0], key, value, own if part[1] is None else part[1])
+
+        return lax.map(block, (blocks, biases)).reshape(-1, query.shape[-1])[:length]
+
+    mixed = lax.map(head, (jnp.arange(batch * heads), queries, keys, values))
+    return jnp.swapaxes(mixed.reshape(batch, heads, length, -1), 1, 2)
+
+
+def _attend_head_by_head(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
+    def head(i: int, j: int) -> Array:
+        own = None if bias is None else bias[i % bias.shape[0], j % bias.shape[1]]
+        return _attend_block(query[i, :, j], key[i, :, j], value[i, :, j], own)
+
+    batch, _, heads, _ = query.shape
+    return jnp.stack([jnp.stack([head(i, j) for j in range(heads)], axis=1) for i in range(batch)])
+
+
+@jax.checkpoint
+def _attend_block(
+    query: Float[Array, "n k"], key: Float[Array, "m k"], value: Float[Array, "m k"], bias: Float[Array, "#n m"] | None
+) -> Float[Array, "n k"]:
+    scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32)
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    powers, total = exponents(scores)
+    mixed = jnp.matmul(powers.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return (mixed / total).astype(query.dtype)
+
+
+# Below, XLA's own fusion of the batched products is as good: the scores of a head fit the memory on the chip.
+FLASH_TOKENS = 1024
+FLASH_LANES = 128
+FLASH_BLOCKS = (512, 256, 128)
+
+
+def flash_takes(query: Array, key: Array, bias: Array | None) -> bool:
+    """Whether the kernel computes this and is worth it: long sequences of whole blocks.
+
+    Not with a bias: the kernel wants it repeated for every head and query, which is as large as the scores.
+    """
+    lengths = (query.shape[1], key.shape[1])
+    return bias is None and min(lengths) >= FLASH_TOKENS and all(length % FLASH_BLOCKS[-1] == 0 for length in lengths)
+
+
+def attend_flash(
+    query: Float[Array, "b n heads k"],
+    key: Float[Array, "b m heads k"],
+    value: Float[Array, "b m heads k"],
+    bias: None = None,
+) -> Float[Array, "b n heads k"]:
+    """Attention that holds one block of scores on the chip, forwards and backwards."""
+    # Here, as Pallas takes 0.16 s to import, and few policies have so many tokens.
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
+
+    size = query.shape[-1]
+    # The kernel works on whole rows of lanes; channels of zeros change neither scores nor the channels before them.
+    channels = ((0, 0), (0, 0), (0, 0), (0, -size % FLASH_LANES))
+    q, k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), channels) for x in (query, key, value))
+    n, m = (next(size for size in FLASH_BLOCKS if x.shape[2] % size == 0) for x in (q, k))
+    sizes = BlockSizes(
+        block_q=n,
+        block_k_major=m,
+        block_k=m,
+        block_b=1,
+        block_q_major_dkv=n,
+        block_k_major_dkv=m,
+        block_k_dkv=m,
+        block_q_dkv=n,
+        block_k_major_dq=m,
+        block_k_dq=m,
+        block_q_dq=n,
+    )
+    return jnp.swapaxes(flash_attention(q, k, v, block_sizes=sizes), 1, 2)[..., :size]
+
+
+def attend_cudnn(
+    query: Float[Array, "b n heads k"],
+    key: Float[Array, "b m heads k"],
+    value: Float[Array, "b m heads k"],
+    bias: Float[Array, "#b #heads #n m"] | None,
+) -> Float[Array, "b n heads k"]:
+    """Attention by cuDNN; what it accepts, `takes` says."""
+    if bias is not None:  # cuDNN repeats a bias over the batch and the heads, but not over the queries
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], query.shape[1], bias.shape[3])).astype(query.dtype)
+    return jax.nn.dot_product_attention(query, key, value, bias, scale=1.0, implementation="cudnn")
+
+
+def cudnn_takes(query: Array, key: Array, bias: Array | None) -> bool:
+    """Whether cuDNN is there and computes this: half precision, a head size that is a multiple of 8 and not too large.
+
+    Where it is not there, nothing can be compiled for such a card either; a program exported from there for one
+    computes attention by batched products.
+    """
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    # Its backward pass with a bias wants even lengths, and whether there will be one is not known here.
+    if bias is not None and (query.shape[1] % 2 or key.shape[1] % 2):
+        return False
+    try:
+        jax.eval_shape(attend_cudnn, query, key, key, bias)
+    except RuntimeError:  # no cuDNN; NotImplementedError, which is one, for what this version does not compute
+        return False
+    return True

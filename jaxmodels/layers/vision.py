@@ -1,0 +1,229 @@
+"""ResNet, small CNN, Winograd convolution.
+
+Source: torchvision/models/resnet.py (v1.5: the stride of a bottleneck sits in its 3x3 convolution).
+
+Every 2x2 tile of the output comes from a 4x4 tile of the input by adding and subtracting, sixteen small matrix
+products, and adding and subtracting again. The factors are 1 and 1/2, so float32 loses nothing worth mentioning
+(1e-6 of the largest value); larger tiles would save more and lose more. It pays where the products are compute bound
+and the sixteen intermediate planes stay in the processor's cache; accelerators' libraries choose for themselves.
+Source: Lavin and Gray, https://arxiv.org/abs/1509.09308.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm
+
+# name -> (is a bottleneck, blocks of each stage)
+RESNETS: dict[str, tuple[bool, tuple[int, int, int, int]]] = {
+    "resnet18": (False, (2, 2, 2, 2)),
+    "resnet34": (False, (3, 4, 6, 3)),
+    "resnet50": (True, (3, 4, 6, 3)),
+    "resnet101": (True, (3, 4, 23, 3)),
+    "resnet152": (True, (3, 8, 36, 3)),
+}
+STAGE_WIDTHS = (64, 128, 256, 512)
+EXPANSION = 4  # of a bottleneck
+
+_init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+def convolution(
+    inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1, *, rngs: nnx.Rngs
+) -> nnx.Conv:
+    pad = dilation * (size // 2)
+    return nnx.Conv(
+        inputs,
+        outputs,
+        (size, size),
+        strides=stride,
+        padding=((pad, pad), (pad, pad)),  # "SAME" would pad strided convolutions unlike PyTorch
+        kernel_dilation=dilation,
+        use_bias=False,
+        kernel_init=_init,
+        rngs=rngs,
+    )
+
+
+class BlockPlan(NamedTuple):
+    """The shape of one residual block.
+
+    Attributes:
+        convolutions: (input channels, kernel size, stride, dilation) of each; the last has `outputs` channels.
+        scale: how many pixels of the image one pixel of the block's output stands for, per side.
+        projects: whether the skip connection has a convolution of its own, with stride `stride`.
+    """
+
+    stage: int
+    place: int
+    convolutions: tuple[tuple[int, int, int, int], ...]
+    outputs: int
+    stride: int
+    scale: int
+    projects: bool
+
+    @property
+    def inputs(self) -> int:
+        return self.convolutions[0][0]
+
+
+def blocks(name: str, dilate_last: bool = False) -> Iterator[BlockPlan]:
+    """The residual blocks of a ResNet in order."""
+    is_bottleneck, counts = RESNETS[name]
+    inputs, scale = STAGE_WIDTHS[0], 4
+    for stage, (width, count) in enumerate(zip(STAGE_WIDTHS, counts, strict=True)):
+        outputs = width * EXPANSION if is_bottleneck else width
+        is_dilated = dilate_last and stage == 3
+        for place in range(count):
+            stride = 2 if place == 0 and stage > 0 and not is_dilated else 1
+            # The first block keeps the dilation of the stage before it.
+            dilation = 2 if is_dilated and place > 0 else 1
+            scale *= stride
+            if is_bottleneck:
+                convolutions = ((inputs, 1, 1, 1), (width, 3, stride, dilation), (width, 1, 1, 1))
+            else:
+                convolutions = ((inputs, 3, stride, 1), (width, 3, 1, 1))
+            projects = stride != 1 or inputs != outputs
+            yield BlockPlan(stage, place, convolutions, outputs, stride, scale, projects)
+            inputs = outputs
+
+
+class Block(nnx.Module):
+    """Convolutions with norms around a skip connection; the basic kind has two 3x3, the bottleneck 1x1, 3x3, 1x1."""
+
+    def __init__(self, plan: BlockPlan, *, rngs: nnx.Rngs):
+        widths = [inputs for inputs, *_ in plan.convolutions[1:]] + [plan.outputs]
+        self.convolutions = nnx.List(
+            [
+                convolution(inputs, outputs, size, stride, dilation, rngs=rngs)
+                for (inputs, size, stride, dilation), outputs in zip(plan.convolutions, widths, strict=True)
+            ]
+        )
+        self.norms = nnx.List([FrozenBatchNorm(width) for width in widths])
+        self.projects = plan.projects
+        if plan.projects:
+            self.skip = convolution(plan.inputs, plan.outputs, 1, plan.stride, rngs=rngs)
+            self.skip_norm = FrozenBatchNorm(plan.outputs)
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
+        skip = self.skip_norm(self.skip(x)) if self.projects else x
+        last = len(self.convolutions) - 1
+        for i, (layer, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            x = norm(layer(x))
+            if i < last:
+                x = jax.nn.relu(x)
+        return jax.nn.relu(x + skip)
+
+
+def max_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c"]:
+    """3x3 with stride 2, the border never being the largest."""
+    padding: Any = ((1, 1), (1, 1))  # declared as a string only
+    return nnx.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
+
+
+class ResNet(nnx.Module):
+    """Images to the feature map of the last stage, 1/32 of their size (1/16 when that stage is dilated).
+
+    Args:
+        name: one of `RESNETS`.
+        dilate_last: keep the stride of the last stage at 1 and dilate its convolutions instead; bottlenecks only,
+            as in torchvision.
+    """
+
+    def __init__(self, name: str, *, dilate_last: bool = False, rngs: nnx.Rngs):
+        self.stem = convolution(3, STAGE_WIDTHS[0], 7, 2, rngs=rngs)
+        self.stem_norm = FrozenBatchNorm(STAGE_WIDTHS[0])
+        plans = list(blocks(name, dilate_last))
+        self.stages = nnx.List(
+            [
+                nnx.List([Block(plan, rngs=rngs) for plan in plans if plan.stage == stage])
+                for stage in range(len(STAGE_WIDTHS))
+            ]
+        )
+        self.width = plans[-1].outputs
+
+    def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 c"]:
+        x = max_pool(jax.nn.relu(self.stem_norm(self.stem(images))))
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+        return x
+
+
+_KERNEL = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
+
+
+def transform_winograd_kernel(kernel: Float[np.ndarray, "3 3 c c2"]) -> Float[np.ndarray, "16 c c2"]:
+    """The kernel of an ordinary convolution as `convolve` wants it."""
+    inputs, outputs = kernel.shape[2:]
+    return (np.kron(_KERNEL, _KERNEL) @ kernel.reshape(9, -1)).reshape(16, inputs, outputs)
+
+
+def winograd_bytes(height: int, width: int, channels: int) -> int:
+    """Memory of the planes that one image goes through, float32."""
+    return 4 * 16 * -(-height // 2) * -(-width // 2) * channels
+
+
+def convolve_winograd(x: Float[Array, "b h w c"], kernel: Float[Array, "16 c c2"]) -> Float[Array, "b h w c2"]:
+    """The convolution with stride 1 and a border of one zero."""
+    batch, height, width, channels = x.shape
+    rows, columns = -(-height // 2), -(-width // 2)
+    x = jnp.pad(x, ((0, 0), (1, 1 + 2 * rows - height), (1, 1 + 2 * columns - width), (0, 0)))
+    planes = []
+    for row in _spread([x[:, i : i + 2 * rows - 1 : 2] for i in range(4)]):
+        planes += _spread([row[:, :, j : j + 2 * columns - 1 : 2] for j in range(4)])
+    spread = jnp.stack(planes).reshape(16, batch * rows * columns, channels)
+    mixed = jnp.einsum("pnc,pcd->pnd", spread, kernel).reshape(4, 4, batch, rows, columns, -1)
+    lines = []
+    for line in _gather([mixed[i] for i in range(4)]):
+        pixels = jnp.stack(_gather([line[j] for j in range(4)]), axis=3)
+        lines.append(pixels.reshape(batch, rows, 2 * columns, -1))
+    out = jnp.stack(lines, axis=2).reshape(batch, 2 * rows, 2 * columns, -1)
+    return out[:, :height, :width]
+
+
+def _spread(tile: list[Array]) -> list[Array]:
+    return [tile[0] - tile[2], tile[1] + tile[2], tile[2] - tile[1], tile[1] - tile[3]]
+
+
+def _gather(tile: list[Array]) -> list[Array]:
+    return [tile[0] + tile[1] + tile[2], tile[1] - tile[2] - tile[3]]
+
+
+WIDTHS = (16, 32, 64, 128)
+GROUPS = 8
+STRIDE = 2 ** len(WIDTHS)
+
+
+def coordinates(height: int, width: int) -> Float[np.ndarray, "h w 2"]:
+    """Row and column of each pixel in [-1, 1]: without them a convolution knows what it sees but not where."""
+    rows, columns = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
+    return np.stack((rows, columns), axis=-1).astype(np.float32)
+
+
+class SmallCnn(nnx.Module):
+    """Images to a feature map of 1/16 of their size (96x96 gives 6x6), about 0.1 M parameters."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        inputs = (3 + 2, *WIDTHS[:-1])
+        self.convolutions = nnx.List(
+            [
+                nnx.Conv(before, after, (3, 3), strides=2, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
+                for before, after in zip(inputs, WIDTHS, strict=True)
+            ]
+        )
+        self.norms = nnx.List([GroupNorm(width, GROUPS) for width in WIDTHS])
+        self.width = WIDTHS[-1]
+
+    def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 c"]:
+        where = jnp.asarray(coordinates(images.shape[1], images.shape[2]), images.dtype)
+        x = jnp.concatenate((images, jnp.broadcast_to(where, (*images.shape[:-1], 2))), axis=-1)
+        for layer, norm in zip(self.convolutions, self.norms, strict=True):
+            x = jax.nn.relu(norm(layer(x)))
+        return x

@@ -1,0 +1,262 @@
+"""LeRobot's name and layout for every weight of an ACT policy.
+
+What does not depend on the observation is computed here, once per checkpoint, in float32:
+
+- frozen batch norm goes into the convolution before it (its variance, mean, scale and bias into kernel and bias);
+- query, key and value matrices become one; positions times that matrix become a table to add, so that
+  ``(x + positions) W`` is ``x W + table``; the scale of the scores goes into the queries;
+- the latent is zero at inference, so its token is a bias;
+- the first decoder layer starts from zeros: its self-attention averages equal values, whatever its weights are, so
+  its result is one constant vector, and the queries of its cross-attention are constants, too;
+- on a CPU, 3x3 convolutions whose intermediates fit the cache get the kernels of jaxmodels/layers/vision.py.
+
+Our own small backbone has no counterpart there; its tensors keep our names under ``model.backbone``.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmodels.checkpoints.backbones import backbone_tensor
+from jaxmodels.checkpoints.tensor_layouts import JOINT_LINEAR, JOINT_VECTOR, LINEAR, POINTWISE, SAME, Tensor
+from jaxmodels.layers import vision
+from jaxmodels.layers.embeddings import sinusoidal_2d
+from jaxmodels.layers.norm import EPSILON
+from jaxmodels.layers.vision import RESNETS, blocks
+from jaxmodels.policies.act.config import ActConfig
+
+Arrays = Mapping[str, np.ndarray]
+
+# Measured on a Zen 4 server: 60x80x128 (10 MB) is 1.6 times faster, 120x160x64 (20 MB) 1.9 times slower.
+WINOGRAD_BYTES = 12 << 20
+WINOGRAD_CHANNELS = 64
+
+
+def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
+    """Serving weights by name.
+
+    Args:
+        platform: JAX's name of where they will run, e.g. ``cpu``.
+    """
+    folded: dict[str, np.ndarray] = {}
+    if config.cameras:
+        folded |= _backbone(config, weights, platform)
+        folded |= {f"image_in.{part}": weights[f"image_in.{part}"] for part in ("kernel", "bias")}
+    for name in ("state_in", "environment_in", "action_out"):
+        folded |= {key: array for key, array in weights.items() if key.startswith(f"{name}.")}
+    folded["latent"] = weights["latent_in.bias"]
+    positions = np.concatenate((weights["vector_positions"], *(_image_positions(config))))
+    for i in range(config.n_encoder_layers):
+        folded |= _encoder_layer(config, weights, f"encoder.layers.{i}", positions)
+    if config.pre_norm:
+        folded |= _plain(weights, "encoder.norm")
+    for i in range(config.n_decoder_layers):
+        folded |= _decoder_layer(config, weights, f"decoder.layers.{i}", positions, is_first=i == 0)
+    folded |= _plain(weights, "decoder.norm")
+    return folded
+
+
+def feature_map(config: ActConfig, height: int, width: int) -> tuple[int, int]:
+    """Size of the backbone's last feature map for an image."""
+    halvings = 4 if config.vision_backbone not in RESNETS or config.replace_final_stride_with_dilation else 5
+    for _ in range(halvings):
+        height, width = -(-height // 2), -(-width // 2)
+    return height, width
+
+
+def _image_positions(config: ActConfig) -> list[np.ndarray]:
+    tables = []
+    for camera in config.cameras:
+        rows, columns = feature_map(config, *camera.shape[1:])
+        tables.append(sinusoidal_2d(rows, columns, config.dim_model).reshape(rows * columns, -1))
+    return tables
+
+
+def _plain(weights: Arrays, prefix: str) -> dict[str, np.ndarray]:
+    return {name: array for name, array in weights.items() if name.startswith(f"{prefix}.")}
+
+
+def _encoder_layer(config: ActConfig, weights: Arrays, layer: str, positions: np.ndarray) -> dict[str, np.ndarray]:
+    return {
+        **_joint_projection(config, weights, f"{layer}.attention", positions),
+        **_plain(weights, f"{layer}.attention.out"),
+        **_plain(weights, f"{layer}.feed_forward"),
+        **_plain(weights, f"{layer}.norm1"),
+        **_plain(weights, f"{layer}.norm2"),
+    }
+
+
+def _joint_projection(config: ActConfig, weights: Arrays, name: str, positions: np.ndarray) -> dict[str, np.ndarray]:
+    """Query, key and value in one matrix; the table holds positions and biases for all three."""
+    scale = _score_scale(config)
+    kernels = [weights[f"{name}.{part}.kernel"] for part in ("query", "key", "value")]
+    biases = [weights[f"{name}.{part}.bias"] for part in ("query", "key", "value")]
+    query = (positions @ kernels[0] + biases[0]) * scale
+    key = positions @ kernels[1] + biases[1]
+    value = np.broadcast_to(biases[2], query.shape)
+    return {
+        f"{name}.joint.kernel": np.concatenate((kernels[0] * scale, *kernels[1:]), axis=1),
+        f"{name}.joint.table": np.concatenate((query, key, value), axis=1),
+    }
+
+
+def _decoder_layer(
+    config: ActConfig, weights: Arrays, layer: str, positions: np.ndarray, *, is_first: bool
+) -> dict[str, np.ndarray]:
+    queries = weights["action_queries"]
+    cross = f"{layer}.cross_attention"
+    scale = _score_scale(config)
+    query = {"kernel": weights[f"{cross}.query.kernel"] * scale}
+    query["table"] = queries @ query["kernel"] + weights[f"{cross}.query.bias"] * scale
+    folded = {
+        f"{cross}.memory.kernel": np.concatenate(
+            (weights[f"{cross}.key.kernel"], weights[f"{cross}.value.kernel"]), axis=1
+        ),
+        f"{cross}.memory.table": np.concatenate(
+            (
+                positions @ weights[f"{cross}.key.kernel"] + weights[f"{cross}.key.bias"],
+                np.broadcast_to(weights[f"{cross}.value.bias"], positions.shape),
+            ),
+            axis=1,
+        ),
+        **_plain(weights, f"{cross}.out"),
+        **_plain(weights, f"{layer}.feed_forward"),
+        **_plain(weights, f"{layer}.norm2"),
+        **_plain(weights, f"{layer}.norm3"),
+    }
+    if is_first:
+        start = _first_self_attention(config, weights, layer)
+        placed = _layer_norm(start, weights, f"{layer}.norm2") if config.pre_norm else start
+        return {**folded, "start": start, f"{cross}.query.table": placed @ query["kernel"] + query["table"]}
+    return {
+        **folded,
+        **{f"{cross}.query.{part}": array for part, array in query.items()},
+        **_joint_projection(config, weights, f"{layer}.self_attention", queries),
+        **_plain(weights, f"{layer}.self_attention.out"),
+        **_plain(weights, f"{layer}.norm1"),
+    }
+
+
+def _first_self_attention(config: ActConfig, weights: Arrays, layer: str) -> np.ndarray:
+    """What the first layer's self-attention leaves of the zeros it starts from, norm included: one row, (d,)."""
+    attention = f"{layer}.self_attention"
+    value = weights[f"{attention}.value.bias"]
+    if config.pre_norm:  # the norm of zeros is its bias
+        value = weights[f"{layer}.norm1.bias"] @ weights[f"{attention}.value.kernel"] + value
+    out = value @ weights[f"{attention}.out.kernel"] + weights[f"{attention}.out.bias"]
+    return out if config.pre_norm else _layer_norm(out, weights, f"{layer}.norm1")
+
+
+def _layer_norm(x: np.ndarray, weights: Arrays, name: str) -> np.ndarray:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    deviation = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + np.float32(EPSILON))
+    return centred / deviation * weights[f"{name}.scale"] + weights[f"{name}.bias"]
+
+
+def _score_scale(config: ActConfig) -> np.float32:
+    return np.float32(1 / math.sqrt(config.dim_model // config.n_heads))
+
+
+def _backbone(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
+    if config.vision_backbone not in RESNETS:
+        return _plain(weights, "backbone")
+    folded = _fold_norm(weights, "backbone.stem", "backbone.stem_norm")
+    # Kernels are shared by all cameras, so the largest decides.
+    height, width = map(max, zip(*config.frames, strict=True))
+    for block in blocks(config.vision_backbone, config.replace_final_stride_with_dilation):
+        name = f"backbone.stages.{block.stage}.{block.place}"
+        for i, (inputs, size, stride, dilation) in enumerate(block.convolutions):
+            entry = _fold_norm(weights, f"{name}.convolutions.{i}", f"{name}.norms.{i}")
+            rows, columns = -(-height // block.scale), -(-width // block.scale)
+            fits = vision.winograd_bytes(rows, columns, inputs) <= WINOGRAD_BYTES
+            is_plain = (size, stride, dilation) == (3, 1, 1) and inputs >= WINOGRAD_CHANNELS
+            if platform == "cpu" and is_plain and fits:
+                key = f"{name}.convolutions.{i}.kernel"
+                entry[key] = vision.transform_winograd_kernel(entry[key])
+            folded |= entry
+        if block.projects:
+            folded |= _fold_norm(weights, f"{name}.skip", f"{name}.skip_norm")
+    return folded
+
+
+def _fold_norm(weights: Arrays, convolution: str, norm: str) -> dict[str, np.ndarray]:
+    parts: dict[str, Any] = {part: weights[f"{norm}.{part}"] for part in ("scale", "bias", "mean", "variance")}
+    factor = parts["scale"] / np.sqrt(parts["variance"] + np.float32(EPSILON))
+    return {
+        f"{convolution}.kernel": weights[f"{convolution}.kernel"] * factor,
+        f"{convolution}.bias": parts["bias"] - parts["mean"] * factor,
+    }
+
+
+# our prefix -> theirs, for linear layers outside the transformer
+LINEARS = {
+    "latent_in": "encoder_latent_input_proj",
+    "state_in": "encoder_robot_state_input_proj",
+    "environment_in": "encoder_env_state_input_proj",
+    "action_out": "action_head",
+    "latent_encoder.state_in": "vae_encoder_robot_state_input_proj",
+    "latent_encoder.action_in": "vae_encoder_action_input_proj",
+    "latent_encoder.latent_out": "vae_encoder_latent_output_proj",
+}
+SINGLE = {
+    "vector_positions": "encoder_1d_feature_pos_embed.weight",
+    "action_queries": "decoder_pos_embed.weight",
+    "latent_encoder.class_token": "vae_encoder_cls_embed.weight",
+    "latent_encoder.positions": "vae_encoder_pos_enc",
+    "image_in.bias": "encoder_img_feat_input_proj.bias",
+}
+STACKS = {"encoder": "encoder", "decoder": "decoder", "latent_encoder.encoder": "vae_encoder"}
+ATTENTIONS = {"attention": "self_attn", "self_attention": "self_attn", "cross_attention": "multihead_attn"}
+# Query, key and value lie in one tensor of theirs, which is listed under the query.
+SECONDARY = ("key.kernel", "key.bias", "value.kernel", "value.bias")
+
+
+def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
+    """The table for the weights of one config, given our names of them."""
+    return tuple(_tensor(name) for name in names if not name.endswith(SECONDARY))
+
+
+def _tensor(name: str) -> Tensor:
+    prefix, _, last = name.rpartition(".")
+    if name in SINGLE:
+        return Tensor(f"model.{SINGLE[name]}", (name,), SAME)
+    if name == "image_in.kernel":
+        return Tensor("model.encoder_img_feat_input_proj.weight", (name,), POINTWISE)
+    if prefix in LINEARS:
+        return _linear(LINEARS[prefix], name, last)
+    if name.startswith("backbone."):
+        prefix = "backbone."
+        return backbone_tensor(name.removeprefix(prefix), ours=prefix, theirs=f"model.{prefix}")
+    stack = next(ours for ours in sorted(STACKS, key=len, reverse=True) if name.startswith(ours + "."))
+    return _transformer(STACKS[stack], name, name.removeprefix(stack + "."))
+
+
+def _linear(theirs: str, name: str, last: str) -> Tensor:
+    return (
+        Tensor(f"model.{theirs}.weight", (name,), LINEAR)
+        if last == "kernel"
+        else Tensor(f"model.{theirs}.bias", (name,), SAME)
+    )
+
+
+def _transformer(stack: str, name: str, rest: str) -> Tensor:
+    parts = rest.split(".")
+    last = parts[-1]
+    if parts[0] == "norm":
+        return Tensor(f"model.{stack}.norm.{'weight' if last == 'scale' else 'bias'}", (name,), SAME)
+    layer = f"{stack}.layers.{parts[1]}"
+    part = parts[2]
+    if part.startswith("norm"):
+        return Tensor(f"model.{layer}.{part}.{'weight' if last == 'scale' else 'bias'}", (name,), SAME)
+    if part == "feed_forward":
+        return _linear(f"{layer}.{'linear1' if parts[3] == 'up' else 'linear2'}", name, last)
+    attention = f"{layer}.{ATTENTIONS[part]}"
+    if parts[3] == "out":
+        return _linear(f"{attention}.out_proj", name, last)
+    base = name.removesuffix(f"query.{last}")
+    ours = tuple(f"{base}{which}.{last}" for which in ("query", "key", "value"))
+    if last == "kernel":
+        return Tensor(f"model.{attention}.in_proj_weight", ours, JOINT_LINEAR)
+    return Tensor(f"model.{attention}.in_proj_bias", ours, JOINT_VECTOR)

@@ -1,0 +1,145 @@
+"""Fields that all policy configs share, read and checked."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.layers.vision import RESNETS
+from jaxmodels.ranges import number_of, shown
+from jaxmodels.text.encoder import TextConfig
+from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, parse_features, wrong_sizes
+
+FEATURES = ("input_features", "output_features")
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
+    {
+        "bool": bool,
+        "str": str,
+        "str | None": (str, type(None)),
+        "bool | None": (bool, type(None)),
+    }
+)
+
+
+def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: str) -> dict[str, Any]:
+    """Arguments of a config's dataclass.
+
+    Args:
+        what: the config in errors, e.g. ``ACT config``.
+        advice: what to say of fields that are not known.
+
+    Raises:
+        ConfigError: unknown fields, or values of other types; all of them together.
+    """
+    known = {field.name: field for field in fields(cls)}
+    # A field that is null and unknown is a newer LeRobot's that nobody set.
+    values = {name: value for name, value in values.items() if name != "type" and (name in known or value is not None)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"{what}: unknown fields {', '.join(unknown)[:400]}; {advice}")
+    read, wrong = {name: None for name in FEATURES} | dict(values), []
+    for name in read:
+        try:
+            read[name] = _read(name, known[name].type, read[name])
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError(f"{what}: " + "; ".join(wrong))
+    return read
+
+
+def dump_fields(config: Any) -> dict[str, Any]:
+    """The fields as LeRobot writes them, ``type`` first."""
+    values: dict[str, Any] = {"type": config.type}
+    values |= {field.name: getattr(config, field.name) for field in fields(config)}
+    for name in FEATURES:
+        values[name] = dump_features(values[name])
+    values["normalization_mapping"] = dict(config.normalization_mapping)
+    if values.get("tags") is not None:
+        values["tags"] = list(values["tags"])
+    if values.get("text_encoder") is not None:
+        values["text_encoder"] = values["text_encoder"].to_json()
+    return values
+
+
+def _read(name: str, declared: Any, value: Any) -> Any:
+    """The value of a field from its JSON."""
+    if name in FEATURES:
+        return parse_features(name, value)
+    if name == "normalization_mapping":
+        if not isinstance(value, Mapping):
+            raise ConfigError("normalization_mapping is no object of type and mode")
+        return tuple((str(kind), str(mode)) for kind, mode in value.items())
+    if name == "tags" and value is not None:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"tags is {shown(value)}; wanted a list of strings, or null")
+        return tuple(str(tag) for tag in value)
+    if name == "text_encoder" and value is not None:
+        return TextConfig.from_json(value)
+    return _typed(name, declared, value)
+
+
+def _typed(name: str, declared: Any, value: Any) -> Any:
+    """Checks a JSON value against the declared type and range of its field."""
+    number = number_of(declared)
+    if number is not None:
+        if complaint := number.complaint(name, value):
+            raise ConfigError(complaint)
+        if value is None or number.is_integer:
+            return value
+        return float(value) if number.count is None else tuple(float(part) for part in value)
+    wanted = str(declared).removeprefix("<class '").removesuffix("'>")
+    kind = _KINDS.get(wanted)
+    if kind is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} is {shown(value)}; wanted {wanted}")
+    return value
+
+
+SMALL_CNN = "small_cnn"
+BACKBONES = (*RESNETS, SMALL_CNN)
+
+
+class PolicyConfig:
+    """A config that names features as LeRobot does; the dataclass below it says what else there is.
+
+    Attributes:
+        input_features: in the order of their tokens.
+        normalization_mapping: type of a feature and mode, as `jaxmodels.types` lists both.
+    """
+
+    input_features: tuple[Feature, ...]
+    output_features: tuple[Feature, ...]
+    normalization_mapping: tuple[tuple[str, str], ...]
+
+    @property
+    def cameras(self) -> tuple[Feature, ...]:
+        """Image features in the order of their tokens."""
+        return tuple(feature for feature in self.input_features if feature.type == "VISUAL")
+
+    @property
+    def frames(self) -> tuple[tuple[int, int], ...]:
+        """Height and width of each camera's frames, as the policy looks at them."""
+        return tuple((camera.shape[1], camera.shape[2]) for camera in self.cameras)
+
+    @property
+    def environment_state(self) -> Feature | None:
+        return next((f for f in self.input_features if f.type == "ENV"), None)
+
+    @property
+    def action(self) -> Feature:
+        return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
+
+    def wrong_features(self) -> list[str]:
+        """Complaints about features that no kind of policy can do with; each kind has more of its own."""
+        wrong = [
+            f"normalization_mapping has {kind[:40]}: {mode[:40]}; wanted types {', '.join(TYPES)} and modes "
+            + ", ".join(MODES)
+            for kind, mode in self.normalization_mapping
+            if kind not in TYPES or mode not in MODES
+        ]
+        wrong += wrong_sizes(self.input_features, self.output_features)
+        if not any(feature.name == ACTION and feature.type == "ACTION" for feature in self.output_features):
+            wrong.append(f"output_features has no feature {ACTION!r} of type ACTION")
+        return wrong

@@ -1,0 +1,132 @@
+"""Verifies all policy files without JAX, in a process.
+
+What is wrong with a stranger's files then ends that process and no other: a library that asks for all memory there is,
+or that aborts. The other one opened them (jaxmodels/checkpoints/folder.py) and hands over their descriptors: what is
+proved here is what is read there.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json
+from jaxmodels.checkpoints.folder import Folder, PolicyFolder, is_state_file, names_in
+from jaxmodels.errors import CheckpointError, JaxModelsError
+from jaxmodels.policies import lerobot_processors
+from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
+
+PIECE = 16 << 20  # bytes that are in memory at a time
+WEIGHTS = "model.safetensors"
+# Of what is told, and of an error that lists the names of a stranger: characters.
+ANSWER = 100_000
+ERROR = 10_000
+CONFIG = "config.json"
+SIDECAR = "robojax.json"
+PROCESSORS = (f"{PRE}.json", f"{POST}.json")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def prove(folder: Folder) -> dict[str, int]:
+    """Read what a policy's folder holds, each file to its end; how much that was.
+
+    Files of statistics, too, whatever they are called: those that are named like LeRobot's, and those that its
+    processors name.
+
+    Raises:
+        CheckpointError: a file is malformed, cut off or not readable, or a weight is not finite.
+    """
+    names = names_in(folder)
+    for name in (CONFIG, SIDECAR, *PROCESSORS):
+        if name in names:
+            read_json(folder / name)
+    if any(name in names for name in PROCESSORS):
+        read_processors(folder)
+    tensors = size = 0
+    broken: list[str] = []
+    for name in names:
+        if name != WEIGHTS and not (name.startswith((f"{PRE}_", f"{POST}_")) and is_state_file(name)):
+            continue
+        for tensor, stored in find_floats(folder / name, lambda name: not name.endswith(NEVER_USED)).items():
+            count, is_finite = _read(stored)
+            tensors, size = tensors + 1, size + count
+            if name == WEIGHTS and not is_finite:
+                broken.append(tensor)
+    if broken:
+        others = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
+        raise CheckpointError(f"{WEIGHTS}: a NaN or an infinity in {', '.join(broken[:20])}{others}")
+    return {"tensors": tensors, "bytes": size}
+
+
+def read_small(folder: Folder) -> dict[str, Any]:
+    """What a folder says of its policy beside the weights, as JSON: ``config``, ``sidecar`` (or None), ``renames``.
+
+    Raises:
+        CheckpointError: a file is missing or malformed.
+    """
+    values = lerobot_processors.modern_config(read_json(folder / CONFIG))
+    is_modern = any((folder / name).exists() for name in PROCESSORS)
+    renames = dict(read_processors(folder).renames) if is_modern else {}
+    sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    return {"config": values, "sidecar": sidecar, "renames": renames}
+
+
+def check_weights(folder: Folder, *, has_orbax: bool) -> None:
+    """Whether there is a file that weights could be read from.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not (folder / WEIGHTS).exists() and not has_orbax:
+        raise CheckpointError(no_weights(folder))
+
+
+def no_weights(folder: Folder) -> str:
+    """What to say of a folder without any."""
+    pickles = [name for name in names_in(folder) if name.endswith(PICKLES)]
+    if pickles:
+        return (
+            f"{folder.name}: only {', '.join(pickles[:20])} and no {WEIGHTS}; pickle files can run code and are never "
+            "opened. Load the policy where you trust it and save it as safetensors (LeRobot's save_pretrained does)"
+        )
+    return f"{folder.name}: no {WEIGHTS}; wanted a folder as LeRobot's save_pretrained writes it"
+
+
+def _read(stored: Stored) -> tuple[int, bool]:
+    """How many bytes a tensor has, and whether all its numbers are finite."""
+    left = total = int(np.prod(stored.shape, dtype=np.int64))
+    each = max(PIECE // stored.dtype.itemsize, 1)
+    is_finite = True
+    while left:
+        start = stored.start + (total - left) * stored.dtype.itemsize
+        piece = Stored(stored.path, stored.dtype, (min(left, each),), start).read()
+        left -= piece.size
+        is_finite = is_finite and bool(np.isfinite(piece).all())
+    return total * stored.dtype.itemsize, is_finite
+
+
+def main(request: str) -> None:
+    """Print what was found as JSON: what `prove` or `read_small` gives, or ``error``, or ``out_of_memory``.
+
+    Args:
+        request: JSON with what to ``do`` (``prove``, ``describe``), the folder's ``name``, and descriptors of its
+            ``files`` by name, and why others are ``refused``.
+    """
+    found: dict[str, Any]
+    wanted = json.loads(request)
+    try:
+        folder = PolicyFolder.of_descriptors(Path(wanted["name"]), wanted["files"], wanted["refused"])
+        found = dict(prove(folder)) if wanted["do"] == "prove" else read_small(folder)
+    except JaxModelsError as error:
+        found = {"error": str(error)}
+    except OSError as error:
+        found = {"error": f"its files cannot be read ({error.strerror})"}
+    except MemoryError:
+        found = {"out_of_memory": True}
+    text = json.dumps(found)
+    if len(text) > ANSWER:
+        error = str(found.get("error", f"what it says of itself has {len(text)} bytes; wanted at most {ANSWER}"))
+        text = json.dumps({"error": error if len(error) <= ERROR else f"{error[:ERROR]} ..."})
+    sys.stdout.write(text)

@@ -1,0 +1,302 @@
+"""LeRobot's policy folder, read and written.
+
+``tokenizer.json`` where the policy reads language with a vocabulary.
+
+Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
+tensor that is there must be asked for.
+"""
+
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jaxmodels.checkpoints import orbax
+from jaxmodels.checkpoints.files import NEVER_USED, find_floats, read_json, write_json, write_safetensors
+from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, PolicyFolder, Source
+from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
+from jaxmodels.errors import CheckpointError
+from jaxmodels.memory import Sizes
+from jaxmodels.normalization import Normalization, check
+from jaxmodels.policies import PolicyType, lerobot_processors, policy_type
+from jaxmodels.policies.integrity import no_weights, read_small
+from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors, write_processors
+from jaxmodels.ranges import Range, is_number, shown
+from jaxmodels.text.encoder import TextConfig
+from jaxmodels.text.tokenizers import TOKENIZER, read_tokenizer
+from jaxmodels.types import Feature
+from jaxmodels.weights import Blueprint, blueprint, check_fit, not_finite
+
+RATE = Range(0, 10_000, above=True)  # actions per second
+
+
+@runtime_checkable
+class PolicyConfig(Protocol):
+    """What every policy's config has."""
+
+    @property
+    def output_features(self) -> tuple[Feature, ...]: ...
+    @property
+    def action(self) -> Feature: ...
+    @property
+    def text_encoder(self) -> TextConfig | None: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The file ``robojax.json`` beside LeRobot's files, which refuse unknown keys.
+
+    Attributes:
+        rate: actions per second the policy was trained at.
+        joint_names: names of the action's numbers in order.
+        other: further keys, kept as they are.
+    """
+
+    rate: float | None = None
+    joint_names: tuple[str, ...] | None = None
+    other: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], joints: int) -> "Sidecar":
+        rate, names = values.get("rate"), values.get("joint_names")
+        if rate is not None and not is_number(rate, RATE):
+            raise CheckpointError(
+                f"robojax.json: rate is {shown(rate)}; wanted actions per second, e.g. 25, {RATE.most:g} at most"
+            )
+        if names is not None and not (
+            isinstance(names, list) and len(names) == joints and all(isinstance(name, str) for name in names)
+        ):
+            raise CheckpointError(f"robojax.json: joint_names are {shown(names)}; wanted a list of {joints} names")
+        other = {key: value for key, value in values.items() if key not in ("rate", "joint_names")}
+        return cls(
+            rate=None if rate is None else float(rate), joint_names=None if names is None else tuple(names), other=other
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        values: dict[str, Any] = dict(self.other)
+        if self.rate is not None:
+            values["rate"] = self.rate
+        if self.joint_names is not None:
+            values["joint_names"] = list(self.joint_names)
+        return values
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A policy at rest.
+
+    Attributes:
+        config: of the policy's type, e.g. `ActConfig`.
+        weights: our flat names (jaxmodels/weights.py) to float32 arrays.
+        tokenizer: the content of ``tokenizer.json``, for policies whose text encoder needs one.
+    """
+
+    config: PolicyConfig
+    weights: Mapping[str, np.ndarray]
+    normalization: Normalization
+    sidecar: Sidecar = field(default_factory=Sidecar)
+    tokenizer: bytes | None = None
+
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+SIDECAR = "robojax.json"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a folder says of its policy beside the weights.
+
+    Attributes:
+        renames: the robot's names of features to the policy's own, where they differ.
+    """
+
+    config: Any
+    sidecar: Sidecar
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+    def outside_name(self, feature: str) -> str:
+        """What the robot's side calls a feature of the policy."""
+        return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
+
+
+def describe(folder: Folder) -> Description:
+    """Everything in a policy's folder but the weights, and statistics that older policies keep among them.
+
+    Raises:
+        ConfigError: the config has unknown fields or values that make no sense.
+        CheckpointError: a file is missing or malformed.
+    """
+    return described(read_small(folder))
+
+
+def described(small: Mapping[str, Any]) -> Description:
+    """The same of what `read_small` read, in this process or in another one.
+
+    Raises:
+        ConfigError: the config has unknown fields or values that make no sense.
+        CheckpointError: so has the sidecar.
+    """
+    values = small["config"]
+    config: Any = policy_type(values.get("type")).config(values)
+    return Description(config, _sidecar(small["sidecar"], config), small["renames"])
+
+
+def read(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
+    """Everything in a policy's folder.
+
+    Args:
+        folder: a path, or a folder whose files are open: then no file is opened again, and one that was changed since
+            is refused.
+        admit: asked with what follows from the config, before anything is built or weights are read.
+
+    Raises:
+        ConfigError: the config has unknown fields or values that make no sense.
+        CheckpointError: a file is missing, malformed, or does not fit the config (`WeightsMismatch`).
+    """
+    if isinstance(folder, Path):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder.name}: no such folder; wanted one with {CONFIG} and {WEIGHTS}")
+        with PolicyFolder(folder) as opened:
+            return read(opened, admit=admit)
+    checkpoint = _read(folder, admit)
+    folder.check_unchanged()
+    return checkpoint
+
+
+def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
+    values = lerobot_processors.modern_config(read_json(folder / CONFIG))
+    kind = policy_type(values.get("type"))
+    config = kind.config(values)
+    sizes: Sizes = kind.sizes(config)
+    _check_sizes(folder, sizes, admit)
+    weights, buffers = _read_weights(folder, kind, config)
+    normalization = _read_normalization(folder, config, buffers)
+    check(normalization)
+    for step in (normalization.inputs, normalization.outputs):
+        if names := step.without_stats():
+            logger.warning("%s: no statistics for %s; like LeRobot, leaving them as they are", folder.name, names)
+    return Checkpoint(config, weights, normalization, _read_sidecar(folder, config), read_tokenizer(folder))
+
+
+def write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Writes LeRobot's current layout; each file appears whole or not at all, the weights last.
+
+    Raises:
+        WeightsMismatch: the weights are not those of the config.
+    """
+    kind = policy_type(checkpoint.config.to_json()["type"])
+    plan = model_blueprint(checkpoint.config)
+    shapes = {name: tuple(np.shape(array)) for name, array in checkpoint.weights.items()}
+    check_fit(shapes, {name: shape.shape for name, shape in plan.shapes.items()}, where="weights to be written")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
+        draft = Path(name)
+        write_json(draft / CONFIG, checkpoint.config.to_json(), indent=4)
+        write_processors(draft, checkpoint.normalization, checkpoint.config.to_json().get("device"))
+        if sidecar := checkpoint.sidecar.to_json():
+            write_json(draft / SIDECAR, sidecar, indent=2)
+        if checkpoint.tokenizer is not None:
+            (draft / TOKENIZER).write_bytes(checkpoint.tokenizer)
+        tensors = write_tensors(kind.tensors(plan.shapes), dict(checkpoint.weights))
+        write_safetensors(draft / WEIGHTS, tensors)
+        for path in sorted(draft.iterdir(), key=lambda path: path.name == WEIGHTS):
+            os.replace(path, folder / path.name)
+
+
+@lru_cache(maxsize=8)  # a training writes the same policy again and again
+def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
+    """The module of a config without weights."""
+    kind = policy_type(config.to_json()["type"])
+    return blueprint(lambda rngs: kind.model(config, rngs=rngs))
+
+
+def _check_sizes(folder: PolicyFolder, sizes: Sizes, admit: Callable[[Sizes], None]) -> None:
+    """Compares what follows from the config with the header of the weights, and asks whether there is room."""
+    sizes.check()
+    if (folder / WEIGHTS).exists():
+        found = find_floats(
+            folder / WEIGHTS, lambda name: not name.endswith(NEVER_USED) and not lerobot_processors.is_buffer(name)
+        )
+        sizes.check_found(sum(math.prod(tensor.shape) for tensor in found.values()), len(found), WEIGHTS)
+    admit(sizes)
+
+
+def _read_weights(
+    folder: PolicyFolder, kind: PolicyType, config: PolicyConfig
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Our weights, and the statistics that older policies keep among theirs."""
+    plan = model_blueprint(config)
+    if not (folder / WEIGHTS).exists():
+        if folder.has_tree():
+            restored = orbax.restore(folder.tree(), dict(plan.shapes))
+            weights, buffers = {name: np.asarray(array) for name, array in restored.items()}, {}
+        else:
+            raise CheckpointError(no_weights(folder))
+    else:
+        weights, buffers = _read_tensors(folder / WEIGHTS, kind, plan.shapes)
+    if wrong := not_finite(weights):
+        raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
+    return weights, buffers
+
+
+def _read_tensors(
+    path: Source, kind: PolicyType, shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    tensors = find_floats(path, lambda name: not name.endswith(NEVER_USED))
+    buffers = {name: tensors.pop(name) for name in list(tensors) if lerobot_processors.is_buffer(name)}
+    table = kind.tensors(shapes)
+    check_fit(
+        {name: tensor.shape for name, tensor in tensors.items()},
+        their_shapes(table, {name: shape.shape for name, shape in shapes.items()}),
+        where=path.name,
+    )
+    if (size := sum(tensor.bytes for tensor in buffers.values())) > STATE_BYTES:
+        raise CheckpointError(f"{path.name}: {size} bytes of statistics; wanted at most {STATE_BYTES}")
+    # Only now that they are known to be of the config's size: what is read is in memory.
+    return (
+        read_tensors(table, lambda name: tensors[name].read()),
+        {name: tensor.read() for name, tensor in buffers.items()},
+    )
+
+
+def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.ndarray]) -> Normalization:
+    inputs: tuple[Feature, ...] = config.input_features
+    outputs: tuple[Feature, ...] = config.output_features
+    if (folder / f"{PRE}.json").exists() or (folder / f"{POST}.json").exists():
+        if buffers:
+            raise CheckpointError(
+                f"{folder.name}: normalisation is in {PRE}.json and in {len(buffers)} buffers of {WEIGHTS}; "
+                "keep one of them"
+            )
+        return read_processors(folder)
+    modes: tuple[tuple[str, str], ...] = config.normalization_mapping
+    is_needed = any(dict(modes).get(feature.type, "IDENTITY") != "IDENTITY" for feature in (*inputs, *outputs))
+    if is_needed and not buffers:
+        raise CheckpointError(
+            f"{folder.name}: no normalisation; wanted {PRE}.json and {POST}.json, "
+            f"or buffers in {WEIGHTS} as LeRobot wrote before 0.4"
+        )
+    return lerobot_processors.buffered_normalization(inputs, outputs, modes, buffers)
+
+
+def _read_sidecar(folder: Folder, config: PolicyConfig) -> Sidecar:
+    return _sidecar(read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None, config)
+
+
+def _sidecar(values: Mapping[str, Any] | None, config: PolicyConfig) -> Sidecar:
+    sidecar = Sidecar() if values is None else Sidecar.from_json(values, config.action.shape[0])
+    if sidecar.joint_names is None and config.action.names is not None:
+        return Sidecar(sidecar.rate, config.action.names, sidecar.other)
+    return sidecar

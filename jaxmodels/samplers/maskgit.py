@@ -1,0 +1,237 @@
+"""MaskGIT: masked tokens decoded by confidence.
+
+Source: https://arxiv.org/abs/2202.04200; the same numbers as diffusers' `AmusedScheduler`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxmodels.errors import ConfigError, InputError
+from jaxmodels.ranges import NOT_NEGATIVE, check_numbers, shown
+from jaxmodels.samplers.sampling import (
+    CLASSES,
+    Predict,
+    Tokens,
+    check_known,
+    check_prediction,
+    draw,
+    first_tokens,
+    normalized,
+    of_class,
+    run_steps,
+    with_operands,
+)
+
+MASKINGS = ("cosine", "linear")
+LEAST = -46.051702  # log(1e-20): diffusers' floor of a confidence
+
+
+class MaskRow(NamedTuple):
+    """One step; with a leading axis, all of them.
+
+    Attributes:
+        timestep: what the model is told: how many steps come after this one.
+        share: of the tokens that were masked at first, how many are masked again after the step.
+        temperature: how much chance there is in which tokens are kept.
+    """
+
+    timestep: Int[Any, "..."]
+    share: Float[Any, "..."]
+    temperature: Float[Any, "..."]
+
+
+@dataclass(frozen=True)
+class MaskSchedule:
+    """How many tokens stay masked after each step.
+
+    Attributes:
+        num_classes: with the masked class, which is the last (num_vector_embeds).
+        masking: cosine keeps few tokens in the first steps; linear the same number in each.
+        temperature: of the choice of tokens, at the first and at the last step. 0 keeps the surest ones, which is
+            greedy and prefers what is common; diffusers goes from 2 to 0.
+        class_temperature: of the draw of classes: 1 draws as the model says, 0 takes the likeliest.
+        remasking: whether a token of an earlier step is masked again when the model was less sure of it than it is now
+            of others. It is drawn anew with more to go by; given tokens never are. diffusers does not.
+        begins_with_one: whether the first step keeps one token only. Those that one step keeps were chosen without
+            sight of each other, which matters most where nothing is decided yet. diffusers does not.
+
+    Raises:
+        ConfigError: a field makes no sense.
+    """
+
+    num_classes: Annotated[int, CLASSES]
+    masking: Literal["cosine", "linear"] = "cosine"
+    temperature: Annotated[tuple[float, float], NOT_NEGATIVE] = (2.0, 0.0)
+    class_temperature: Annotated[float, NOT_NEGATIVE] = 1.0
+    remasking: bool = False
+    begins_with_one: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "mask schedule (num_classes with the masked class)")
+        if self.masking not in MASKINGS:
+            raise ConfigError(f"masking is {shown(self.masking)}; wanted one of {', '.join(MASKINGS)}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is left to chance."""
+        return not any((*self.temperature, self.class_temperature))
+
+    @property
+    def mask(self) -> int:
+        """The masked class."""
+        return self.num_classes - 1
+
+    def share(self, progress: Any) -> Any:
+        """Share of masked tokens, 1 at progress 0 and 0 at 1; a trainer draws ``share(uniform)``."""
+        xp = np if isinstance(progress, np.ndarray) else jnp
+        return xp.cos(progress * (np.pi / 2)) if self.masking == "cosine" else 1 - progress
+
+    def rows(self, steps: int) -> MaskRow:
+        """The sampler's table.
+
+        Raises:
+            InputError: steps is less than 1.
+        """
+        if steps < 1:
+            raise InputError(f"steps is {steps}; wanted 1 or more")
+        # float32 as in diffusers: where a share times the tokens is a whole number, its floor hangs on the rounding
+        progress = np.arange(1, steps + 1).astype(np.float32) / np.float32(steps)
+        if self.begins_with_one and steps > 1:  # a share of 1: a step keeps one token at the least
+            progress = np.arange(steps).astype(np.float32) / np.float32(steps - 1)
+        temperature = np.linspace(*self.temperature, steps).astype(np.float32)
+        return MaskRow(np.arange(steps)[::-1].astype(np.int32), self.share(progress), temperature)
+
+    def add_noise(
+        self, tokens: Int[Array, "b n"], share: Float[Array, " b"], uniform: Float[Array, "b n"]
+    ) -> Int[Array, "b n"]:
+        """Tokens of which a share is masked, at least one of each element: what a model is trained on.
+
+        Args:
+            uniform: random numbers; the lowest ones say which tokens.
+        """
+        count = jnp.maximum(jnp.ceil(share * tokens.shape[1]), 1).astype(jnp.int32)
+        return jnp.where(ranks(uniform) < count[:, None], self.mask, tokens)
+
+
+def ranks(x: Float[Array, "b n"]) -> Int[Array, "b n"]:
+    """How many of an element's numbers are lower than each; equal ones in the order of their places."""
+    return jnp.argsort(jnp.argsort(x, axis=1), axis=1)
+
+
+def maskgit_step(
+    schedule: MaskSchedule,
+    prediction: Float[Array, "b v n"],
+    tokens: Int[Array, "b n"],
+    row: MaskRow,
+    masked_at_first: Int[Array, " b"],
+    class_gumbel: Float[Array, "b v n"],
+    order_gumbel: Float[Array, "b n"],
+    surety: Float[Array, "b n"] | None = None,
+) -> tuple[Int[Array, "b n"], Bool[Array, "b n"], Float[Array, "b n"]]:
+    """One step: draw every masked token, and mask again those the model is least sure of.
+
+    Args:
+        prediction: log-probabilities (or logits) of all classes but the masked one.
+        row: one row of ``schedule.rows(steps)``; timestep 0 masks nothing again.
+        masked_at_first: masked tokens before the first step.
+        class_gumbel, order_gumbel: standard Gumbel noise, for the classes and for the order.
+        surety: of each token that is not masked, the log-probability with which it was chosen: then it may be masked
+            again, too. Infinite for those that may not. None: none may.
+
+    Returns:
+        The tokens, which of them were revealed in this step, and the log-probability of each token's class.
+    """
+    log_probabilities = normalized(prediction)
+    is_masked = tokens == schedule.mask
+    drawn = jnp.where(is_masked, draw(log_probabilities, schedule.class_temperature * class_gumbel), tokens)
+    sure = of_class(log_probabilities, drawn)
+    order = jnp.where(is_masked, sure, jnp.inf if surety is None else surety)
+    order = jnp.maximum(order, LEAST) + row.temperature * order_gumbel
+    count = jnp.floor(masked_at_first.astype(jnp.float32) * row.share).astype(jnp.int32)
+    count = jnp.maximum(jnp.minimum(count, jnp.sum(is_masked, axis=1) - 1), 1)
+    is_masked_again = jnp.isfinite(order) & (ranks(order) < count[:, None]) & (row.timestep > 0)
+    return jnp.where(is_masked_again, schedule.mask, drawn), is_masked & ~is_masked_again, sure
+
+
+def maskgit(
+    predict: Predict,
+    shape: tuple[int, int],
+    key: PRNGKeyArray,
+    schedule: MaskSchedule,
+    *,
+    steps: int,
+    extras: Any = None,
+    known: Any = None,
+    alike: bool = False,
+    distributions: bool = False,
+) -> Tokens:
+    """Samples tokens in one compiled program, which only other shapes, schedules or steps compile again.
+
+    Args:
+        predict: ``(ids, t)``, or ``(ids, t, extra)``, to log-probabilities (b, classes - 1, n); t is a scalar int32,
+            from steps - 1 down to 0. Give a `jax.tree_util.Partial` over weights and conditioning, so that they are
+            arguments of the program.
+        shape: (b, n).
+        key: where all random numbers come from.
+        extras: a pytree with a leading axis of steps, one for each of ``schedule.rows(steps).timestep``.
+        known: tokens (b, n) to keep, and the masked class where one is to be sampled.
+        alike: the same random numbers for each member of the batch: what one gets hangs on its prediction alone, and
+            not on its place among the others.
+        distributions: also give what the model said of every class when a token was chosen.
+
+    Raises:
+        InputError: steps, extras, known tokens or the prediction do not fit.
+    """
+    check_known(known, schedule.mask)
+    return _sample(with_operands(predict), key, extras, known, shape, schedule, steps, alike, distributions)
+
+
+@partial(jax.jit, static_argnames=("shape", "schedule", "steps", "alike", "distributions"))
+def _sample(
+    predict: Predict,
+    key: PRNGKeyArray,
+    extras: Any,
+    known: Any,
+    shape: tuple[int, int],
+    schedule: MaskSchedule,
+    steps: int,
+    alike: bool,
+    distributions: bool,
+) -> Tokens:
+    first = first_tokens(known, shape, schedule.mask)
+    is_given = first != schedule.mask
+    masked_at_first = jnp.sum(~is_given, axis=1)
+    wanted = (shape[0], schedule.mask, shape[1])
+
+    def step(prediction: Array, state: Tokens, row: MaskRow) -> Tokens:
+        check_prediction(prediction, wanted, "log-probabilities of every class but the masked one")
+        class_gumbel, order_gumbel = _noise(schedule, jax.random.fold_in(key, row.timestep), shape, alike)
+        surety = jnp.where(is_given, jnp.inf, state.log_probability) if schedule.remasking else None
+        tokens, is_new, sure = maskgit_step(
+            schedule, prediction, state.ids, row, masked_at_first, class_gumbel, order_gumbel, surety
+        )
+        distribution = state.distribution
+        if distribution is not None:
+            distribution = jnp.where(is_new[:, None], normalized(prediction), distribution)
+        return Tokens(tokens, jnp.where(is_new, sure, state.log_probability), distribution)
+
+    distribution = jnp.zeros(wanted, jnp.float32) if distributions else None
+    state = Tokens(first, jnp.zeros(shape, jnp.float32), distribution)
+    return run_steps(predict, step, state, schedule.rows(steps), extras)
+
+
+def _noise(schedule: MaskSchedule, key: PRNGKeyArray, shape: tuple[int, int], alike: bool) -> tuple[Array, Array]:
+    """Gumbel noise for the classes and for the order, in one draw: random numbers are much of what there is to compile.
+
+    The masked class's row is for the order. Without chance there is none.
+    """
+    drawn = (1 if alike else shape[0], schedule.num_classes, shape[1])
+    gumbel = jnp.zeros(drawn) if schedule.is_greedy else jax.random.gumbel(key, drawn, jnp.float32)
+    gumbel = jnp.broadcast_to(gumbel, (shape[0], *drawn[1:]))
+    return gumbel[:, :-1], gumbel[:, -1]

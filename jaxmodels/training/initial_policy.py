@@ -1,0 +1,177 @@
+"""New or pretrained policy that training starts from."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmodels.checkpoints.backbones import Backbone, read_backbone
+from jaxmodels.data import Dataset
+from jaxmodels.errors import ConfigError, DatasetError
+from jaxmodels.hub import fetch
+from jaxmodels.policies import lerobot_folder, policy_type
+from jaxmodels.text import TextConfig
+from jaxmodels.text.clip import read_clip_text
+from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, dump_features
+
+SMALL = "small"
+PRESETS = (SMALL,)
+# Any policy can be made for these; what fields its config has does not depend on them.
+_ANY = {
+    "input_features": {
+        STATE: {"type": "STATE", "shape": [1]},
+        ENVIRONMENT_STATE: {"type": "ENV", "shape": [1]},
+    },
+    "output_features": {ACTION: {"type": "ACTION", "shape": [1]}},
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known before the first step.
+
+    Attributes:
+        policy: its config.
+        weights: those that are not drawn, by our names: a whole policy's, those of its text encoder, or none.
+        backbone: a trained vision backbone, which goes in place of the drawn one.
+        tokenizer: the policy's ``tokenizer.json``.
+    """
+
+    policy: Any
+    weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+    backbone: Backbone | None = None
+    tokenizer: bytes | None = None
+
+    def with_values(self, values: Mapping[str, Any]) -> "Start":
+        """The same with other values of some fields of the config, as ``config.json`` has them.
+
+        Raises:
+            ConfigError: a field is unknown or makes no sense.
+        """
+        return replace(self, policy=policy_type(self.policy.type).config({**self.policy.to_json(), **values}))
+
+
+def policy_fields(kind: str) -> dict[str, str]:
+    """The fields of a policy type's config, and their types in words.
+
+    Raises:
+        ConfigError: there is no such type.
+    """
+    return {field.name: str(field.type) for field in fields(policy_type(kind).config(_ANY))}
+
+
+def new_policy(
+    dataset: Dataset,
+    kind: str,
+    *,
+    preset: str | None = None,
+    image_size: tuple[int, int] | None = None,
+    text_encoder: str | Path | None = None,
+    values: Mapping[str, Any] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Start:
+    """A policy for what a dataset's robot sees and does.
+
+    Args:
+        preset: ``small``, what a CPU can train.
+        image_size: (height, width) that the policy looks at; that of the dataset's pictures when None.
+        text_encoder: folder or Hub repo of a CLIP as transformers writes it, whose text tower reads instructions.
+        values: of fields of the config, as ``config.json`` has them; before those of the preset.
+        on_progress: told how much of a trained part is downloaded.
+
+    Raises:
+        ConfigError: a field is unknown or makes no sense, or the preset is not known.
+        CheckpointError: weights of a trained part cannot be read.
+        HubError: they cannot be fetched.
+    """
+    chosen = policy_type(kind)
+    if preset not in (None, *PRESETS):
+        raise ConfigError(f"preset is {preset!r}; known: {', '.join(PRESETS)}")
+    read: dict[str, Any] = dict(_features(dataset, image_size))
+    read |= dict(chosen.small) if preset == SMALL else {}
+    read |= values or {}
+    of_policy = (values or {}).get("text_encoder")
+    if text_encoder is not None and of_policy is not None:
+        raise ConfigError(
+            f"text_encoder is {str(text_encoder)!r}, and {of_policy!r} among the policy's fields; "
+            "wanted one of --text_encoder=<a CLIP> and --policy.text_encoder=small"
+        )
+    text = None if text_encoder is None else read_clip_text(_folder(text_encoder, None, on_progress))
+    if text is not None:
+        read["text_encoder"] = text.config.to_json()
+    elif isinstance(read.get("text_encoder"), str):
+        read["text_encoder"] = _text_encoder(read["text_encoder"])
+    backbone_weights, known = "pretrained_backbone_weights", policy_fields(kind)
+    if backbone_weights in known and not str(read.get("vision_backbone", "resnet")).startswith("resnet"):
+        read.setdefault(backbone_weights, None)  # what the default names fits no other backbone
+    if "push_to_hub" in known:
+        read.setdefault("push_to_hub", False)  # LeRobot's default; nothing is uploaded here
+    policy = chosen.config(read)
+    if getattr(policy, "push_to_hub", False):
+        raise ConfigError(
+            "push_to_hub is true; nothing is uploaded here, `hf upload` does that with the finished policy"
+        )
+    if text is None and policy.text_encoder is not None and policy.text_encoder.is_frozen:
+        raise ConfigError("text_encoder stays as it is in training, but has no weights; give --text_encoder=<a CLIP>")
+    source = getattr(policy, backbone_weights, None)
+    backbone = None
+    if source is not None and policy.cameras:
+        backbone = read_backbone(source, policy.vision_backbone, on_progress=on_progress)
+    weights = {} if text is None else {f"text.{name}": array for name, array in text.weights.items()}
+    return Start(policy, weights, backbone, None if text is None else text.tokenizer)
+
+
+def trained_policy(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Start:
+    """A policy to go on with, from a folder or from the Hub. The dataset's statistics will replace its own.
+
+    Raises:
+        HubError: the repo cannot be fetched.
+        ConfigError: its config has unknown fields or values that make no sense.
+        CheckpointError: files are missing, malformed, or do not fit the config.
+    """
+    checkpoint = lerobot_folder.read(_folder(path_or_repo, revision, on_progress))
+    return Start(checkpoint.config, checkpoint.weights, tokenizer=checkpoint.tokenizer)
+
+
+def _folder(path_or_repo: str | Path, revision: str | None, tell: Callable[[str], None] | None) -> Path:
+    folder = Path(os.path.expanduser(path_or_repo))
+    if not folder.is_dir():
+        return fetch(str(path_or_repo), revision, on_progress=tell)
+    if revision is not None:
+        raise ConfigError(f"{folder} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
+    return folder
+
+
+def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str, Any]:
+    """What a policy could see and do, as ``config.json`` has it; like LeRobot's it reads one state."""
+    seen, done = [], []
+    for feature in dataset.features:
+        if feature.type == "VISUAL":
+            shape = feature.shape if image_size is None else (3, *image_size)
+            seen.append(Feature(feature.name, "VISUAL", shape))
+        elif feature.name in (STATE, ENVIRONMENT_STATE):
+            seen.append(feature)
+        elif feature.name == ACTION:
+            done.append(feature)
+    if not done:
+        names = ", ".join(feature.name for feature in dataset.features)
+        raise DatasetError(f"{dataset.folder.name} has no {ACTION}; it has {names}")
+    return {"input_features": dump_features(seen), "output_features": dump_features(done)}
+
+
+def _text_encoder(name: str) -> dict[str, Any]:
+    made = {"small": TextConfig.small, "clip": TextConfig.clip}
+    if name not in made:
+        raise ConfigError(
+            f"text_encoder is {name!r}; known: {', '.join(made)}, or an object of its fields, or null; the folder or "
+            "repo of a CLIP is given as --text_encoder, without policy"
+        )
+    return made[name]().to_json()

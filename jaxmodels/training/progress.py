@@ -1,0 +1,192 @@
+"""Metrics, TensorBoard, loss curve, time accounting."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.training.run_folder import METRICS
+
+EVENTS = "tensorboard"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training is; all but the first two since the line before.
+
+    Attributes:
+        step: how many are done.
+        steps: how many there will be.
+        loss: mean of the steps.
+        learning_rate: of the last step, before the backbone's own.
+        seconds: that the training has taken until now, compilation included, runs before this one too.
+        samples_per_second: examples trained on.
+        waited: share of the time in which the device had nothing to do because data was not there yet.
+        left: seconds until the last step, at this speed.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    seconds: float
+    samples_per_second: float
+    waited: float
+    left: float
+
+
+class Reports:
+    """Open files of one run; nothing is written by a process that is not the first.
+
+    Raises:
+        ConfigError: TensorBoard's events are wanted and tensorboardX is not installed.
+    """
+
+    def __init__(self, output: Path, *, first: int, tensorboard: bool, is_writing: bool = True):
+        self._is_writing = is_writing
+        self._output, self._first, self._wants_events = output, first, tensorboard
+        self._events: Any = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Reports":
+        if self._is_writing:
+            self._lines = self._stack.enter_context((self._output / METRICS).open("a"))
+            if self._wants_events:
+                # Lines after the checkpoint that a killed run wrote are struck out by `purge_step`.
+                self._events = _writer()(logdir=str(self._output / EVENTS), purge_step=self._first or None)
+                self._stack.callback(self._events.close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def write(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """One line.
+
+        Args:
+            values: what was measured beside the loss.
+        """
+        if not self._is_writing:
+            return
+        line = {name: value for name, value in asdict(progress).items() if name not in ("steps", "left")} | dict(values)
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        if self._events is not None:
+            for name, value in line.items():
+                if name not in ("step", "seconds"):
+                    self._events.add_scalar(f"train/{name}", value, progress.step)
+            self._events.flush()
+
+
+def _writer() -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "TensorBoard's events need the package tensorboardX: pip install 'robojax[training]', or leave "
+            "--tensorboard away"
+        ) from error
+    return SummaryWriter
+
+
+WIDTH, HEIGHT = 900, 480
+LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
+SMOOTHING = 20  # lines of metrics in the running mean
+INK, FAINT, RAW, SMOOTH = "#222222", "#dddddd", "#9ec5e8", "#1f5fa8"
+
+
+def draw_curve(metrics: Path, picture: Path) -> None:
+    """Reads ``metrics.jsonl`` and writes a PNG."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    if not lines:
+        raise ValueError(f"{metrics.name} is empty; nothing to draw")
+    steps = np.array([line["step"] for line in lines], float)
+    losses = np.maximum([line["loss"] for line in lines], 1e-8)
+    window = min(SMOOTHING, max(1, len(losses) // 4))
+    smooth = np.convolve(losses, np.ones(window) / window, "valid")
+    low, high = math.log10(losses.min()), math.log10(losses.max())
+    low, high = low - 0.05, max(high, low + 0.1) + 0.05
+    image = Image.new("RGB", (WIDTH, HEIGHT), "white")
+    draw = ImageDraw.Draw(image)
+    font, title = ImageFont.load_default(14), ImageFont.load_default(18)
+
+    def across(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / steps[-1]
+
+    def up(loss: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (math.log10(loss) - low) / (high - low)
+
+    for loss in _ticks(low, high):
+        draw.line([(LEFT, up(loss)), (WIDTH - RIGHT, up(loss))], fill=FAINT)
+        draw.text((LEFT - 8, up(loss)), f"{loss:g}", fill=INK, font=font, anchor="rm")
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        step = share * steps[-1]
+        draw.text((across(step), HEIGHT - BOTTOM + 8), f"{step:.0f}", fill=INK, font=font, anchor="mt")
+    draw.line([(across(s), up(v)) for s, v in zip(steps, losses, strict=True)], fill=RAW)
+    draw.line([(across(s), up(v)) for s, v in zip(steps[window - 1 :], smooth, strict=True)], fill=SMOOTH, width=3)
+    draw.text((LEFT, 10), f"training loss, last {smooth[-1]:.4f}", fill=INK, font=title)
+    draw.text((WIDTH - RIGHT, HEIGHT - 8), "step", fill=INK, font=font, anchor="rb")
+    image.save(picture)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two powers of ten."""
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    return [tick for tick in ticks if low <= math.log10(tick) <= high]
+
+
+class Watch:
+    """Counts seconds between lines of metrics, and those in which the device waited for data.
+
+    Args:
+        steps, batch_size: of the training.
+        first: steps that were done before this run.
+        before: seconds that they took.
+    """
+
+    def __init__(self, steps: int, batch_size: int, first: int, before: float):
+        self._steps, self._batch_size, self._before = steps, batch_size, before
+        self._begun = self._last = time.monotonic()
+        self._last_step, self._waited = first, 0.0
+
+    @contextmanager
+    def waiting(self, running: Any) -> Iterator[None]:
+        """While a batch is waited for.
+
+        Args:
+            running: of the newest step, None before the first. If it is not there when the batch is, the device had
+                something to do all the time, and did not wait.
+        """
+        asked = time.monotonic()
+        yield
+        if running is None or running.is_ready():
+            self._waited += time.monotonic() - asked
+
+    def progress(self, step: int, loss: float, rate: float) -> Progress:
+        """Since the last time this was asked."""
+        now = time.monotonic()
+        seconds = max(now - self._last, 1e-9)
+        progress = Progress(
+            step=step,
+            steps=self._steps,
+            loss=loss,
+            learning_rate=rate,
+            seconds=self._before + now - self._begun,
+            samples_per_second=(step - self._last_step) * self._batch_size / seconds,
+            waited=min(1.0, self._waited / seconds),
+            left=(self._steps - step) * seconds / max(1, step - self._last_step),
+        )
+        self._last, self._last_step, self._waited = now, step, 0.0
+        return progress

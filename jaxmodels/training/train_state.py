@@ -1,0 +1,392 @@
+"""State, compiled step, instructions, placed on devices."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxmodels.checkpoints.backbones import put_backbone
+from jaxmodels.data import Batch, Dataset
+from jaxmodels.devices import Layout
+from jaxmodels.errors import DatasetError
+from jaxmodels.normalization import Affine, Normalization
+from jaxmodels.policies import policy_type
+from jaxmodels.program import Scales, Size, normalize
+from jaxmodels.text import tokenizer
+from jaxmodels.training.augmentation import augment
+from jaxmodels.training.config import OPERATIONAL, TrainingConfig
+from jaxmodels.training.initial_policy import Start
+from jaxmodels.training.optimizers import averaged, make_optimizer, optimizer_preset, scheduler_preset
+from jaxmodels.types import Language, Observation
+from jaxmodels.weights import Blueprint, blueprint, check_fit, flatten
+
+AHEAD = 64  # tasks that are read at a time
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """The tokens of every task of a dataset.
+
+    Attributes:
+        ids, mask: of the tasks, in their order.
+        language: what a frozen text encoder makes of them; None for one that is trained.
+    """
+
+    ids: Int[Any, "k n"]
+    mask: Bool[Any, "k n"]
+    language: Language | None = None
+
+    def of(self, model: Any, tasks: Int[Array, " b"], dtype: DTypeLike) -> Language:
+        """What the model's text encoder makes of each example's task."""
+        if self.language is not None:
+            language = jax.tree.map(lambda x: x[tasks], self.language)
+        elif len(self.ids) <= len(tasks):  # each task once, however many examples have it
+            language = jax.tree.map(lambda x: x[tasks], model.read(self.ids, self.mask))
+        else:
+            language = model.read(self.ids[tasks], self.mask[tasks])
+        return Language(language.tokens.astype(dtype), language.mask)
+
+    def read_ahead(self, plan: Blueprint[Any], weights: Mapping[str, Any], place: NamedSharding) -> "Instructions":
+        """With `language`, so that a frozen text encoder runs once and not in every step."""
+
+        @partial(jax.jit, out_shardings=place)
+        def read(weights: Mapping[str, Any], ids: Array, mask: Array) -> Language:
+            return plan.assemble(weights).read(ids, mask)
+
+        rows = [
+            read(dict(weights), self.ids[i : i + AHEAD], self.mask[i : i + AHEAD])
+            for i in range(0, len(self.ids), AHEAD)
+        ]
+        return replace(self, language=jax.tree.map(lambda *parts: np.concatenate(parts), *rows))
+
+
+jax.tree_util.register_dataclass(Instructions, data_fields=["ids", "mask", "language"], meta_fields=[])
+
+
+def read_instructions(policy: Any, tasks: Sequence[str], file: bytes | None) -> Instructions | None:
+    """The tasks of a dataset for a policy; None for one that reads no instructions.
+
+    Args:
+        file: the policy's ``tokenizer.json``, if it has one.
+
+    Raises:
+        DatasetError: the dataset says of no episode, or not of every one, what is being done.
+    """
+    config = getattr(policy, "text_encoder", None)
+    if config is None:
+        return None
+    if not tasks or any(not task.strip() for task in tasks):
+        raise DatasetError(
+            f"the policy reads instructions, but the dataset's tasks are {list(tasks)}; record it with a task for "
+            "every episode, or train without them (--policy.text_encoder=null)"
+        )
+    ids, mask = tokenizer(config, file)(tasks)
+    return Instructions(np.asarray(ids), np.asarray(mask))
+
+
+Weights = Mapping[str, Any]
+COUNT = "count"
+
+
+class State(NamedTuple):
+    """Everything that a step changes: a tree of arrays.
+
+    Attributes:
+        step: how many were done.
+        parameters: by our names, float32.
+        optimizer: what it remembers of them.
+        average: their moving average; None without one.
+        sums: of what was measured since the last line of metrics, and `COUNT`, the steps that are in it. A resumed run
+            so writes the lines that it would have written.
+    """
+
+    step: Any
+    parameters: dict[str, Any]
+    optimizer: Any
+    average: dict[str, Any] | None
+    sums: dict[str, Any]
+
+
+class Fixed(NamedTuple):
+    """Everything that a step reads and does not change, beside the batch.
+
+    Attributes:
+        weights: buffers and frozen parameters, by our names.
+        scales: normalisation of the observation.
+        action: normalisation of actions, in the forward direction.
+        instructions: of the dataset's tasks, for policies that read them.
+    """
+
+    weights: Weights
+    scales: Scales
+    action: Affine
+    instructions: Instructions | None
+
+
+Loss = Callable[[Weights, Fixed, Batch, PRNGKeyArray], tuple[Array, dict[str, Array]]]
+Step = Callable[[State, Fixed, Batch], tuple[State, Float[Array, ""]]]
+
+
+def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingConfig, layout: Layout) -> Loss:
+    """The loss of a batch for these parameters, and its parts.
+
+    Args:
+        plan: the module, which computes in `config.dtype`.
+        sizes: (height, width) the model wants per camera.
+    """
+    dtype = jnp.dtype(config.dtype)
+
+    def loss(parameters: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
+        # Cast before they are gathered: half the traffic in bfloat16.
+        weights = lower({**fixed.weights, **parameters}, dtype)
+        weights = jax.lax.with_sharding_constraint(weights, layout.whole)
+        model = plan.assemble({name: weights[name] for name in plan.shapes})
+        picture, vector, *streams = jax.random.split(key, 5)
+        keys = jax.random.split(picture, max(1, len(batch.images)))
+        images = tuple(
+            augment(jnp.asarray(frames), config.image_transforms, key)
+            for frames, key in zip(batch.images, keys, strict=False)
+        )
+        seen = Observation(images=images, state=batch.state, environment_state=batch.environment_state)
+        observation = normalize(seen, fixed.scales, sizes, dtype)
+        if observation.state is not None and config.state_noise:
+            noise = config.state_noise * jax.random.normal(vector, observation.state.shape, jnp.float32)
+            observation = observation._replace(state=(observation.state + noise).astype(dtype))
+        if fixed.instructions is not None:
+            observation = observation._replace(language=fixed.instructions.of(model, jnp.asarray(batch.tasks), dtype))
+        rngs = nnx.Rngs(**dict(zip(("dropout", "latent", "noise"), streams, strict=True)))
+        value, parts = model.loss(observation, fixed.action.normalize(batch.actions), batch.is_pad, rngs)
+        value = value.astype(jnp.float32)
+        return value, {"loss": value, **{name: part.astype(jnp.float32) for name, part in parts.items()}}
+
+    return loss
+
+
+def make_step(
+    loss: Loss, config: TrainingConfig, rule: optax.GradientTransformation, layout: Layout, shardings: State
+) -> Step:
+    """The compiled step: state and batch in, next state and the batch's loss out. The state's memory is reused.
+
+    Args:
+        shardings: where a state's arrays lie, before and after.
+    """
+    parts = config.gradient_accumulation_steps
+
+    def gradient(parameters: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray) -> tuple[Any, dict[str, Array]]:
+        found = jax.grad(loss, has_aux=True)
+        if parts == 1:
+            return found(parameters, fixed, batch, key)
+
+        def add(total: Any, part: tuple[Batch, PRNGKeyArray]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, found(parameters, fixed, *part)), None
+
+        some = jax.tree.map(lambda x: _split(x, parts, layout), batch)
+        shapes = jax.eval_shape(found, parameters, fixed, jax.tree.map(lambda x: x[0], some), key)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        total, _ = jax.lax.scan(add, nothing, (some, jax.random.split(key, parts)))
+        return jax.tree.map(lambda x: x / parts, total)
+
+    def step(state: State, fixed: Fixed, batch: Batch) -> tuple[State, Float[Array, ""]]:
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        slope, values = gradient(state.parameters, fixed, batch, key)
+        updates, memory = rule.update(slope, state.optimizer, state.parameters)
+        parameters: Any = optax.apply_updates(state.parameters, updates)
+        average = state.average
+        if average is not None:
+            average = averaged(average, parameters, state.step, config.ema_decay)
+        measured = {**values, "gradient_norm": optax.tree.norm(slope), COUNT: jnp.ones((), jnp.float32)}
+        is_first = state.step % config.log_freq == 0
+        sums = {name: jnp.where(is_first, 0, state.sums[name]) + value for name, value in measured.items()}
+        return State(state.step + 1, parameters, memory, average, sums), values["loss"]
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.whole))
+
+
+def lower(weights: Weights, dtype: DTypeLike) -> dict[str, Any]:
+    """Weights in the dtype that is computed in; what is no float stays."""
+    return {
+        name: array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
+        for name, array in weights.items()
+    }
+
+
+def _split(x: Array, parts: int, layout: Layout) -> Array:
+    """The batch in parts, of which each device keeps its share."""
+    some = jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+    return jax.lax.with_sharding_constraint(some, layout.parts)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A training before its first step."""
+
+    state: State
+    fixed: Fixed
+    step: Step
+
+
+def resolve(config: TrainingConfig, policy: Any) -> TrainingConfig:
+    """With what the policy's config asks for, where nothing else was."""
+    use_amp = getattr(policy, "use_amp", False)  # LeRobot's name of mixed precision
+    return replace(
+        config,
+        optimizer=config.optimizer or optimizer_preset(policy),
+        scheduler=config.scheduler or scheduler_preset(policy),
+        dtype="bfloat16" if use_amp else config.dtype,
+    )
+
+
+def setup(dataset: Dataset, policy: Any, config: TrainingConfig) -> dict[str, Any]:
+    """Everything that the weights depend on, as JSON."""
+    training = {name: value for name, value in asdict(config).items() if name not in OPERATIONAL}
+    actions = hashlib.sha256(np.ascontiguousarray(dataset.vectors(policy.action.name)).tobytes()).hexdigest()
+    data = {"episodes": len(dataset.lengths), "frames": int(sum(dataset.lengths)), "actions": actions[:16]}
+    return {"policy": policy.to_json(), "training": training, "dataset": data}
+
+
+def place(
+    dataset: Dataset, start: Start, normalization: Normalization, config: TrainingConfig, layout: Layout, batch: Batch
+) -> Placed:
+    """Puts a training onto its devices.
+
+    Args:
+        config: resolved.
+        batch: any, put onto the devices, for its shapes.
+
+    Raises:
+        CheckpointError: weights to start from do not fit the policy.
+        DatasetError: the policy reads instructions and the dataset has none.
+    """
+    policy = start.policy
+    programs = _programs(policy, replace(config, **_UNCOMPILED), layout)
+    weights = _weights(programs, start, layout, config.seed)
+    parameters = {name: weights.pop(name) for name in programs.learned}
+    inputs = normalization.inputs
+    scales = Scales(
+        images=tuple(inputs.forward(camera) for camera in policy.cameras),
+        state=None if policy.state is None else inputs.forward(policy.state),
+        environment_state=None if policy.environment_state is None else inputs.forward(policy.environment_state),
+        action=normalization.outputs.backward(policy.action),
+    )
+    instructions = read_instructions(policy, dataset.tasks, start.tokenizer)
+    if instructions is not None and policy.text_encoder.is_frozen:
+        instructions = instructions.read_ahead(programs.plan, {**weights, **parameters}, layout.whole)
+    others = (scales, inputs.forward(policy.action), instructions)
+    fixed = Fixed(weights, *jax.tree.map(lambda array: layout.put(array, layout.whole), others))
+    _, values = programs.loss.eval_shape(parameters, fixed, batch, jax.random.key(0))
+    names = (*values, "gradient_norm", COUNT)
+    state = State(
+        step=layout.put(np.int32(0), layout.whole),
+        parameters=parameters,
+        optimizer=programs.remember(parameters),
+        average=jax.tree.map(jnp.copy, parameters) if config.ema_decay else None,
+        sums={name: layout.put(np.float32(0), layout.whole) for name in sorted(names)},
+    )
+    return Placed(state, fixed, programs.step)
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """What is compiled for a training.
+
+    Attributes:
+        plan: of the policy's weights, as they are kept.
+        learned: names of the weights that are trained.
+        draw: initial weights of a seed, where they will be.
+        remember: what the optimizer has to remember of these parameters at first.
+    """
+
+    plan: Blueprint[Any]
+    learned: tuple[str, ...]
+    draw: Callable[[Any], dict[str, jax.Array]]
+    remember: Callable[[dict[str, jax.Array]], Any]
+    loss: Any
+    step: Step
+
+
+# Of a training, what no program depends on: with it one of other values of these runs the same.
+_UNCOMPILED: dict[str, Any] = {
+    "save_freq": 1,
+    "keep_checkpoints": 1,
+    "num_workers": 0,
+    "tensorboard": False,
+    "data": None,
+    "fsdp": None,
+}
+
+
+@lru_cache(maxsize=4)  # who trains, or goes on with a training, twice in a process waits for the compiler once
+def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
+    build = _build(policy, None)
+    plan, computing = blueprint(build), blueprint(_build(policy, config.dtype))
+    learned = tuple(name for name in plan.learned if not _is_frozen(policy, name))
+    assert config.optimizer is not None
+    assert config.scheduler is not None
+    rule = make_optimizer(config.optimizer, config.scheduler, config.steps, learned)
+    parameters = {name: plan.shapes[name] for name in learned}
+    places = layout.spread_tree(parameters)
+    memory = layout.spread_tree(jax.eval_shape(rule.init, parameters))
+    loss = make_loss(computing, policy.frames, config, layout)
+    whole: Any = layout.whole  # one for all leaves of a part
+    shardings = State(whole, places, memory, places if config.ema_decay else None, whole)
+    return _Programs(
+        plan=plan,
+        learned=learned,
+        draw=jax.jit(
+            lambda seed: flatten(build(nnx.Rngs(jax.random.key(seed)))),
+            out_shardings=layout.spread_tree(dict(plan.shapes)),
+        ),
+        remember=jax.jit(rule.init, out_shardings=memory),
+        loss=jax.jit(loss),
+        step=make_step(loss, config, rule, layout, shardings),
+    )
+
+
+def _weights(programs: _Programs, start: Start, layout: Layout, seed: int) -> dict[str, jax.Array]:
+    """All weights of the policy: those to start from, and the others drawn where they will be."""
+    shapes = programs.plan.shapes
+    wanted = {name: shape.shape for name, shape in shapes.items()}
+    places: Any = layout.spread_tree(dict(shapes))
+    found = {name: np.shape(array) for name, array in start.weights.items()}
+    # A part of them, of a text encoder, is compared with the same part of the policy.
+    is_whole = {name.split(".")[0] for name in found} != {"text"}
+    part = {name: shape for name, shape in wanted.items() if is_whole or name.startswith("text.")}
+    if found:
+        check_fit(found, part, where="weights to start from")
+    put = {name: layout.put(start.weights[name], places[name]) for name in found}
+    if len(put) == len(wanted):
+        return put
+    weights = programs.draw(np.uint32(seed)) | put
+    if start.backbone is None:
+        return weights
+    made = put_backbone(start.backbone, weights)
+    trained = {name: array for name, array in made.items() if array is not weights[name]}
+    return weights | {name: layout.put(array, places[name]) for name, array in trained.items()}
+
+
+def _build(policy: Any, dtype: str | None) -> Callable[[nnx.Rngs], Any]:
+    model = policy_type(policy.type).model
+    # Modules that compute in a dtype of their own take it; others compute in that of their weights.
+    options = {"dtype": jnp.dtype(dtype)} if dtype is not None and "dtype" in signature(model).parameters else {}
+    return lambda rngs: model(policy, rngs=rngs, **options)
+
+
+def _is_frozen(policy: Any, name: str) -> bool:
+    text: Any = getattr(policy, "text_encoder", None)
+    return text is not None and text.is_frozen and "text" in name.split(".")
+
+
+def host_weights(state: State, fixed: Fixed, layout: Layout) -> Mapping[str, np.ndarray]:
+    """The policy's weights as they are now, averaged parameters where there is an average; every process has to ask."""
+    return layout.gather({**fixed.weights, **(state.average or state.parameters)})

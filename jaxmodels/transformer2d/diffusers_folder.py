@@ -1,0 +1,477 @@
+"""diffusers' folders: weight names, shards, Orbax copy.
+
+Files keep every layer, and queries, keys and values, apart; here layers are stacked and projections of the same tokens
+are one matrix, so that each tensor of theirs is a slice of an array of ours.
+Source: diffusers 0.42.1, models/transformers/transformer_2d.py, models/attention.py, models/normalization.py.
+
+For training, where arrays lie on many devices: each process writes and reads its own parts of them.
+
+Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
+tensor that is there must be asked for. Tensors are read one after the other into the arrays that they end in.
+"""
+
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from jaxmodels.checkpoints import orbax
+from jaxmodels.checkpoints.files import (
+    FLOATS,
+    SHARD_BYTES,
+    STEM,
+    Stored,
+    find_shards,
+    has_tensors,
+    is_shard,
+    read_json,
+    shard_patterns,
+    write_json,
+    write_shards,
+)
+from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, Place, Shape
+from jaxmodels.errors import CheckpointError
+from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
+from jaxmodels.memory import check_host
+from jaxmodels.transformer2d import diffusers_config
+from jaxmodels.transformer2d.config import TIME_CHANNELS, Transformer2DConfig
+from jaxmodels.weights import check_fit, not_finite
+
+BLOCKS = "transformer_blocks"
+
+
+def tensor_names(config: Transformer2DConfig) -> tuple[Place, ...]:
+    """Every tensor of a model; total in both directions: each element of our arrays belongs to exactly one."""
+    return (*_inputs(config), *_blocks(config), *_outputs(config))
+
+
+def count_parameters(config: Transformer2DConfig, *, blocks_only: bool = False) -> int:
+    """Numbers in the weights of a model, or of its blocks alone, from the names of one block: whatever the layers."""
+
+    def count(places: Iterator[Place]) -> int:
+        return sum(math.prod(place.shape) for place in places)
+
+    blocks = config.num_layers * count(_block(config))
+    return blocks if blocks_only else blocks + count(_inputs(config)) + count(_outputs(config))
+
+
+def _inputs(config: Transformer2DConfig) -> Iterator[Place]:
+    width, channels, patch = config.inner_dim, config.in_channels or 0, config.patch_size or 1
+    if config.kind == "continuous":
+        yield from _norm("norm", channels)
+        yield from _linear("proj_in", channels, width, layout=LINEAR if config.use_linear_projection else POINTWISE)
+    elif config.kind == "discrete":
+        side = config.sample_size or 0
+        yield from _table("latent_image_embedding.emb", config.num_vector_embeds or 0, width)
+        yield from _table("latent_image_embedding.height_emb", side, width)
+        yield from _table("latent_image_embedding.width_emb", side, width)
+    else:
+        yield Place("pos_embed.proj.weight", "pos_embed.proj.kernel", (patch, patch, channels, width), (), CONVOLUTION)
+        yield Place("pos_embed.proj.bias", "pos_embed.proj.bias", (width,))
+        if config.norm_type == "ada_norm_single":
+            yield from _mlp("adaln_single.emb.timestep_embedder", TIME_CHANNELS, width)
+            for condition in ("resolution", "aspect_ratio") if config.has_conditions else ():
+                yield from _mlp(f"adaln_single.emb.{condition}_embedder", TIME_CHANNELS, width // 3)
+            yield from _linear("adaln_single.linear", width, 6 * width)
+        if config.caption_channels is not None:
+            yield from _mlp("caption_projection", config.caption_channels, width)
+
+
+def _outputs(config: Transformer2DConfig) -> Iterator[Place]:
+    width, channels = config.inner_dim, config.outputs or 0
+    pixels = (config.patch_size or 1) ** 2 * channels
+    if config.kind == "continuous":
+        yield from _linear("proj_out", width, channels, layout=LINEAR if config.use_linear_projection else POINTWISE)
+    elif config.kind == "discrete":
+        yield from _norm("norm_out", width)
+        yield from _linear("out", width, (config.num_vector_embeds or 0) - 1)
+    elif config.norm_type == "ada_norm_single":
+        yield Place("scale_shift_table", "scale_shift_table", (2, width))
+        yield from _linear("proj_out", width, pixels)
+    else:
+        yield from _linear("proj_out_1", width, 2 * width)
+        yield from _linear("proj_out_2", width, pixels)
+
+
+def _blocks(config: Transformer2DConfig) -> Iterator[Place]:
+    layers = config.num_layers
+    block = tuple(_block(config))
+    for layer in range(layers):
+        for place in block:
+            yield replace(
+                place,
+                theirs=f"{BLOCKS}.{layer}.{place.theirs}",
+                ours=f"{BLOCKS}.{place.ours}",
+                whole=(layers, *place.whole),
+                index=(layer, *place.index),
+            )
+
+
+def _block(config: Transformer2DConfig) -> Iterator[Place]:
+    width, norm, affine = config.inner_dim, config.block_norm, config.norm_elementwise_affine
+    embeddings, is_single = config.num_embeds_ada_norm or 0, norm == "ada_norm_single"
+    plain = (lambda name: _norm(name, width)) if affine else (lambda name: iter(()))
+    if norm == "ada_norm":
+        yield from _time_norm("norm1", embeddings, width)
+    elif norm == "ada_norm_zero":
+        yield from _mlp("norm1.emb.timestep_embedder", TIME_CHANNELS, width)
+        yield from _table("norm1.emb.class_embedder.embedding_table", embeddings + 1, width)
+        yield from _linear("norm1.linear", width, 6 * width)
+    else:
+        yield from plain("norm1")
+    yield from _attention("attn1", width, config.first_context, bias=config.attention_bias)
+    if config.has_cross_attention and norm == "ada_norm":
+        yield from _time_norm("norm2", embeddings, width)
+    elif config.has_cross_attention or is_single:
+        yield from plain("norm2")
+    if config.has_cross_attention:
+        yield from _attention("attn2", width, config.second_context, bias=config.attention_bias)
+    if not is_single:
+        yield from plain("norm3")
+    yield from _feed_forward("ff", width, DIFFUSERS_ACTIVATIONS[config.activation_fn].inputs)
+    if is_single:
+        yield Place("scale_shift_table", "scale_shift_table", (6, width))
+    if config.has_fuser:
+        yield Place("fuser.alpha_attn", "fuser.alpha_attn", ())
+        yield Place("fuser.alpha_dense", "fuser.alpha_dense", ())
+        yield from _linear("fuser.linear", config.cross_attention_dim or 0, width)
+        yield from _attention("fuser.attn", width, None, bias=False)
+        yield from _feed_forward("fuser.ff", width, DIFFUSERS_ACTIVATIONS["geglu"].inputs)
+        yield from _norm("fuser.norm1", width)
+        yield from _norm("fuser.norm2", width)
+
+
+def _attention(name: str, width: int, context: int | None, *, bias: bool) -> Iterator[Place]:
+    """`context` is the width of other tokens that keys and values are made of; None when they are the same tokens."""
+    if context is None:
+        yield from _joint(name, "to_qkv", ("to_q", "to_k", "to_v"), width, width, bias=bias)
+    else:
+        yield from _linear(f"{name}.to_q", width, width, bias=bias)
+        yield from _joint(name, "to_kv", ("to_k", "to_v"), context, width, bias=bias)
+    yield from _linear(f"{name}.to_out.0", width, width, ours=f"{name}.to_out")
+
+
+def _joint(name: str, ours: str, parts: tuple[str, ...], inputs: int, width: int, *, bias: bool) -> Iterator[Place]:
+    whole = (inputs, len(parts), width)
+    for part, theirs in enumerate(parts):
+        yield Place(f"{name}.{theirs}.weight", f"{name}.{ours}.kernel", whole, (EVERY, part), LINEAR)
+        if bias:
+            yield Place(f"{name}.{theirs}.bias", f"{name}.{ours}.bias", whole[1:], (part,))
+
+
+def _feed_forward(name: str, width: int, inputs: int) -> Iterator[Place]:
+    yield from _linear(f"{name}.net.0.proj", width, 4 * width * inputs, ours=f"{name}.up")
+    yield from _linear(f"{name}.net.2", 4 * width, width, ours=f"{name}.down")
+
+
+def _time_norm(name: str, embeddings: int, width: int) -> Iterator[Place]:
+    yield from _table(f"{name}.emb", embeddings, width)
+    yield from _linear(f"{name}.linear", width, 2 * width)
+
+
+def _mlp(name: str, inputs: int, width: int) -> Iterator[Place]:
+    yield from _linear(f"{name}.linear_1", inputs, width)
+    yield from _linear(f"{name}.linear_2", width, width)
+
+
+def _linear(
+    theirs: str, inputs: int, outputs: int, *, ours: str | None = None, bias: bool = True, layout: Layout = LINEAR
+) -> Iterator[Place]:
+    ours = theirs if ours is None else ours
+    yield Place(f"{theirs}.weight", f"{ours}.kernel", (inputs, outputs), (), layout)
+    if bias:
+        yield Place(f"{theirs}.bias", f"{ours}.bias", (outputs,))
+
+
+def _norm(name: str, width: int) -> Iterator[Place]:
+    yield Place(f"{name}.weight", f"{name}.scale", (width,))
+    yield Place(f"{name}.bias", f"{name}.bias", (width,))
+
+
+def _table(name: str, rows: int, width: int) -> Iterator[Place]:
+    yield Place(f"{name}.weight", f"{name}.embedding", (rows, width))
+
+
+CONFIG = "config.json"
+
+
+def save_orbax(folder: Path, config: Transformer2DConfig, weights: Mapping[str, Any]) -> None:
+    """Writes a model; what was there before is replaced.
+
+    Args:
+        weights: by our names (`jaxmodels.weights.flatten`), in any dtype and on any devices.
+
+    Raises:
+        WeightsMismatch: the weights are not those of the config.
+        OSError: it cannot be written; the arrays that were there before are as they were.
+    """
+    shapes = {name: tuple(np.shape(array)) for name, array in weights.items()}
+    check_fit(shapes, _shapes(config), where="weights to be written")
+    folder.mkdir(parents=True, exist_ok=True)
+    orbax.save(folder / orbax.FOLDER, dict(weights))
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as draft:
+        write_json(Path(draft) / CONFIG, diffusers_config.dump_model_config(config), indent=2, end="\n")
+        os.replace(Path(draft) / CONFIG, folder / CONFIG)
+
+
+def restore_orbax(
+    folder: Path, *, dtype: DTypeLike | None = None, shardings: Mapping[str, Sharding] | None = None
+) -> tuple[Transformer2DConfig, dict[str, jax.Array]]:
+    """A model's config, and its weights by our names.
+
+    Args:
+        dtype: what the arrays must be; when None, floats of any width are taken as they are.
+        shardings: where to put arrays, by name; others go onto the default device.
+
+    Raises:
+        ConfigError: the config is of another model, or has values that make no sense.
+        CheckpointError: no such checkpoint, unreadable, or it does not fit the config (`WeightsMismatch`) or dtype.
+    """
+    config = diffusers_config.read_model_config(read_json(folder / CONFIG))
+    return config, restore_orbax_arrays(folder, config, dtype=dtype, shardings=shardings)
+
+
+def restore_orbax_arrays(
+    folder: Path,
+    config: Transformer2DConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    shardings: Mapping[str, Sharding] | None = None,
+) -> dict[str, jax.Array]:
+    """`restore` for a config that is known."""
+    shapes = _shapes(config)
+    found = orbax.float_dtypes(folder / orbax.FOLDER) if dtype is None else dict.fromkeys(shapes, np.dtype(dtype))
+    where = shardings or {}
+    wanted = {
+        name: jax.ShapeDtypeStruct(shape, found.get(name, np.float32), sharding=where.get(name))
+        for name, shape in shapes.items()
+    }
+    arrays: Any = orbax.restore(folder / orbax.FOLDER, wanted)
+    return arrays
+
+
+def _shapes(config: Transformer2DConfig) -> dict[str, tuple[int, ...]]:
+    return {place.ours: place.whole for place in tensor_names(config)}
+
+
+PIPELINE = "model_index.json"
+PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of a subfolder; no pattern, no way out
+NEVER_USED = ("pos_embed.pos_embed",)  # fixed positions that older files keep; they follow from the config
+ALIGNMENT = 64  # bytes; JAX takes arrays that begin so as they are, without a copy, on a CPU
+
+
+def read_config(folder: Path, *, subfolder: str | None = None, prefix: str | None = None) -> Transformer2DConfig:
+    """The config of the model in a folder, or of the one under a prefix of a UNet.
+
+    Raises:
+        ConfigError: the config is of another model, or has values that make no sense.
+        CheckpointError: no such folder or file, malformed JSON, or an unknown prefix.
+    """
+    folder = _inside(folder, subfolder)
+    values = read_json(folder / CONFIG)
+    return (
+        diffusers_config.read_model_config(values)
+        if prefix is None
+        else diffusers_config.read_block_config(values, prefix)
+    )
+
+
+def files(*, subfolder: str | None = None, variant: str | None = None) -> tuple[str, ...]:
+    """What to fetch of a repo to `read` it (jaxmodels/hub.py)."""
+    if subfolder and not all(PART.fullmatch(part) for part in subfolder.split("/")):
+        raise CheckpointError(f"subfolder {subfolder!r} is no folder of a repo; wanted e.g. 'transformer'")
+    start = f"{subfolder}/" if subfolder else ""
+    return (PIPELINE, *(f"{start}{name}" for name in (CONFIG, *shard_patterns(variant))))
+
+
+def read(
+    folder: Path,
+    *,
+    subfolder: str | None = None,
+    variant: str | None = None,
+    prefix: str | None = None,
+    config: Transformer2DConfig | None = None,
+    dtype: DTypeLike | None = None,
+) -> tuple[Transformer2DConfig, dict[str, np.ndarray]]:
+    """A model's config, and its weights by our names (jaxmodels/weights.py).
+
+    A folder without safetensors files may hold Orbax's arrays instead (jaxmodels/transformer2d/diffusers_folder.py).
+
+    Args:
+        subfolder: where in a pipeline's folder, e.g. ``transformer``.
+        variant: e.g. ``fp16`` for ``diffusion_pytorch_model.fp16.safetensors``.
+        prefix: read one transformer out of a larger model, e.g. ``down_blocks.0.attentions.1`` of a UNet; other tensors
+            are left alone.
+        config: instead of the folder's own.
+        dtype: what weights become while they are read; that of the files when None (float64 becomes float32).
+
+    Raises:
+        ConfigError: the config is of another model, or has values that make no sense.
+        CheckpointError: a file is missing or malformed, there is no such prefix, a weight is not finite, or the files
+            do not fit the config (`WeightsMismatch`, all misfits in one message, by diffusers' names).
+    """
+    if config is None:
+        config = read_config(folder, subfolder=subfolder, prefix=prefix)
+    folder = _inside(folder, subfolder)
+    if prefix is None and not has_tensors(folder, variant) and (folder / orbax.FOLDER).is_dir():
+        return config, _read_orbax(folder, config, None if dtype is None else np.dtype(dtype))
+    stored = _find(folder, variant, prefix)
+    table = tensor_names(config)
+    where = f"{folder.name}" + (f" under {prefix}" if prefix else "")
+    check_fit(
+        {name: tensor.shape for name, tensor in stored.items()},
+        {place.theirs: place.shape for place in table},
+        where=where,
+    )
+    size = sum(math.prod(place.shape) * _item(stored[place.theirs].dtype, dtype) for place in table)
+    check_host(size, f"the weights of {where}, {len(table)} tensors")
+    return config, _read_arrays(table, stored, None if dtype is None else np.dtype(dtype), where)
+
+
+def write(
+    folder: Path,
+    config: Transformer2DConfig,
+    weights: Mapping[str, Any],
+    *,
+    variant: str | None = None,
+    max_shard_bytes: int | None = None,
+) -> None:
+    """Writes a folder that diffusers loads. It appears whole; in one that is there, the model's files are replaced when
+    all of them are written, and older ones of the same variant are removed.
+
+    Args:
+        weights: by our names; float32, float16 and bfloat16 are kept.
+        max_shard_bytes: larger models are split; 10 GB, as in diffusers, when None.
+
+    Raises:
+        WeightsMismatch: the weights are not those of the config.
+        OSError: it cannot be written, e.g. because the disk is full; what was there before is as it was.
+    """
+    table = tensor_names(config)
+    check_fit(
+        {name: tuple(np.shape(array)) for name, array in weights.items()},
+        {place.ours: place.whole for place in table},
+        where="weights to be written",
+    )
+    dtypes = {name: np.dtype(array.dtype) for name, array in weights.items()}
+    if wrong := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in FLOATS.values()]:
+        raise CheckpointError(f"weights to be written have other dtypes than floats: {', '.join(wrong)}")
+    by_name = {place.theirs: place for place in table}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        draft = Path(temporary) / "draft"  # inside, because only its owner may read a temporary folder itself
+        draft.mkdir()
+        write_json(draft / CONFIG, diffusers_config.dump_model_config(config), indent=2, end="\n")
+        write_shards(
+            draft,
+            {place.theirs: (dtypes[place.ours], place.shape) for place in table},
+            lambda name: by_name[name].take(np.asarray(weights[by_name[name].ours])),
+            variant=variant,
+            max_bytes=SHARD_BYTES if max_shard_bytes is None else max_shard_bytes,
+        )
+        _publish(draft, folder, variant)
+
+
+def _find(folder: Path, variant: str | None, prefix: str | None) -> dict[str, Stored]:
+    """The tensors of the model, by diffusers' names for it."""
+    if prefix is None:
+        return find_shards(folder, variant, lambda name: name not in NEVER_USED)
+    start = f"{prefix}."
+    found = find_shards(folder, variant, lambda name: name.startswith(start))
+    if not found:
+        end = f".{BLOCKS}.0.attn1.to_out.0.bias"
+        there = [name.removesuffix(end) for name in find_shards(folder, variant, lambda name: name.endswith(end))]
+        raise CheckpointError(
+            f"{folder.name}: no tensor under {prefix!r}; transformers there: {', '.join(sorted(there)) or 'none'}"
+        )
+    return {name.removeprefix(start): tensor for name, tensor in found.items()}
+
+
+def _read_arrays(
+    table: Sequence[Place], stored: Mapping[str, Stored], dtype: np.dtype[Any] | None, where: str
+) -> dict[str, np.ndarray]:
+    dtypes: dict[str, set[np.dtype[Any]]] = {}
+    for place in table:
+        dtypes.setdefault(place.ours, set()).add(stored[place.theirs].dtype)
+    wholes = {place.ours: place.whole for place in table}
+    arrays = {
+        name: _aligned(whole, _common(dtypes[name]) if dtype is None else dtype) for name, whole in wholes.items()
+    }
+    broken: list[str] = []
+    for place in sorted(table, key=lambda place: (stored[place.theirs].path.name, stored[place.theirs].start)):
+        with np.errstate(over="ignore"):  # what is too large for a narrower dtype becomes an infinity, and is named
+            tensor = stored[place.theirs].read().astype(arrays[place.ours].dtype, copy=False)
+        if not np.isfinite(tensor).all():
+            broken.append(place.theirs)
+        place.put(tensor, arrays)
+    if broken:
+        raise CheckpointError(_not_finite_message(where, broken, dtype))
+    return arrays
+
+
+def _read_orbax(folder: Path, config: Transformer2DConfig, dtype: np.dtype[Any] | None) -> dict[str, np.ndarray]:
+    weights: dict[str, np.ndarray] = {}
+    for name, array in restore_orbax_arrays(folder, config).items():
+        with np.errstate(over="ignore"):
+            weights[name] = np.asarray(array).astype(array.dtype if dtype is None else dtype, copy=False)
+    if broken := not_finite(weights):
+        raise CheckpointError(_not_finite_message(folder.name, broken, dtype))
+    return weights
+
+
+def _not_finite_message(where: str, names: Sequence[str], dtype: np.dtype[Any] | None) -> str:
+    as_what = "" if dtype is None else f" (as {dtype})"
+    return f"{where}: weights hold a NaN or an infinity{as_what}: {', '.join(sorted(names))}"
+
+
+def _item(stored: np.dtype[Any], dtype: DTypeLike | None) -> int:
+    """Bytes of a number in memory, of a tensor that is stored in another dtype."""
+    return min(stored.itemsize, 4) if dtype is None else np.dtype(dtype).itemsize
+
+
+def _common(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:
+    """The narrowest dtype that holds what the layers of one array have; float32 at most."""
+    return dtypes.pop() if len(dtypes) == 1 and not dtypes & {np.dtype(np.float64)} else np.dtype(np.float32)
+
+
+def _aligned(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
+    count = math.prod(shape) * dtype.itemsize
+    raw = np.empty(count + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + count].view(dtype).reshape(shape)
+
+
+def _publish(draft: Path, folder: Path, variant: str | None) -> None:
+    new = {path.name for path in draft.iterdir()}
+    if not folder.exists():
+        draft.rename(folder)
+        return
+    # Readers look for an index first: it comes after what it names, and an old one goes before what it named.
+    for name in sorted(new, key=lambda name: (name == CONFIG, name.endswith(".json"))):
+        os.replace(draft / name, folder / name)
+    old = [path for path in folder.iterdir() if is_shard(path.name, variant) and path.name not in new]
+    for path in sorted(old, key=lambda path: not path.name.endswith(".json")):
+        path.unlink()
+
+
+def _inside(folder: Path, subfolder: str | None) -> Path:
+    """The folder that is meant, with a config in it."""
+    inside = folder / subfolder if subfolder else folder
+    if not inside.is_dir():
+        raise CheckpointError(f"{inside.name}: no such folder; wanted one with {CONFIG} and {STEM}.safetensors")
+    if not (inside / CONFIG).is_file() and (inside / PIPELINE).is_file():
+        parts = sorted(path.parent.name for path in inside.glob(f"*/{CONFIG}"))
+        raise CheckpointError(
+            f"{inside.name}: a pipeline, not a model; give the subfolder of its 2D transformer, one of: "
+            f"{', '.join(parts) or 'none is there'}"
+        )
+    return inside

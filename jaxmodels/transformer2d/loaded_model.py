@@ -1,0 +1,350 @@
+"""Served 2D transformer: named arrays, bounded executables."""
+
+import math
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxmodels.checkpoints.files import read_json
+from jaxmodels.devices import Device, device_name, find_dtype
+from jaxmodels.errors import InputError
+from jaxmodels.hub import fetch
+from jaxmodels.transformer2d import CompiledTransformer2D, Transformer2DConfig, Transformer2DModel, diffusers_folder
+from jaxmodels.transformer2d.arguments import read_arguments, token_count
+from jaxmodels.transformer2d.named_inputs import Input, inputs_of, output_shape, read_inputs, to_call
+from jaxmodels.weights import flatten
+
+
+class ForwardCost(NamedTuple):
+    """Work, memory and size of the answer of one forward pass.
+
+    Attributes:
+        operations: additions and multiplications.
+        memory: bytes of activations at the widest point of a block, where attention goes block by block (on a CPU).
+        answer: bytes of the sample, float32.
+    """
+
+    operations: float
+    memory: int
+    answer: int
+
+
+# Numbers per token and channel at the widest point of a block: a gated feed-forward's 8, and what is kept beside it.
+_WIDTHS = 18
+_SCORES = 1 << 22  # of an attention, at a time; longer ones go block by block
+_FLOAT = 4
+
+
+def forward_cost(
+    config: Transformer2DConfig, matrices: int, shapes: Mapping[str, tuple[int, ...]], item: int = _FLOAT
+) -> ForwardCost:
+    """An estimate, meant to tell a second from an hour.
+
+    Args:
+        matrices: numbers in the weights that every token is multiplied with.
+        shapes: of the arguments, by their flat names; that of hidden_states has its right rank.
+        item: bytes of a number that the model computes in.
+    """
+    shape = shapes["hidden_states"]
+    batch, tokens, width = shape[0], token_count(config, shape), config.inner_dim
+    context = math.prod(shapes.get("encoder_hidden_states", (0, tokens, 0))[1:-1])
+    products = 2.0 * batch * max(tokens, context) * matrices
+    keys = tokens + (context if config.has_cross_attention else 0)
+    scores = 4.0 * config.num_layers * batch * tokens * keys * width
+    answer = batch * _numbers_out(config, shape)
+    at_once = min(batch * config.num_attention_heads * tokens * max(tokens, context), _SCORES)
+    memory = item * batch * _WIDTHS * max(tokens, context) * width + _FLOAT * (at_once + answer)
+    return ForwardCost(products + scores, memory, _FLOAT * answer)
+
+
+def _numbers_out(config: Transformer2DConfig, shape: tuple[int, ...]) -> int:
+    if config.kind == "discrete":
+        return ((config.num_vector_embeds or 1) - 1) * shape[1]
+    if config.kind == "continuous":
+        return math.prod(shape[1:])
+    patch = config.patch_size or 1
+    return (config.outputs or 0) * (shape[2] // patch * patch) * (shape[3] // patch * patch)
+
+
+Key: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
+
+SHAPES_KEPT = 16
+UNSAID_SIZE = 32  # side of an example's latents when the config names none
+CONTEXT = 77  # tokens of an example's context: what CLIP makes of a text
+# Any machine does as many operations in a second; it keeps a first, small forward from looking like a slow machine.
+SLOWEST = 1e10
+# Executables forgotten until JAX's own caches are emptied. They keep half a megabyte of what was traced for each, for
+# ever; filling them again takes one pass 50 ms.
+CLEARED_AFTER = 32
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+def load_model(
+    path_or_repo: str | Path,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    *,
+    subfolder: str | None = None,
+    prefix: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> "LoadedModel":
+    """Reads a diffusers folder of a `Transformer2DModel` (or DiT, or PixArt) from the disk or from the Hub.
+
+    Args:
+        path_or_repo: a folder, a repo id like ``owner/name``, or a folder in a repo like ``owner/name/transformer``.
+        revision: branch, tag or commit of a repo.
+        dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
+        device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's first choice when None.
+        subfolder: where in the folder or repo, e.g. ``transformer``.
+        prefix: one transformer out of a UNet, e.g. ``down_blocks.0.attentions.1``.
+        on_progress: told ``downloading``, ``reading``, ``ready``.
+
+    Raises:
+        HubError: the repo cannot be fetched.
+        ConfigError: the config, dtype or device makes no sense.
+        CheckpointError: files are missing, malformed, or do not fit the config.
+    """
+    source, folder = _split(str(path_or_repo), subfolder)
+    model = Transformer2DModel.from_pretrained(
+        source, folder, revision, find_dtype(dtype), prefix=prefix, device=device, on_progress=on_progress
+    )
+    return LoadedModel(model)
+
+
+def is_model(path_or_repo: str | Path, revision: str | None = None, subfolder: str | None = None) -> bool:
+    """Whether this is a folder of diffusers rather than a policy: its ``config.json`` names a class, no type.
+
+    Raises:
+        HubError: the repo cannot be fetched.
+        CheckpointError: ``config.json`` is missing or malformed, and nothing else says what this is.
+    """
+    source, inside = _split(str(path_or_repo), subfolder)
+    if inside is not None:
+        return True
+    folder = Path(os.path.expanduser(source))
+    if not source or not folder.is_dir():
+        folder = fetch(source, revision, files=(diffusers_folder.CONFIG, diffusers_folder.PIPELINE))
+    is_pipeline = (folder / diffusers_folder.PIPELINE).exists() and not (folder / diffusers_folder.CONFIG).exists()
+    return is_pipeline or "_class_name" in read_json(folder / diffusers_folder.CONFIG)
+
+
+def _split(source: str, subfolder: str | None) -> tuple[str, str | None]:
+    """``owner/name/transformer`` names a folder in a repo, unless there is such a folder here."""
+    if Path(os.path.expanduser(source)).is_dir() or source.startswith(("/", "~", ".")):
+        return source, subfolder
+    owner, *rest = source.split("/")
+    inside = "/".join([*rest[1:], *([subfolder] if subfolder else [])])
+    return "/".join([owner, *rest[:1]]), inside or None
+
+
+class LoadedModel:
+    """Arrays in, arrays out. Safe to use from any one thread at a time; what it describes, from any.
+
+    Args:
+        model: give it away, or its weights are in memory twice.
+
+    Attributes:
+        shapes_kept: executables kept, one for each set of shapes; the one that was longest unused goes first.
+    """
+
+    def __init__(self, model: Transformer2DModel, *, shapes_kept: int = SHAPES_KEPT):
+        weights = flatten(model)
+        self._device: Device = next(iter(weights.values())).devices().pop()
+        self._config: Transformer2DConfig = model.config
+        self._dtype = np.dtype(model.dtype)
+        self._inputs = inputs_of(model.config)
+        self._description = MappingProxyType(self._describe(weights))
+        self._matrices = sum(array.size for name, array in weights.items() if _is_matrix(name))
+        del weights
+        self._compiled = CompiledTransformer2D(model)
+        self._kept: OrderedDict[Key, dict[str, jax.ShapeDtypeStruct]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._fastest = SLOWEST
+        self._seconds: dict[Key, float] = {}
+        self._forgotten = 0
+        self._timings: dict[str, float] = {}
+        self.shapes_kept = shapes_kept
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What it is and takes, ready for JSON: class, kind, config, parameters, bytes, dtype, device, inputs, outputs.
+
+        Inputs have a name, a shape whose free axes are named, a dtype, whether they are required, and a note.
+        """
+        return self._description
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        return self._inputs
+
+    @property
+    def device(self) -> str:
+        """Where it runs, e.g. ``cpu:0``."""
+        return device_name(self._device)
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype.name
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds that the last `forward` spent on ``to_device``, ``compute`` and ``to_host``; empty before it."""
+        return MappingProxyType(self._timings)
+
+    @property
+    def compiled_shapes(self) -> int:
+        """How many sets of shapes are kept compiled."""
+        return len(self._kept)
+
+    def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+        """Inputs of the size the model was made for: noise, and 1 wherever a number of a table is asked for."""
+        config, random = self._config, np.random.default_rng(seed)
+        side = config.sample_size or UNSAID_SIZE
+        sizes = {"batch": batch, "height": side, "width": side, "latent_pixels": side**2, "context": CONTEXT}
+        found = {}
+        for entry in self._inputs:
+            is_context = entry.name == "encoder_hidden_states"
+            if entry.is_required or is_context:
+                shape = tuple(sizes[size] if isinstance(size, str) else size for size in entry.shape)
+                if entry.dtype == "int32":
+                    found[entry.name] = np.zeros(shape, np.int32)
+                else:
+                    found[entry.name] = random.standard_normal(shape, np.float32)
+        return found
+
+    def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
+        """What a forward pass would take, found without compiling: seconds, bytes of memory, bytes of its sample.
+
+        Seconds are those of the fastest pass over such shapes; of new ones they follow from the fastest pass of all.
+        Accelerators say themselves when memory is short, so that only a CPU's is counted.
+
+        Raises:
+            InputError: an input is wrong.
+        """
+        arrays = read_inputs(self._inputs, inputs)
+        self._check(arrays)
+        cost = self._forward_cost(arrays)
+        seconds = self._seconds.get(_key(_abstract(arrays)), cost.operations / self._fastest)
+        return seconds, cost.memory if self._device.platform == "cpu" else 0, cost.answer
+
+    def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool:
+        """Whether there is an executable for arrays of these shapes."""
+        return _key(_abstract(read_inputs(self._inputs, inputs))) in self._kept
+
+    def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
+        """Makes the executable for arrays of these shapes; the seconds it took, 0 when it was there.
+
+        Raises:
+            InputError: an input is wrong.
+        """
+        return self._compile(read_inputs(self._inputs, inputs))
+
+    def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """One forward pass, compiled first when the shapes are new (see `is_compiled`).
+
+        Args:
+            inputs: arrays by the names of `description`; any float and integer dtypes.
+
+        Returns:
+            ``sample``, float32.
+
+        Raises:
+            InputError: an input is missing, unknown or has the wrong shape, dtype or value; or the pass does not fit
+                into the device's memory.
+        """
+        arrays = read_inputs(self._inputs, inputs)
+        self._compile(arrays)
+        operations = self._forward_cost(arrays).operations
+        try:
+            start = time.perf_counter()
+            placed = jax.block_until_ready(jax.device_put(arrays, self._device))
+            sent = time.perf_counter()
+            sample = jax.block_until_ready(self._compiled(**to_call(placed)))
+            computed = time.perf_counter()
+        except jax.errors.JaxRuntimeError as error:
+            raise _explained(error) from error
+        seconds, key = computed - sent, _key(_abstract(arrays))
+        self._fastest = max(self._fastest, operations / max(seconds, 1e-9))
+        self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
+        host = np.array(sample, np.float32)  # a copy: the buffer may be the device's own
+        self._timings = {
+            "to_device": sent - start,
+            "compute": computed - sent,
+            "to_host": time.perf_counter() - computed,
+        }
+        return {"sample": host}
+
+    def _describe(self, weights: Mapping[str, jax.Array]) -> dict[str, Any]:
+        shape = list(output_shape(self._config))
+        return {
+            "class": "Transformer2DModel",
+            "kind": self._config.kind,
+            "config": self._config.to_json(),
+            "parameters": sum(array.size for array in weights.values()),
+            "bytes": sum(array.nbytes for array in weights.values()),
+            "dtype": self.dtype,
+            "device": self.device,
+            "inputs": [entry.to_json() for entry in self._inputs],
+            "outputs": [{"name": "sample", "shape": shape, "dtype": "float32"}],
+        }
+
+    def _forward_cost(self, arrays: Mapping[str, np.ndarray]) -> ForwardCost:
+        shapes = {name: array.shape for name, array in arrays.items()}
+        return forward_cost(self._config, self._matrices, shapes, self._dtype.itemsize)
+
+    def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Everything about them, values too: nothing is counted from wrong shapes, or compiled for wrong numbers."""
+        read_arguments(self._config, self._dtype, **to_call(arrays))
+
+    def _compile(self, arrays: Mapping[str, np.ndarray]) -> float:
+        shapes = _abstract(arrays)
+        key = _key(shapes)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return 0.0
+            self._check(arrays)
+            while len(self._kept) >= self.shapes_kept:
+                oldest, shapes_of_it = self._kept.popitem(last=False)
+                self._compiled.forget(**to_call(shapes_of_it))
+                self._seconds.pop(oldest, None)
+                self._forgotten += 1
+                if not self._forgotten % CLEARED_AFTER:
+                    jax.clear_caches()
+            start = time.perf_counter()
+            try:
+                self._compiled.compile(**to_call(shapes))
+            except jax.errors.JaxRuntimeError as error:
+                raise _explained(error) from error
+            self._kept[key] = shapes
+            return time.perf_counter() - start
+
+
+def _abstract(arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+
+
+def _key(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Key:
+    return tuple(sorted((name, shape.shape, str(shape.dtype)) for name, shape in shapes.items()))
+
+
+def _is_matrix(name: str) -> bool:
+    """Whether every token is multiplied with it; what modulates the blocks is made once for all tokens."""
+    is_modulating = "norm" in name or "adaln" in name or name.startswith("proj_out_1")
+    return name.endswith("kernel") and not is_modulating
+
+
+def _explained(error: Exception) -> Exception:
+    """An error of the compiler or the device as one of ours, where it is the input's doing."""
+    if OUT_OF_MEMORY in str(error):
+        return InputError("the forward pass does not fit into the device's memory; send a smaller batch or size")
+    return error
