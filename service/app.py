@@ -17,8 +17,8 @@ from service.auth.access import guard_of
 from service.auth.places import is_loopback
 from service.auth.roles import Role
 from service.composition.engine_source import engine_source
-from service.composition.life import hold_first, live
-from service.composition.loaders import import_ahead, model_loader, requirements_reader
+from service.composition.life import hold_first, import_ahead, live
+from service.composition.loaders import model_loader, requirements_reader
 from service.composition.rooms import destinations_of, rooms_transport
 from service.composition.shared_sessions import SharedDatabase
 from service.composition.versions import versions
@@ -170,7 +170,7 @@ def _documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
 
 @contextmanager
 def _records(settings: Settings) -> Iterator[SessionRecords]:
-    folder, is_shared = state_folder(settings), settings.database is not None
+    folder, is_shared = state_folder(settings.state), settings.database is not None
     if folder is None:
         yield SessionRecords(is_shared=is_shared)
         return

@@ -155,7 +155,7 @@ def _keys(settings: Settings) -> Iterator[Finding]:
     except (SettingsError, FileUnusable) as error:
         yield Finding("keys", "fail", str(error), "docs/access.md says how keys are made and kept")
         return
-    path = keys_path(settings)
+    path = keys_path(settings, settings.state)
     if is_keyed:
         yield Finding("keys", "ok", f"wanted from everybody; they are in {path}")
     elif is_loopback(settings.host):
@@ -167,7 +167,7 @@ def _keys(settings: Settings) -> Iterator[Finding]:
 
 
 def _state(settings: Settings) -> Iterator[Finding]:
-    folder = state_folder(settings)
+    folder = state_folder(settings.state)
     if folder is None:
         fix = "sessions, emergency stops and keys are not known after a restart; give --state or a port"
         yield Finding("state folder", "warn", "off", fix)
@@ -177,7 +177,7 @@ def _state(settings: Settings) -> Iterator[Finding]:
 
 def _recording(settings: Settings) -> Iterator[Finding]:
     missing = [name for name in ("mcap", "pyarrow") if find_spec(name) is None]
-    folder = Path(settings.recordings).expanduser() if settings.recordings else state_folder(settings)
+    folder = Path(settings.recordings).expanduser() if settings.recordings else state_folder(settings.state)
     if missing:
         fix = "only recordings need it: pip install 'robojax[recording]'"
         yield Finding("recording", "warn", f"missing: {', '.join(missing)}", fix)

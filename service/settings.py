@@ -13,7 +13,7 @@ from service.safety.sources import LimitsError, read_limits
 from service.setting_groups.access import AccessSettings
 from service.setting_groups.cluster import ClusterSettings
 from service.setting_groups.control import ControlSettings
-from service.setting_groups.group import PREFIX, Group
+from service.setting_groups.group import PREFIX, Group, SettingsError
 from service.setting_groups.hosts import HostSettings
 from service.setting_groups.limits import LimitSettings
 from service.setting_groups.log import LogSettings
@@ -69,10 +69,6 @@ class Settings(
     ServerSettings,
 ):
     """A setting has one name: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``, ``frame_age_limit`` in the file."""
-
-
-class SettingsError(Exception):
-    """Settings that cannot be used; the text names each setting, its source, what was found and what was wanted."""
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = None) -> Settings:

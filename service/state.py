@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from service.auth.watched import FileUnusable, read_regular
-from service.settings import Settings, SettingsError
+from service.setting_groups.group import SettingsError
 
 OFF = "off"
 
@@ -18,9 +18,9 @@ class StateTaken(Exception):
     """The state folder cannot be used by this server; the text says what to do."""
 
 
-def state_folder(settings: Settings) -> Path | None:
-    """The folder that the settings name, or None: nothing is kept."""
-    return None if settings.state in (None, OFF) else Path(settings.state).expanduser()
+def state_folder(state: str | None) -> Path | None:
+    """The folder that the setting `state` names, or None: nothing is kept."""
+    return None if state in (None, OFF) else Path(state).expanduser()
 
 
 @contextmanager

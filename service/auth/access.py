@@ -24,7 +24,7 @@ def guard_of(settings: Settings, rules: Sequence[Rule] = ()) -> Guard:
         if named is not None and not Path(named).expanduser().is_file():
             made = "robojax token new --keys-file" if name == "keys_file" else "robojax token jwt --jwt-secret-file"
             raise SettingsError(f"{name}: there is no file {named!r}; `{made} {named}` makes it")
-    keys, secret = keys_path(settings), secret_path(settings)
+    keys, secret = keys_path(settings, settings.state), secret_path(settings, settings.state)
     admissions = Admissions(
         None if keys is None else KeyFile(keys),
         None if secret is None else SecretFile(secret, settings.jwt_hours * 3600),

@@ -3,21 +3,21 @@
 import ipaddress
 from pathlib import Path
 
-from service.settings import Settings
+from service.setting_groups.access import AccessSettings
 from service.state import state_folder
 
 KEYS = "keys.json"
 SECRET = "jwt-secret"
 
 
-def keys_path(settings: Settings) -> Path | None:
+def keys_path(access: AccessSettings, state: str | None) -> Path | None:
     """Where the keys are, or would be; None when nothing is kept."""
-    return _path(settings, settings.keys_file, KEYS)
+    return _path(access.keys_file, state, KEYS)
 
 
-def secret_path(settings: Settings) -> Path | None:
+def secret_path(access: AccessSettings, state: str | None) -> Path | None:
     """Where the secret of bearer tokens is, or would be; None when nothing is kept."""
-    return _path(settings, settings.jwt_secret_file, SECRET)
+    return _path(access.jwt_secret_file, state, SECRET)
 
 
 def is_loopback(host: str) -> bool:
@@ -28,8 +28,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _path(settings: Settings, named: str | None, usual: str) -> Path | None:
+def _path(named: str | None, state: str | None, usual: str) -> Path | None:
     if named is not None:
         return Path(named).expanduser()
-    folder = state_folder(settings)
+    folder = state_folder(state)
     return None if folder is None else folder / usual

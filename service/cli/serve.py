@@ -134,7 +134,7 @@ def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
     if is_loopback(bound) or is_keyed:
         return
     if not settings.insecure:
-        path = keys_path(settings)
+        path = keys_path(settings, settings.state)
         named = "" if settings.keys_file is None and path is not None else f" --keys-file {path or 'keys.json'}"
         port = f" --port {settings.port}" if not named and command == "serve" and settings.port != 8001 else ""
         fail(

@@ -139,7 +139,7 @@ def jwt(
     from service.auth.tokens import BadToken, SecretFile
 
     settings = _settings(port, state, {"jwt_secret_file": secret_file})
-    path = secret_path(settings)
+    path = secret_path(settings, settings.state)
     if path is None:
         _nowhere("no token was signed", "--jwt-secret-file")
     file = SecretFile(path, settings.jwt_hours * 3600)
@@ -154,7 +154,8 @@ def _keys(port: int | None, state: str | None, keys_file: str | None) -> Any:
     from service.auth.keys import KeyFile
     from service.auth.places import keys_path
 
-    path = keys_path(_settings(port, state, {"keys_file": keys_file}))
+    settings = _settings(port, state, {"keys_file": keys_file})
+    path = keys_path(settings, settings.state)
     if path is None:
         _nowhere("there is no place for keys", "--keys-file")
     return KeyFile(path)

@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack
 
+import jaxmodels
+from service.collector import collector_paused
 from service.composition.engine_source import EngineSource
 from service.composition.part_settings import forward_limits, session_settings
 from service.composition.shared_sessions import SharedDatabase
 from service.edge.allowance import Admit
 from service.engine.engine import LoadPolicy
 from service.engine.progress import Durations
+from service.engine.worker import call_in_thread
 from service.logs import keeping
 from service.models.models import Models
 from service.models.served_model import LoadModel
@@ -54,7 +57,7 @@ def live(
         opened.enter_context(keeping(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
         engine = await opened.enter_async_context(source.opened(_durations(app.ctx)))
-        app.ctx.recordings = Recordings(settings, lambda session_id: app.ctx.sessions.get(session_id))
+        app.ctx.recordings = Recordings(settings, settings.state, lambda session_id: app.ctx.sessions.get(session_id))
         try:
             app.ctx.sessions = Sessions(
                 transport=transport,
@@ -95,5 +98,18 @@ def hold_first(app: App) -> None:
 
 
 def _durations(context: Context) -> Durations:
-    folder = state_folder(context.settings)
+    folder = state_folder(context.settings.state)
     return Durations(None if folder is None else folder / "durations.json", context.metrics.prepared)
+
+
+def import_ahead(app: App) -> None:
+    """Importing JAX takes seconds: it begins when the server answers, in a thread, and a first session waits less."""
+
+    @app.after_server_start
+    async def begin(app: App) -> None:
+        app.ctx.importing = call_in_thread(_import_jax, "import-jax", niceness=5)
+
+
+def _import_jax() -> None:
+    with collector_paused():
+        _ = jaxmodels.load_policy

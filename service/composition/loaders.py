@@ -5,14 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxmodels
-from service.collector import collector_paused
 from service.edge.policy_places import copies_in, opened_in
 from service.engine.engine import LoadPolicy, Policy
 from service.engine.loading import Inspection
 from service.engine.policy_reader import ReadRequirements
-from service.engine.worker import call_in_thread
 from service.models.served_model import LoadModel, Model
-from service.routes.context import App
 from service.settings import Settings
 
 # Seconds that reading the small files of a policy may take.
@@ -67,16 +64,3 @@ def name_caches(settings: Settings) -> None:
         os.environ["ROBOJAX_COMPILE_CACHE"] = settings.compile_cache
     if settings.policy_cache is not None:
         os.environ["HF_HUB_CACHE"] = settings.policy_cache
-
-
-def import_ahead(app: App) -> None:
-    """Importing JAX takes seconds: it begins when the server answers, in a thread, and a first session waits less."""
-
-    @app.after_server_start
-    async def begin(app: App) -> None:
-        app.ctx.importing = call_in_thread(_import_jax, "import-jax", niceness=5)
-
-
-def _import_jax() -> None:
-    with collector_paused():
-        _ = jaxmodels.load_policy

@@ -15,7 +15,7 @@ from jaxmodels import Requirements
 from service.engine.engine import LoadPolicy, Policy
 from service.engine.policy_reader import ReadRequirements
 from service.errors import InvalidRequest, PolicyError
-from service.settings import Settings
+from service.setting_groups.policies import PolicySettings
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class PolicyPlaces:
         return not os.path.isdir(path)
 
 
-def opened_in(settings: Settings) -> tuple[Path, ...] | None:
+def opened_in(settings: PolicySettings) -> tuple[Path, ...] | None:
     """Where a folder's files have to be when they are opened; None where whatever folder was allowed may be used."""
     if not (settings.policy_roots or settings.policy_owners):
         return None

@@ -23,7 +23,7 @@ from service.recording.subject import Subject, bounds, feature_names
 from service.sessions.request import NewSession
 from service.sessions.session import Session
 from service.sessions.sessions import Listed
-from service.settings import Settings
+from service.setting_groups.recordings import RecordingSettings
 from service.stage import MOVING
 from service.state import state_folder
 from service.words import printable
@@ -45,18 +45,18 @@ MOST_UNFINISHED = 8
 LAST_WORDS = 2.0
 
 
-def recordings_folder(settings: Settings) -> Path | None:
+def recordings_folder(settings: RecordingSettings, state: str | None) -> Path | None:
     """Where recordings go, or None: the server keeps nothing."""
     if settings.recordings is not None:
         return Path(settings.recordings).expanduser()
-    state = state_folder(settings)
-    return None if state is None else state / "recordings"
+    folder = state_folder(state)
+    return None if folder is None else folder / "recordings"
 
 
 class Recordings:
     """Recordings of one server's sessions. Nothing here waits for a disk on the event loop."""
 
-    def __init__(self, settings: Settings, session_of: Callable[[str], Listed]):
+    def __init__(self, settings: RecordingSettings, state: str | None, session_of: Callable[[str], Listed]):
         """It begins when it ``hears`` of sessions.
 
         Args:
@@ -73,7 +73,7 @@ class Recordings:
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(1)
         self._is_closing = False
-        folder = recordings_folder(settings)
+        folder = recordings_folder(settings, state)
         self._refusal: str | None = None
         if folder is None:
             self._refusal = (

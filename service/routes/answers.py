@@ -6,15 +6,15 @@ import re
 import secrets
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
-from sanic import HTTPResponse
+from sanic import HTTPResponse, Request, Sanic
 from sanic.constants import HTTP_METHODS
 from sanic.exceptions import MethodNotAllowed, NotFound, RequestCancelled, SanicException
 from sanic.helpers import STATUS_CODES
 
 from service.errors import ServiceError
 from service.routes.body import InvalidBody
-from service.routes.context import App, Request
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = 
     return HTTPResponse(text, status=status, headers=dict(headers or {}), content_type="application/json")
 
 
-def request_id(request: Request) -> str:
+def request_id(request: Request[Any, Any]) -> str:
     """What this request is called in the log and in ``X-Request-Id``: as its client calls it, if it does so shortly."""
     if not hasattr(request.ctx, "request_id"):
         sent = request.headers.get("x-request-id", "")
@@ -35,7 +35,7 @@ def request_id(request: Request) -> str:
     return request.ctx.request_id
 
 
-def install_errors(app: App) -> None:
+def install_errors(app: Sanic[Any, Any]) -> None:
     """From now on every error of this app is answered in one of the forms below."""
     app.exception(InvalidBody)(_invalid_body)
     app.exception(ServiceError)(_service_error)
@@ -44,11 +44,11 @@ def install_errors(app: App) -> None:
     app.exception(Exception)(_unexpected)
 
 
-async def _invalid_body(request: Request, error: InvalidBody) -> HTTPResponse:
+async def _invalid_body(request: Request[Any, Any], error: InvalidBody) -> HTTPResponse:
     return answer({"detail": error.detail}, 422)
 
 
-async def _service_error(request: Request, error: ServiceError) -> HTTPResponse:
+async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTTPResponse:
     if error.status >= 500:
         log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), error)
     if error.status == 422:
@@ -58,12 +58,12 @@ async def _service_error(request: Request, error: ServiceError) -> HTTPResponse:
     return answer({"detail": str(error), "code": error.code}, error.status, error.headers)
 
 
-async def _left(request: Request, error: RequestCancelled) -> HTTPResponse:
+async def _left(request: Request[Any, Any], error: RequestCancelled) -> HTTPResponse:
     # Nobody is there to read it, and nothing of ours failed: it only counts, under nginx's number for this.
     return HTTPResponse(status=499)
 
 
-async def _http_error(request: Request, error: SanicException) -> HTTPResponse:
+async def _http_error(request: Request[Any, Any], error: SanicException) -> HTTPResponse:
     status = error.status_code or 500
     phrase = STATUS_CODES[status].decode()  # our codes are made of it, and HTTPStatus has others in Python 3.13
     if status >= 500:
@@ -75,7 +75,7 @@ async def _http_error(request: Request, error: SanicException) -> HTTPResponse:
     return answer({"detail": _DETAILS.get(status, phrase), "code": code}, status, headers)
 
 
-def _is_routed(request: Request, method: str) -> bool:
+def _is_routed(request: Request[Any, Any], method: str) -> bool:
     """Asked of the router, since Sanic names the allowed methods for paths without variable parts only."""
     try:
         request.app.router.get(request.path, method, None)
@@ -84,7 +84,7 @@ def _is_routed(request: Request, method: str) -> bool:
     return True
 
 
-async def _unexpected(request: Request, error: Exception) -> HTTPResponse:
+async def _unexpected(request: Request[Any, Any], error: Exception) -> HTTPResponse:
     log.error("%s %s [%s] failed", request.method, request.path, request_id(request), exc_info=error)
     detail = f"Internal Server Error; the server's log says more under {request_id(request)}"
     return answer({"detail": detail, "code": "internal"}, 500)

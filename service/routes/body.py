@@ -8,11 +8,11 @@ from pathlib import PurePath
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from sanic import Request
 from sanic.headers import parse_content_header
 
 from service.edge.bounded_json import Repeated, TooManyValues, loads, once
 from service.errors import ServiceError
-from service.routes.context import Request
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -39,7 +39,7 @@ class InvalidBody(Exception):
         self.detail = list(detail)
 
 
-def read_body(request: Request, model: type[Model]) -> Model:
+def read_body(request: Request[Any, Any], model: type[Model]) -> Model:
     """The body, which has to be there.
 
     Raises:

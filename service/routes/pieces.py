@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
-from sanic import HTTPResponse
+from sanic import HTTPResponse, Request
 
 from service.errors import TooLarge
-from service.routes.context import Request
 
 _AT_ONCE = 1 << 18
 
 
-async def read_pieces(request: Request, most: int, setting: str) -> Sequence[bytes]:
+async def read_pieces(request: Request[Any, Any], most: int, setting: str) -> Sequence[bytes]:
     """The body of a streamed route.
 
     Raises:
@@ -25,7 +24,7 @@ async def read_pieces(request: Request, most: int, setting: str) -> Sequence[byt
     return pieces
 
 
-async def discard(request: Request, most: int) -> None:
+async def discard(request: Request[Any, Any], most: int) -> None:
     """Read on a body that is not looked at: a client that sends before it listens would not hear the answer."""
     # Who asks before sending will not send.
     if request.headers.get("expect") is None:
@@ -34,7 +33,7 @@ async def discard(request: Request, most: int) -> None:
                 pass
 
 
-async def _pieces(request: Request, most: int, setting: str) -> AsyncIterator[bytes]:
+async def _pieces(request: Request[Any, Any], most: int, setting: str) -> AsyncIterator[bytes]:
     refusal = f"the body has more than {most} bytes ({setting})"
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:20]) > most:
@@ -49,7 +48,7 @@ async def _pieces(request: Request, most: int, setting: str) -> AsyncIterator[by
 
 
 async def send_pieces(
-    request: Request,
+    request: Request[Any, Any],
     pieces: Sequence[bytes | memoryview],
     content_type: str,
     headers: Mapping[str, str],

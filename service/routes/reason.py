@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
+from sanic import Request
 from sanic.exceptions import SanicException
 
 from service.edge.bounded_json import loads
 from service.routes.body import LARGEST, VALUES
-from service.routes.context import Request
 from service.words import printable
 
 # Seconds that a stop waits for the rest of a body; a client that sends it at once sends it with the head.
@@ -19,7 +19,7 @@ PATIENCE = 0.05
 REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that each session's status then shows."}}}
 
 
-async def reason_in(request: Request) -> str:
+async def reason_in(request: Request[Any, Any]) -> str:
     """What the body of a streamed route says, as far as it is there: a stop waits for nobody, and refuses no length."""
     body = bytearray()
     with suppress(TimeoutError, SanicException):

@@ -11,7 +11,6 @@ from jaxmodels import Requirements
 from service.engine.engine import Engine, LoadPolicy, Served, Sizes
 from service.errors import PolicyError, PolicyFailed
 from service.motion.telling import readable
-from service.sessions.request import NewSession
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)
@@ -129,7 +128,8 @@ class Shadow:
 
 @asynccontextmanager
 async def shadow_of(
-    new: NewSession,
+    path: str | None,
+    revision: str | None,
     requirements: Requirements,
     names: tuple[str, ...],
     *,
@@ -137,16 +137,15 @@ async def shadow_of(
     load: LoadPolicy,
     tell: Callable[[str], None],
 ) -> AsyncIterator[Shadow | None]:
-    """The shadow that a request asks for, loaded, or None.
+    """The shadow policy of this path and revision, loaded, or None where there is no path.
 
     Raises:
         ShadowRefused: it cannot be loaded.
     """
-    path = new.shadow_policy_path
     if path is None:
         yield None
         return
-    loading = engine.policy(load, path, new.shadow_revision, lambda stage: tell(f"shadow policy: {stage}"))
+    loading = engine.policy(load, path, revision, lambda stage: tell(f"shadow policy: {stage}"))
     try:
         served = await loading.__aenter__()
     except PolicyError as error:

@@ -345,7 +345,8 @@ class Session(Standing):
 
     def _shadow(self, served: Served, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
         return shadow_of(
-            self.new,
+            self.new.shadow_policy_path,
+            self.new.shadow_revision,
             served.requirements,
             table.names,
             engine=self._engine,

@@ -5,6 +5,10 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 PREFIX = "ROBOJAX_"
 
 
+class SettingsError(Exception):
+    """Settings that cannot be used; the text names each setting, its source, what was found and what was wanted."""
+
+
 class Group(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
 

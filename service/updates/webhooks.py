@@ -72,7 +72,7 @@ class Webhooks:
             SettingsError: a file of the settings, or what is in it, cannot be used.
         """
         self._settings = settings
-        self._state = state_folder(settings)
+        self._state = state_folder(settings.state)
         secrets = read_secrets("webhook_secret_file", settings.webhook_secret_file)
         if not secrets and os.environ.get(SECRET_VARIABLE):
             secrets = (os.environ[SECRET_VARIABLE],)
