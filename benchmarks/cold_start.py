@@ -49,7 +49,7 @@ Times = dict[str, float]
 def server(cache: Path) -> Iterator[tuple[Child, str, Times]]:
     """``robojax serve``, its address, and when it could be reached."""
     settings = {"ROBOJAX_COMPILE_CACHE": str(cache)}
-    with child("-m", "service.cli", "serve", "--port", "0", "--state", "off", env=settings) as made:
+    with child("-m", "robojax.cli", "serve", "--port", "0", "--state", "off", env=settings) as made:
         url = made.url()
         times = {"listening_s": time.monotonic() - made.began}
         call(f"{url}/health")
@@ -168,7 +168,7 @@ def wait_for(port: int, within: float = 60.0) -> None:
 def help_time() -> float:
     """Seconds of ``robojax --help``."""
     began = time.monotonic()
-    subprocess.run([sys.executable, "-m", "service.cli", "--help"], capture_output=True, check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "robojax.cli", "--help"], capture_output=True, check=True, cwd=ROOT)
     return time.monotonic() - began
 
 

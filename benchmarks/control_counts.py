@@ -1,6 +1,6 @@
 """What the control of a session counts while it moves a robot: what benchmarks take before, and again after."""
 
-from service.motion.drive import Drive
+from service.control.robot_io import Drive
 
 
 def counts_of(drive: Drive) -> dict[str, int]:

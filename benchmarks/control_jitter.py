@@ -6,7 +6,7 @@
 
 Two kinds of rounds take turns in one process, on one event loop:
 
-- sessions: real sessions (``service.sessions.sessions``), each with its control loop, joints, queue and the policy on
+- sessions: real sessions (``service.sessions.store``), each with its control loop, joints, queue and the policy on
   the device thread; every command is encoded as a joint_update and written to a loopback socket of its own.
 - bare: as many loops that sleep until an absolute deadline, encode the same kind of joint_update and write it to
   such a socket. No control, no policy.
@@ -37,13 +37,11 @@ import uvloop
 import jaxmodels
 from benchmarks.control_counts import counts_of
 from benchmarks.measured import QUIET_P99, RESULTS, SHIPPED, beat, machine, percentiles, write
-from service.engine.engine import Engine
-from service.sessions.sessions import Listed, NewSession, Sessions, SessionSettings
+from service.inference.engine import Engine
+from service.sessions.store import Listed, NewSession, Sessions, SessionSettings
 from service.stats import Recent
-from service.transport.base import Inbox, JointValue, LinkUp, Made, Rooms
-from service.transport.messages import JointUpdate
-from service.transport.names import rooms_of
-from service.transport.wire import build
+from service.transport.link import Inbox, JointValue, LinkUp, Made, Rooms
+from service.transport.protocol import JointUpdate, build, rooms_of
 
 SAMPLES = 1_000_000
 SHOWN = ("lateness_ms_of_the_median_round", "p99_over_bare", "is_quiet", "is_met")

@@ -40,10 +40,10 @@ import aiohttp
 
 from benchmarks.measured import RESULTS, machine, write
 from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
-from service.serving import listen, run, serving
+from service.http.server import listen, run, serving
 from service.settings import Settings
-from service.transport.rooms import RoomTable
+from service.testing import ScriptedLoader
+from service.transport.server.rooms import RoomTable
 
 CLIENTS = 6
 # Seconds after the first request in which the kill comes.
@@ -122,7 +122,7 @@ class Campaign:
         self._rooms = rooms
         self._table = table
         self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(["service.app", "service.engine.scripted_policy", __name__])
+        self._processes.set_forkserver_preload(["service.app", "service.testing", __name__])
 
     @asynccontextmanager
     async def life(self) -> AsyncIterator[tuple[aiohttp.ClientSession, Any]]:

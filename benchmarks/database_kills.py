@@ -36,9 +36,9 @@ from benchmarks.crash_recovery import ASKED, STAGES, Campaign, Known, rooms_serv
 from benchmarks.measured import RESULTS, machine, write
 from benchmarks.postgres import PostgresServer, postgres
 from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
-from service.serving import listen, run
+from service.http.server import listen, run
 from service.settings import Settings
+from service.testing import ScriptedLoader
 
 NAMES = ("a", "b", "c")
 CLIENTS = 12
@@ -115,7 +115,7 @@ class Kills(Campaign):
     def __init__(self, folder: Path, seed: int, rooms: str, table: Any, database: PostgresServer):
         super().__init__(folder, seed, rooms, table)
         self.folder, self.database, self.processes = folder, database, self._processes
-        self.processes.set_forkserver_preload(["service.app", "service.cluster.front", __name__])
+        self.processes.set_forkserver_preload(["service.app", "service.distributed.peers", __name__])
         self.known = {f"robot-{number}": Known() for number in range(CLIENTS)}
         self.servers = [Server(name, self) for name in NAMES]
         self.seen: Counter[str] = Counter()

@@ -33,13 +33,11 @@ import aiohttp
 import numpy as np
 
 from benchmarks.measured import RESULTS, ROOT, SHIPPED, write
-from service.demo.arm import CAMERA, FRAME, HOME, HORIZON, RATE
-from service.demo.body import Body
-from service.demo.robot import PERIOD, SETTLE, Clock, Sessions
-from service.demo.units import JOINTS, to_wire
-from service.transport.base import Rooms
-from service.transport.pace import Pace
-from service.transport.robot import connect_robot
+from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, to_wire
+from robojax.sim.robot import PERIOD, SETTLE, Body, Clock, Sessions
+from service.transport.client.connection import Pace
+from service.transport.client.robot import connect_robot
+from service.transport.link import Rooms
 
 SESSION = "demo-arm"
 LOG = None if "--log" in sys.argv else asyncio.subprocess.DEVNULL  # what the processes write to standard error
@@ -138,7 +136,7 @@ class RoomsServer:
 
     async def start(self) -> None:
         port = self.url.rsplit(":", 1)[1] if self.url else "0"
-        arguments = ("-m", "service.cli", "transport", "--port", port)
+        arguments = ("-m", "robojax.cli", "transport", "--port", port)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=LOG, env=_environment(), cwd=ROOT
         )
@@ -254,7 +252,7 @@ class Show:
 
 @asynccontextmanager
 async def server() -> AsyncIterator[str]:
-    arguments = ("-m", "service.cli", "serve", "--port", "0", "--state", "off")
+    arguments = ("-m", "robojax.cli", "serve", "--port", "0", "--state", "off")
     process = await asyncio.create_subprocess_exec(
         sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=LOG, env=_environment(), cwd=ROOT
     )

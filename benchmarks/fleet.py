@@ -13,9 +13,9 @@ import numpy as np
 
 import jaxmodels
 from benchmarks.measured import percentiles
-from service.engine.costs import Costs
-from service.engine.engine import Engine, Served
 from service.errors import ServiceError
+from service.inference.engine import Engine, Served
+from service.inference.latency_model import Costs
 
 COMPILED_WITHIN = 1800.0
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from service.engine.batching import Batching
-from service.engine.costs import KEPT, Costs
+from service.inference.batching import Batching
+from service.inference.latency_model import KEPT, Costs
 
 # What is rare makes robots late, so the ends are looked at closely.
 LEVELS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
@@ -84,7 +84,7 @@ class Forming(Protocol):
 
 
 class ByDeadline:
-    """Ours: the engine's own code (``service.engine.batching``). One size is one request at a time."""
+    """Ours: the engine's own code (``service.inference.batching``). One size is one request at a time."""
 
     def __init__(self, times: Times, sizes: Sequence[int] | None = None):
         self._sizes = times.sizes if sizes is None else tuple(sizes)

@@ -4,8 +4,8 @@
 
 A simulation in simulated time (simpy), fed by what was measured: times of batches, and what one answer costs beside its
 batch, come from the results of robots_per_device. First it foretells what was measured there, robot by robot count;
-then it plans fleets. Machines form batches by the engine's own code (``service.engine.batching``) and, to compare, one
-at a time, by arrival, and by arrival with a wait for others. A fleet larger than a cell is made of cells that know
+then it plans fleets. Machines form batches by the engine's own code (``service.inference.batching``) and, to compare,
+one at a time, by arrival, and by arrival with a wait for others. A fleet larger than a cell is made of cells that know
 nothing of each other, of which some are simulated.
 
 Last result: benchmarks/results/fleet_sim.json
@@ -36,7 +36,7 @@ from benchmarks.fleet_model import Link, Plan, simulate
 from benchmarks.fleet_pace import growing_with
 from benchmarks.measured import RESULTS, quietness, result, write
 from benchmarks.most_robots import most_without_a_miss
-from service.leash import end_with_parent
+from service.processes import end_with_parent
 
 MEASURED = RESULTS / "robots_per_device.json"
 FLEETS = (10, 100, 1_000, 10_000, 100_000)

@@ -42,9 +42,9 @@ from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 from benchmarks.load_robots import PATIENT, STILL
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
 from benchmarks.processes import Child, say
-from service.transport.base import Rooms
-from service.transport.datagrams import transports_of
-from service.transport.robot import Robot, connect_robot
+from service.transport.client.robot import Robot, connect_robot
+from service.transport.link import Rooms
+from service.transport.webrtc.datagrams import transports_of
 from tests.hostile.flood import FLOODS
 
 RATE = 50.0
@@ -262,7 +262,7 @@ def main() -> None:
         parser.error(f"no such kinds: {', '.join(sorted(unknown))}; there are {', '.join(kinds)}")
     quiet = quietness()
     with tempfile.TemporaryDirectory() as state:
-        server = Child("-m", "service.cli", "serve", "--port", "0", "--state", state)
+        server = Child("-m", "robojax.cli", "serve", "--port", "0", "--state", state)
         try:
             found = uvloop.run(measure(wanted, options.seconds, server.url(), server.process.pid))
         finally:

@@ -20,9 +20,9 @@ from benchmarks.processes import say
 from benchmarks.timed_pictures import number_of, pose_of, stamp_of
 from jaxmodels import Requirements
 from service.app import create_app
-from service.engine.scripted_policy import ScriptedPolicy
-from service.serving import listen, run
+from service.http.server import listen, run
 from service.settings import Settings
+from service.testing import ScriptedPolicy
 
 CAMERA = "front"
 NEEDS = Requirements(

@@ -35,9 +35,9 @@ from benchmarks.measured import RESULTS, ROOT, SHIPPED, percentiles, quietness, 
 from benchmarks.pictures import stacked_bars
 from benchmarks.processes import Child, Refused, call, child
 from benchmarks.timed_pictures import BASE, number_of, picture, stamp
-from service.motion.control_loop import sleep_until
-from service.transport.base import Rooms
-from service.transport.robot import connect_robot
+from service.control.robot_io import sleep_until
+from service.transport.client.robot import connect_robot
+from service.transport.link import Rooms
 
 SERVER = ROOT / "benchmarks" / "glass_server.py"
 SIZE = (480, 640)

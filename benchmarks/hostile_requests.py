@@ -142,10 +142,9 @@ def serve() -> None:
     """The child: prints its address, then one line of figures for each line it reads; ends with its input."""
     import jaxmodels
     from service.app import create_app
-    from service.engine.scripted_policy import ScriptedLoader
-    from service.serving import listen, serving
+    from service.http.server import listen, serving
     from service.settings import Settings
-    from service.transport.memory import MemoryTransport
+    from service.testing import MemoryTransport, ScriptedLoader
 
     # A server does so when it starts; here it would be taken for growth.
     _ = jaxmodels.load_policy
@@ -202,8 +201,8 @@ def measure(count: int, seed: int) -> dict[str, Any]:
 
 
 def _measure(count: int, seed: int, hub: str) -> dict[str, Any]:
-    from service.api import ROUTES
-    from service.openapi import full_document, specified_document
+    from service.api.blueprint import ROUTES
+    from service.api.openapi import full_document, specified_document
 
     documents = [specified_document(ROUTES), full_document(ROUTES)]
     with tempfile.TemporaryFile("w+") as log:

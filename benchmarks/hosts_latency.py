@@ -41,7 +41,7 @@ class Side:
         secret.write_text(SECRET)
         secret.chmod(0o600)
         if hosts:
-            self._start("-m", "service.cli", "follow", f"127.0.0.1:{address}", "--secret-file", str(secret))
+            self._start("-m", "robojax.cli", "follow", f"127.0.0.1:{address}", "--secret-file", str(secret))
         mode = [str(address), str(coordinator)] if hosts else []
         self._process = self._start(str(Path(__file__).resolve()), "--ask", *mode)
         self.read()
@@ -87,12 +87,12 @@ def _free_ports() -> list[int]:
 def answer(ports: list[str]) -> None:
     """The process of a side: of several hosts where there are ports."""
     if ports:
-        from service.hosts import front, options
+        from service.distributed import host_coordinator
 
         # Another version has them elsewhere.
-        kind = getattr(options, "HostOptions", None) or front.HostOptions  # pyright: ignore[reportPrivateImportUsage]
+        kind = getattr(host_coordinator, "HostOptions", None) or host_coordinator.HostOptions  # pyright: ignore[reportPrivateImportUsage]
         addresses = ("127.0.0.1", int(ports[0]), f"127.0.0.1:{ports[1]}")
-        hosts = front.Front(kind(2, *addresses, SECRET.encode()), lambda folder: None)
+        hosts = host_coordinator.Front(kind(2, *addresses, SECRET.encode()), lambda folder: None)
         hosts.begin()
         policy: Any = hosts.load(str(SHIPPED))
     else:
@@ -124,20 +124,20 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50, help="questions of each side, size and round")
     parser.add_argument("--output", type=Path, default=RESULTS / "hosts_latency.json")
     parser.add_argument("--ask", nargs="*", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.ask is not None:
-        answer(options.ask)
+    host_coordinator = parser.parse_args()
+    if host_coordinator.ask is not None:
+        answer(host_coordinator.ask)
     quiet = quietness()
     with ExitStack() as stack:
         sides = {ONE: Side(stack, ROOT, False), TWO: Side(stack, ROOT, True)}
-        if options.beside is not None:
-            sides[BESIDE] = Side(stack, options.beside.resolve(), True)
+        if host_coordinator.beside is not None:
+            sides[BESIDE] = Side(stack, host_coordinator.beside.resolve(), True)
         times: dict[str, dict[str, list[float]]] = {size: {side: [] for side in sides} for size in SIZES}
-        for number in range(options.rounds):
+        for number in range(host_coordinator.rounds):
             for size in SIZES:
                 for name, side in sides.items():
-                    times[size][name] += side.ask(size, options.count)[5:]
-            print(f"round {number + 1} of {options.rounds}", flush=True)
+                    times[size][name] += side.ask(size, host_coordinator.count)[5:]
+            print(f"round {number + 1} of {host_coordinator.rounds}", flush=True)
     found: dict[str, Any] = {}
     for size, of in times.items():
         found[size] = {name: percentiles(np.asarray(seconds)) for name, seconds in of.items()}
@@ -147,7 +147,7 @@ def main() -> None:
             found[size]["added_ratio"] = round(added[TWO] / added[BESIDE], 3)
         print(size, found[size], flush=True)
     command = "python benchmarks/hosts_latency.py --beside CHECKOUT"
-    write(options.output, result((__doc__ or "").splitlines()[0], command, quiet, "ray", **{"sizes": found}))
+    write(host_coordinator.output, result((__doc__ or "").splitlines()[0], command, quiet, "ray", **{"sizes": found}))
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ import numpy as np
 import jaxmodels
 from benchmarks import pictures
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
-from service.engine.engine import Engine
-from service.engine.served import Policy, Sizes
-from service.sessions.sessions import NewSession, Session, Sessions, SessionSettings
-from service.transport.memory import MemoryLink, MemoryTransport
+from service.inference.engine import Engine
+from service.inference.loaded_policy import Policy, Sizes
+from service.sessions.store import NewSession, Session, Sessions, SessionSettings
+from service.testing import MemoryLink, MemoryTransport
 
 RATE, GOOD = 20.0, 7
 POSE = {"Rotation": 0.0, "Pitch": 0.0, "Elbow": 0.0, "Wrist_Pitch": 0.0, "Wrist_Roll": 0.0, "Jaw": 30.0}

@@ -23,13 +23,13 @@ import uvloop
 from benchmarks.measured import beat, percentiles
 from benchmarks.processes import say
 from benchmarks.timed_pictures import picture
-from service.motion.control_loop import sleep_until
+from service.control.robot_io import sleep_until
 from service.stats import Recent
-from service.transport.base import JointValue, LinkEvent
-from service.transport.client import RoomsTransport
-from service.transport.names import rooms_of
-from service.transport.pace import Pace
-from service.transport.robot import Robot, connect_robot
+from service.transport.client.connection import Pace
+from service.transport.client.robot import Robot, connect_robot
+from service.transport.client.rooms_link import RoomsTransport
+from service.transport.link import JointValue, LinkEvent
+from service.transport.protocol import rooms_of
 
 SAMPLES = 20_000
 # Joining is not what is measured.

@@ -23,7 +23,7 @@ class Scene:
 
     def __init__(self, stack: ExitStack, policy: str = "scripted", cameras: Sequence[str] = (), **flags: Any):
         self.stack = stack
-        rooms = stack.enter_context(child("-m", "service.cli", "transport", "--port", "0"))
+        rooms = stack.enter_context(child("-m", "robojax.cli", "transport", "--port", "0"))
         self.rooms = next(word for word in rooms.line().split() if word.startswith("http")).removesuffix(".")
         self.server = stack.enter_context(child(str(SERVER), "--policy", policy, *_flags(flags), *_cameras(cameras)))
         self.url = self.server.told("ready")["url"]

@@ -23,10 +23,10 @@ from benchmarks.processes import say
 from benchmarks.timed_pictures import taken_at
 from jaxmodels import Requirements
 from service.app import create_app
-from service.engine.scripted_policy import ScriptedPolicy
-from service.serving import listen, run
+from service.http.server import listen, run
 from service.settings import Settings
 from service.stats import Recent
+from service.testing import ScriptedPolicy
 
 # More would take the loop that is measured a fifth of a second to make, when measuring begins.
 SAMPLES = 20_000

@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.cold_start import free_port
 from benchmarks.measured import RESULTS, SHIPPED, quietness, result, write
 from benchmarks.processes import call, child
-from service.demo.arm import CAMERA, FRAME, HORIZON, Arm
-from service.doors.packing import pack_openpi, unpack
+from robojax.sim.arm import CAMERA, FRAME, HORIZON, Arm
+from service.streaming.codec import pack_openpi, unpack
 
 PEER = Path(__file__).parent / "openpi_peer.py"
 SEED = 5000
@@ -85,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     quiet = quietness()
     port = free_port()
-    command = ("-m", "service.cli", "serve", "--port", "0", "--openpi-port", str(port), "--state", "off")
+    command = ("-m", "robojax.cli", "serve", "--port", "0", "--openpi-port", str(port), "--state", "off")
     arm = Arm()
     with child(*command) as server:
         url = server.url()

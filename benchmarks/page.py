@@ -20,11 +20,10 @@ import numpy as np
 
 from benchmarks.measured import RESULTS, machine, percentiles, write
 from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
-from service.serving import listen, serving
+from service.dashboard import live
+from service.http.server import listen, serving
 from service.settings import Settings
-from service.transport.memory import MemoryTransport
-from service.ui import live as page
+from service.testing import MemoryTransport, ScriptedLoader
 
 TURN, TURNS, PAGES, RATE = 5.0, 6, 2, 50.0
 LOOKING = """
@@ -61,7 +60,7 @@ def spread(lateness: list[float]) -> dict[str, float]:
 
 async def measure() -> dict[str, object]:
     took: list[float] = []
-    message = page.Viewer._message
+    message = live.Viewer._message
 
     def timed(self, now: float) -> bytes:
         began = time.thread_time()
@@ -69,7 +68,7 @@ async def measure() -> dict[str, object]:
         took.append(time.thread_time() - began)
         return made
 
-    page.Viewer._message = timed
+    live.Viewer._message = timed
     transport = MemoryTransport()
     app = create_app(Settings(state="off"), transport=transport, load=ScriptedLoader())
     lateness: dict[bool, list[float]] = {False: [], True: []}

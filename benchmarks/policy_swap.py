@@ -25,11 +25,11 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.control_jitter import SocketTransport, loader_of, robot, sink
 from benchmarks.measured import RESULTS, SHIPPED, machine, percentiles, write
-from service.engine.engine import Engine
-from service.sessions.sessions import NewSession, Sessions, SessionSettings
+from service.inference.engine import Engine
+from service.rollout.gates import ProbationSettings
+from service.rollout.rollout import Rollout, RolloutSettings
+from service.sessions.store import NewSession, Sessions, SessionSettings
 from service.stats import Recent
-from service.updates.probation import ProbationSettings
-from service.updates.rollout import Rollout, RolloutSettings
 
 # Of one session and round; a larger ring would take longer to make than a tick.
 SAMPLES = 10_000

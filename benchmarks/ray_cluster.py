@@ -38,7 +38,7 @@ def front(name: str, environment: Mapping[str, str], folder: Path, database: str
     flags = ("--engine", "ray-auto", "--engines", "3", "--state", str(folder / name))
     if database is not None:
         flags += ("--front-name", name, "--database", database)
-    return Child("-m", "service.cli", "serve", "--port", "0", *flags, env=environment)
+    return Child("-m", "robojax.cli", "serve", "--port", "0", *flags, env=environment)
 
 
 def session(url: str, name: str) -> None:

@@ -13,11 +13,11 @@ import numpy as np
 
 from benchmarks.measured import SHIPPED, percentiles
 from benchmarks.processes import say
-from service.cluster.cluster import Cluster
-from service.cluster.messages import EngineOptions
-from service.cluster.remote_policy import RemoteLoader
-from service.cluster.scaling import Bounds
-from service.engine.engine import Engine, Served
+from service.distributed.cluster import Cluster
+from service.distributed.engine_actor import EngineOptions
+from service.distributed.pool import Bounds
+from service.distributed.remote_engine import RemoteLoader
+from service.inference.engine import Engine, Served
 
 ROBOTS = 16
 RATE = 20.0

@@ -20,7 +20,7 @@ import numpy as np
 import jaxmodels
 from benchmarks import pictures
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
-from service.engine.engine import Engine, Served
+from service.inference.engine import Engine, Served
 
 SIZES = {"96x96": (96, 96), "480x640": (480, 640)}
 HERE, RAY = "in this process", "an engine of Ray"
@@ -45,10 +45,10 @@ async def asked(engine: Engine, served: Served, size: tuple[int, int], count: in
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """By turns, so that both have the machine as it was."""
     # Here, so that main can say what is missing.
-    from service.cluster.cluster import Cluster
-    from service.cluster.messages import EngineOptions
-    from service.cluster.remote_policy import RemoteLoader
-    from service.cluster.scaling import Bounds
+    from service.distributed.cluster import Cluster
+    from service.distributed.engine_actor import EngineOptions
+    from service.distributed.pool import Bounds
+    from service.distributed.remote_engine import RemoteLoader
 
     here = Engine()
     there = Engine(are_elsewhere=True)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from robojax.client import AsyncClient
 from robojax.client.errors import ClientError
-from robojax.client.messages import Command, Status
+from robojax.client.stream import Command, Status
 
 FPS = 20.0
 

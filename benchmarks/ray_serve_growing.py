@@ -19,11 +19,11 @@ import jaxmodels
 from benchmarks.measured import SHIPPED
 from benchmarks.processes import say
 from benchmarks.ray_serve_load import Load
-from service.cluster.cluster import Cluster
-from service.cluster.messages import EngineOptions
-from service.cluster.remote_policy import RemoteLoader
-from service.cluster.scaling import Bounds
-from service.engine.engine import Engine, Served
+from service.distributed.cluster import Cluster
+from service.distributed.engine_actor import EngineOptions
+from service.distributed.pool import Bounds
+from service.distributed.remote_engine import RemoteLoader
+from service.inference.engine import Engine, Served
 
 ASKERS = 24
 BATCH_SIZES = (1,)

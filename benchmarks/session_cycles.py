@@ -29,10 +29,10 @@ from sanic import HTTPResponse, Request
 
 from benchmarks.measured import RESULTS, machine, write
 from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
-from service.routes.answers import answer
-from service.serving import listen, run
+from service.http.bodies import answer
+from service.http.server import listen, run
 from service.settings import Settings
+from service.testing import ScriptedLoader
 
 LOOK_EVERY = 100
 GROWTH = 0.05
@@ -96,7 +96,7 @@ async def settled(http: aiohttp.ClientSession) -> dict[str, float]:
 async def measure(folder: Path, cycles: int, look_every: int = LOOK_EVERY) -> dict[str, Any]:
     """So many cycles; the first look is the one that the others are held against."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["service.app", "service.engine.scripted_policy", __name__])
+    processes.set_forkserver_preload(["service.app", "service.testing", __name__])
     hears, tells = processes.Pipe(duplex=False)
     process = processes.Process(target=serve, args=(str(folder / "state"), str(folder / "log"), tells), daemon=True)
     process.start()

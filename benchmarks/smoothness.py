@@ -25,12 +25,11 @@ import numpy as np
 
 import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
-from service.demo.arm import CAMERA, FRAME, HORIZON, RATE, Arm
-from service.demo.units import JOINTS, to_radians
-from service.motion.buffer import Buffer, Snapshot
-from service.motion.control import Control
-from service.motion.overlap import DEFAULT, OVERLAPS
-from service.sessions.fit import fit, limits_of
+from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, Arm, to_radians
+from service.control.aggregation import DEFAULT, OVERLAPS
+from service.control.controller import Control
+from service.control.observation_buffer import Buffer, Snapshot
+from service.sessions.compatibility import fit, limits_of
 from service.sessions.request import NewSession, SessionSettings
 
 DELAYS = (0, 100, 200, 300, 400)  # milliseconds

@@ -36,11 +36,11 @@ TARGETS = {1: 1.0, 8: 0.5}
 def serve() -> None:
     """Our server with a policy that computes nothing."""
     from jaxmodels import Requirements
+    from service.api.websockets import openpi_app
     from service.app import create_app
-    from service.doors.sockets import openpi_app
-    from service.engine.scripted_policy import ScriptedPolicy
-    from service.serving import listen, run
+    from service.http.server import listen, run
     from service.settings import Settings
+    from service.testing import ScriptedPolicy
 
     needs = Requirements(
         policy_type="act",

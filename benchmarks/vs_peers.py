@@ -44,9 +44,9 @@ def serve() -> None:
     """A server whose policy computes nothing."""
     from jaxmodels import Requirements
     from service.app import create_app
-    from service.engine.scripted_policy import ScriptedPolicy
-    from service.serving import listen, run
+    from service.http.server import listen, run
     from service.settings import Settings
+    from service.testing import ScriptedPolicy
 
     size = (PEER_SIZE["height"], PEER_SIZE["width"])
     needs = Requirements(
@@ -93,7 +93,7 @@ def ours(stack: ExitStack, folder: Path, policy: str) -> Ask:
         url = stack.enter_context(child(str(HERE), "--serve")).told("ready")["url"]
     else:
         url = stack.enter_context(
-            child("-m", "service.cli", "serve", "--port", "0", "--state", "off", env=PASSIVE)
+            child("-m", "robojax.cli", "serve", "--port", "0", "--state", "off", env=PASSIVE)
         ).url()
     asking = stack.enter_context(child(str(HERE), "--ask", url, str(folder)))
     asking.told("ready")

@@ -59,8 +59,8 @@ import asyncio, socket
 from pathlib import Path
 from sanic import Sanic, text
 from hooks.payload import WebhookPayload
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import ReceiverSettings
+from hooks.receiver.receiver import Receiver
+from hooks.receiver.endpoint import ReceiverSettings
 """
     + HANDLERS
     + """

@@ -11,15 +11,13 @@ import aiohttp
 import numpy as np
 from playwright.async_api import Browser, Page, async_playwright
 
-from service.demo.arm import CAMERA
-from service.demo.request import Request
-from service.demo.show import Show, show
-from service.demo.units import JOINTS
-from service.transport.base import Rooms
-from service.transport.robot import connect_robot
+from robojax.sim.arm import CAMERA, JOINTS
+from robojax.sim.demo import Request, Show, show
+from service.transport.client.robot import connect_robot
+from service.transport.link import Rooms
 
 CHROMIUM = "/usr/bin/chromium"
-POLICY = "service/demo/policy"  # as a person would write it: it is in the pictures
+POLICY = "robojax/sim/policy"  # as a person would write it: it is in the pictures
 DESK, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
 BLIND = "arm-2"
 

@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hooks.errors import HooksError, HubTrouble, InvalidWebhook, RetryableError, UnknownWebhook
-    from hooks.management import (
+    from hooks.client import (
         AsyncWebhooksClient,
         Healing,
         HubRefused,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         list_webhooks,
         update_webhook,
     )
+    from hooks.errors import HooksError, HubTrouble, InvalidWebhook, RetryableError, UnknownWebhook
     from hooks.payload import (
         ObjectId,
         WebhookPayload,
@@ -41,15 +41,14 @@ if TYPE_CHECKING:
         WebhookPayloadUrl,
         WebhookPayloadWebhook,
     )
-    from hooks.receiving.event import Event
-    from hooks.receiving.receiver import Receiver
-    from hooks.receiving.settings import ReceiverSettings
-    from hooks.serving.endpoint import webhook_endpoint
-    from hooks.serving.server import WebhooksServer
+    from hooks.receiver.endpoint import ReceiverSettings
+    from hooks.receiver.events import Event
+    from hooks.receiver.receiver import Receiver
+    from hooks.server.server import WebhooksServer, webhook_endpoint
 
 _NAMES = {
     "hooks.errors": ("HooksError HubTrouble InvalidWebhook RetryableError UnknownWebhook"),
-    "hooks.management": (
+    "hooks.client": (
         "AsyncWebhooksClient Healing HubRefused HubSilent HubUnreachable WebhookInfo WebhookWatchedItem "
         "WebhooksClient create_webhook delete_webhook disable_webhook enable_webhook find_secret generate_secret "
         "get_webhook list_webhooks update_webhook"
@@ -59,11 +58,10 @@ _NAMES = {
         "WebhookPayloadEvent WebhookPayloadMovedTo WebhookPayloadRepo WebhookPayloadUpdatedFile "
         "WebhookPayloadUpdatedRef WebhookPayloadUrl WebhookPayloadWebhook"
     ),
-    "hooks.receiving.event": ("Event"),
-    "hooks.receiving.receiver": ("Receiver"),
-    "hooks.receiving.settings": ("ReceiverSettings"),
-    "hooks.serving.endpoint": ("webhook_endpoint"),
-    "hooks.serving.server": ("WebhooksServer"),
+    "hooks.receiver.events": ("Event"),
+    "hooks.receiver.receiver": ("Receiver"),
+    "hooks.receiver.endpoint": ("ReceiverSettings"),
+    "hooks.server.server": ("WebhooksServer webhook_endpoint"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -1,54 +1,114 @@
-"""The composition: settings in, a server of sessions, rooms, routes and documents out."""
+"""Builds the Sanic app from settings."""
 
 import json
+import platform
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from sanic import Sanic
 
+from hooks.addresses import danger, layers
 from hooks.database import Database
 from hooks.errors import StoreError
-from hooks.sending.post import PinnedResolver, resolve
-from hooks.sending.targets import danger, layers
-from service.api import PREFIXES, ROUTES, api, configuration, watch
-from service.auth.access import guard_of
-from service.auth.places import is_loopback
-from service.auth.roles import Role
-from service.composition.engine_source import engine_source
-from service.composition.life import hold_first, import_ahead, live
-from service.composition.loaders import model_loader, requirements_reader
-from service.composition.rooms import destinations_of, rooms_transport
-from service.composition.shared_sessions import SharedDatabase
-from service.composition.versions import versions
-from service.doors.direct import ByAddress
-from service.doors.doors import Doors
-from service.doors.sockets import doors_blueprint
-from service.edge.allowance import Allowance
-from service.edge.destinations import AddressRules
-from service.edge.limits import Creates, Rates
-from service.edge.origins import Origins
-from service.edge.policy_places import PolicyPlaces
-from service.engine.engine import LoadPolicy
-from service.engine.policy_reader import PolicyReader, ReadRequirements
-from service.logs import RecentLogs
+from hooks.registry.delivery import PinnedResolver, resolve
+from service.api import pages
+from service.api.blueprint import PREFIXES, ROUTES, api, configuration, watch
+from service.api.context import App, Context
+from service.api.metrics import Metrics
+from service.api.openapi import full_document, specified_document
+from service.api.pages import live_blueprint
+from service.api.websockets import doors_blueprint
+from service.auth.caller import Role
+from service.auth.config import is_loopback
+from service.auth.guard import guard_of
+from service.dashboard.live import Live
+from service.engine_source import engine_source
+from service.http.bodies import install_errors
+from service.http.limits import Creates, Rates
+from service.http.origins import Origins
+from service.inference.engine import LoadPolicy
+from service.inference.model_server import LoadModel
+from service.inference.policy_sources import (
+    PolicyPlaces,
+    PolicyReader,
+    ReadRequirements,
+    model_loader,
+    requirements_reader,
+)
+from service.lifespan import hold_first, import_ahead, live
+from service.logging import RecentLogs
 from service.loop_watchdog import LoopWatchdog
-from service.metrics import Metrics
-from service.models.served_model import LoadModel
-from service.openapi import full_document, specified_document
-from service.routes import docs
-from service.routes.answers import install_errors
-from service.routes.context import App, Context
-from service.routes.ui import live_blueprint
-from service.safety.authority import Authority
+from service.reloading_file import FileUnusable
+from service.rollout.webhooks import Webhooks
 from service.sessions.records import SCHEMA, SessionRecords
-from service.settings import Settings
+from service.sessions.request import Allowance
+from service.sessions.room_authority import Authority
+from service.settings import Settings, SettingsError
+from service.shared_sessions import SharedDatabase
 from service.state import alone_in, state_folder
-from service.transport.base import Transport
-from service.transport.server import TransportSettings, add_transport
-from service.ui.live import Live
-from service.updates.webhooks import Webhooks
+from service.streaming.clients import Doors
+from service.streaming.direct_transport import ByAddress
+from service.transport.address import AddressRules, Destinations
+from service.transport.client.room_keys import RoomKeys
+from service.transport.client.rooms_link import RoomsTransport
+from service.transport.link import Transport
+from service.transport.server.app import TransportSettings, add_transport
+
+
+def destinations_of(app: App, rules: AddressRules) -> Destinations:
+    """The transport servers that sessions may be sent to.
+
+    Raises:
+        SettingsError: one that is named cannot be meant.
+    """
+    try:
+        return Destinations(app.ctx.settings.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
+    except ValueError as error:
+        raise SettingsError(f"transport_hosts: {error}") from error
+
+
+def rooms_transport(app: App, destinations: Destinations | None) -> RoomsTransport:
+    """The RobotHub wire.
+
+    Raises:
+        SettingsError: the file of keys for other transport servers cannot be used.
+    """
+    return RoomsTransport(
+        ice_servers=app.ctx.settings.ice_servers, destinations=destinations, credentials=_room_keys(app)
+    )
+
+
+def _room_keys(app: App) -> RoomKeys:
+    settings = app.ctx.settings
+    named = None if settings.transport_key_file is None else Path(settings.transport_key_file).expanduser()
+    keys = RoomKeys(
+        app.ctx.guard.admissions.own,
+        lambda: app.config.get("OWN_ADDRESS") if settings.embedded_transport else None,
+        lambda session_id: app.ctx.sessions.get(session_id).new.owner,
+        named,
+        lambda session_id: app.ctx.sessions.get(session_id).claim,
+    )
+    try:
+        keys.check()
+    except FileUnusable as error:
+        raise SettingsError(f"transport_key_file: {error}") from error
+    return keys
+
+
+def versions() -> dict[str, str]:
+    """Package to version; of Python, too."""
+    found = {"python": platform.python_version()}
+    for package in ("robojax", "jax", "flax", "sanic", "aiortc"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
 
 # Routes that are not of the table, and the role that each wants. Deliveries and the management of webhooks have their
 # own secrets and tokens.
@@ -137,7 +197,7 @@ def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirement
     context = Context(
         settings=settings,
         documents=_documents(settings.max_rate, settings.max_cameras),
-        page=docs.page(),
+        page=pages.document_page(),
         versions=versions(),
         metrics=Metrics(
             lambda: context.sessions.list(),

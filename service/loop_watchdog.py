@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-BLOCKED = 0.25  # seconds without a heartbeat; robots that move are held after as long (service.safety.watchdog)
+BLOCKED = 0.25  # seconds without a heartbeat; robots that move are held after as long (service.control.watchdog)
 BEAT = 0.05  # between heartbeats of the event loop
 LOOK = 0.1  # between looks of the thread
 # Where neither the loop nor the thread ran, the share of that time in which this process computed: from this on,

@@ -9,22 +9,16 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
-from service.safety.sources import LimitsError, read_limits
-from service.setting_groups.access import AccessSettings
-from service.setting_groups.cluster import ClusterSettings
-from service.setting_groups.control import ControlSettings
-from service.setting_groups.group import PREFIX, Group, SettingsError
-from service.setting_groups.hosts import HostSettings
-from service.setting_groups.limits import LimitSettings
-from service.setting_groups.log import LogSettings
-from service.setting_groups.models import ModelSettings
-from service.setting_groups.policies import PolicySettings
-from service.setting_groups.recordings import RecordingSettings
-from service.setting_groups.rooms import TransportSettings
-from service.setting_groups.safety import SafetySettings
-from service.setting_groups.server import ServerSettings
-from service.setting_groups.updates import UpdateSettings
-from service.setting_groups.webhooks import WebhookSettings
+from service.auth.config import AccessSettings
+from service.control.config import ControlSettings, SafetySettings
+from service.control.limits import LimitsError, read_limits
+from service.distributed.config import ClusterSettings, HostSettings
+from service.http.config import LimitSettings, ServerSettings, TransportSettings
+from service.inference.config import ModelSettings, PolicySettings
+from service.logging import LogSettings
+from service.recording.recorder import RecordingSettings
+from service.rollout.config import UpdateSettings, WebhookSettings
+from service.setting_types import PREFIX, Group, SettingsError
 
 __all__ = ["FILE", "GROUPS", "PREFIX", "Settings", "SettingsError", "load_settings", "unknown_variables"]
 

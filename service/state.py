@@ -8,8 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from service.auth.watched import FileUnusable, read_regular
-from service.setting_groups.group import SettingsError
+from service.reloading_file import FileUnusable, read_regular
+from service.setting_types import SettingsError
 
 OFF = "off"
 

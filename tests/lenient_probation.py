@@ -3,9 +3,9 @@
 
 from functools import partial
 
-from service.cli.commands import main
-from service.updates import webhooks
-from service.updates.probation import ProbationSettings
+from robojax.cli.app import main
+from service.rollout import webhooks
+from service.rollout.gates import ProbationSettings
 
 if __name__ == "__main__":
     webhooks.ProbationSettings = partial(ProbationSettings, missed=1e9, starvations=1_000_000, standing=1e9)  # type: ignore[misc]

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
+from service.api.context import App
 from service.app import create_app
+from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.auth.roles import Role
-from service.engine.scripted_policy import ScriptedLoader
-from service.routes.context import App
-from service.serving import listen, serving
+from service.http.server import listen, serving
 from service.settings import Settings
-from service.transport.memory import MemoryLink, MemoryTransport
+from service.testing import MemoryLink, MemoryTransport, ScriptedLoader
 from tests.waiting import until
 
 REAL: Any = object()  # what a server has that is told nothing

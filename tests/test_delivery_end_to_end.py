@@ -21,8 +21,8 @@ import pytest
 from huggingface_hub import HfApi
 from safetensors.numpy import load, save
 
-from service.demo.children import Child, child
-from service.demo.show import free_port, wait_until_up
+from robojax.sim.demo import free_port, wait_until_up
+from service.processes import Child, child
 from tests.faults.meter import LOOK, PERIOD, Meter
 from tests.pauses import Pauses
 from tests.stub_hub import DeliveryPlan, StubHub
@@ -123,7 +123,7 @@ async def staged(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         async with http.post(f"{url}/sessions", json=body) as answer:
             assert answer.status == 200, (await answer.text(), server.last_words())
         arguments = ("--server", url, "--transport", url, "--session", SESSION, "--seed", "5000")
-        async with child("the arm", "service.demo.robot", *arguments) as arm:
+        async with child("the arm", "robojax.sim.robot", *arguments) as arm:
             meter = Meter(lambda: [server._process.pid])
             metering = asyncio.create_task(meter.run())
             stage = Stage(url, http, hub, arm, pauses, meter)

@@ -17,7 +17,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from service.api import ROUTES
+from service.api.blueprint import ROUTES
 from service.settings import PREFIX, Settings, load_settings, unknown_variables
 
 ROOT = Path(__file__).parent.parent

@@ -23,12 +23,12 @@ from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import Feature
 from jaxmodels.weights import flatten
 from service.app import create_app
-from service.serving import listen, serving
+from service.http.server import listen, serving
 from service.settings import Settings
-from service.transport.base import EmergencyStop, Rooms
-from service.transport.pace import Pace
-from service.transport.robot import Robot, connect_robot
-from service.transport.server import TransportSettings, serve_transport
+from service.transport.client.connection import Pace
+from service.transport.client.robot import Robot, connect_robot
+from service.transport.link import EmergencyStop, Rooms
+from service.transport.server.app import TransportSettings, serve_transport
 from tests.compiling import compiling_quickly
 from tests.pauses import Pauses
 

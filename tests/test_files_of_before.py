@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from hooks.registry.registry import Registry
-from hooks.registry.settings import RegistrySettings
+from hooks.registry.registry import Registry, RegistrySettings
 from jaxmodels.data import open_dataset
-from service.engine.scripted_policy import SO100_REQUIREMENTS
+from service.testing import SO100_REQUIREMENTS
 from tests.server import started
 
 FILES = Path(__file__).parent / "golden" / "files_of_0_1"
@@ -29,7 +28,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str) -> str:
-    command = [sys.executable, "-m", "service.cli", *arguments]
+    command = [sys.executable, "-m", "robojax.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -36,7 +36,7 @@ NUMBERED = [path for path in NOTEBOOKS if path.stem[:2].isdigit()]
 PATIENCE = 600
 WORTH_COMPILING_WELL = 500  # steps of training
 # Whether a machine can draw is known by trying, in a process of its own: OpenGL may end it.
-DRAWING = "import service.demo, mujoco; mujoco.GLContext(8, 8)"
+DRAWING = "import robojax.sim, mujoco; mujoco.GLContext(8, 8)"
 
 
 def cells(path: Path, kind: str) -> list[dict]:

@@ -63,7 +63,7 @@ FAULTS = (
     # Who may do what.
     Fault(
         "a ticket lets in more than once",
-        "service/auth/tickets.py",
+        "service/auth/tokens.py",
         "self._given.pop(_digest(text), None)",
         "self._given.get(_digest(text))",
         _tests("service/auth", k="ticket"),
@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "a session of somebody else is there",
-        "service/routes/ownership.py",
+        "service/api/context.py",
         "if not caller_of(request).sees(session.new.owner):",
         "if caller_of(request) is None:",
         _tests("service/auth/test_auth_access.py"),
@@ -113,7 +113,7 @@ FAULTS = (
     ),
     Fault(
         "a session ticks faster than the server allows",
-        "service/sessions/fit.py",
+        "service/sessions/compatibility.py",
         "rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)",
         "rate = new.rate or requirements.rate or settings.rate",
         _tests("service/sessions/test_sessions.py", k="rate"),
@@ -134,7 +134,7 @@ FAULTS = (
     ),
     Fault(
         "what a newer version wrote down is dropped",
-        "service/sessions/session_record.py",
+        "service/sessions/records.py",
         'told["new"] |= told.pop("wishes")',
         'told.pop("wishes")',
         _tests("service/sessions/test_records.py", k="comes_back"),
@@ -142,28 +142,28 @@ FAULTS = (
     # Control.
     Fault(
         "an older picture takes the place of a newer one",
-        "service/motion/buffer.py",
+        "service/control/observation_buffer.py",
         "if newest is not None and seen_at < newest.seen_at:",
         "if newest is not None and seen_at < newest.seen_at - 60:",
         _tests("service/motion/test_buffer.py"),
     ),
     Fault(
         "a hold has no end",
-        "service/motion/holding.py",
+        "service/control/hold.py",
         "        self.left -= 1\n        return True",
         "        return True",
         _tests("service/motion/test_control.py"),
     ),
     Fault(
         "a robot that is held is not told where",
-        "service/motion/holding.py",
+        "service/control/hold.py",
         "self.left, self._ramp = self._repeats, ramp",
         "self.left, self._ramp = 0, ramp",
         _tests("service/motion/test_control.py"),
     ),
     Fault(
         "joints are faster than their limit downwards",
-        "service/safety/clamping.py",
+        "service/control/guard.py",
         "np.maximum(change, least, out=change)",
         "np.maximum(change, 2 * least, out=change)",
         _tests("service/safety/test_guard.py", "service/safety/test_guarded_control.py"),
@@ -171,14 +171,14 @@ FAULTS = (
     # Transport.
     Fault(
         "a picture is given out without its last packet",
-        "service/transport/jitter.py",
+        "service/transport/webrtc/jitter_buffer.py",
         "                return index + 1",
         "                return index",
         _tests("service/transport/link/test_link_jitter.py"),
     ),
     Fault(
         "a smeared picture is decoded after a loss",
-        "service/transport/jitter.py",
+        "service/transport/webrtc/jitter_buffer.py",
         "if self._wants_keyframe and not is_keyframe(frame.data):",
         "if False:",
         _tests("service/transport/link/test_link_jitter.py"),
@@ -186,42 +186,42 @@ FAULTS = (
     # The edge and the routes.
     Fault(
         "an address has a connection too many",
-        "service/edge/limits.py",
+        "service/http/limits.py",
         "self._open[who] >= self.limits.each",
         "self._open[who] > self.limits.each",
         _tests("service/edge/test_limits.py"),
     ),
     Fault(
         "a bucket holds more than its burst",
-        "service/edge/limits.py",
+        "service/http/limits.py",
         "self._left = min(self._left + (now - self._at) * self.rate, self.burst)",
         "self._left = self._left + (now - self._at) * self.rate",
         _tests("service/edge/test_limits.py"),
     ),
     Fault(
         "bodies of any type are read as JSON",
-        "service/routes/body.py",
+        "service/http/bodies.py",
         "if kind is not None and not _is_json(kind):",
         "if kind is None:",
         _tests("service/routes/test_routes_validation.py"),
     ),
     Fault(
         "all that is wrong with a body is told",
-        "service/routes/body.py",
+        "service/http/bodies.py",
         "_TOLD = 64",
         "_TOLD = 6400",
         _tests("service/routes/test_routes_validation.py"),
     ),
     Fault(
         "what folders the server has is told",
-        "service/routes/debug.py",
+        "service/api/operations.py",
         '    "recordings",\n',
         "",
         _tests("service/routes/test_routes_debug.py"),
     ),
     Fault(
         "bytes after the end of a message are taken",
-        "service/doors/packing.py",
+        "service/streaming/codec.py",
         "if not reader.is_at_end:",
         "if False:",
         _tests("service/doors/test_packing.py", "service/doors/test_act.py"),
@@ -229,28 +229,28 @@ FAULTS = (
     # The engine, models, and engines elsewhere.
     Fault(
         "who gave up is answered all the same",
-        "service/engine/batching.py",
+        "service/inference/batching.py",
         "line.waiting = [request for request in line.waiting if request.is_wanted]",
         "line.waiting = list(line.waiting)",
         _tests("service/engine/test_batching.py", "service/engine/test_batches.py"),
     ),
     Fault(
         "a batch may make another line late",
-        "service/engine/batching.py",
+        "service/inference/batching.py",
         "return any(at_once + cost <= due < end + cost for due, cost in others)",
         "return False",
         _tests("service/engine/test_batching.py", "service/engine/test_batches.py"),
     ),
     Fault(
         "a forward pass too many has a place",
-        "service/models/forwards.py",
+        "service/inference/model_server.py",
         "if self._places >= self.limits.places:",
         "if self._places > self.limits.places:",
         _tests("service/models/test_forwards.py"),
     ),
     Fault(
         "another engine is made while one is coming",
-        "service/cluster/scaling.py",
+        "service/distributed/pool.py",
         "if coming or not engines:",
         "if not engines:",
         _tests("service/cluster/test_scaling.py"),
@@ -258,14 +258,14 @@ FAULTS = (
     # Updates, recordings, the page, settings and commands.
     Fault(
         "actions out of their range take over",
-        "service/updates/gates.py",
+        "service/rollout/gates.py",
         "if outside > limits.margin:",
         "if outside > 10 * limits.margin:",
         _tests("service/updates/test_gates.py"),
     ),
     Fault(
         "a policy that answers NaN takes over",
-        "service/updates/gates.py",
+        "service/rollout/gates.py",
         "    if bad:\n",
         "    if bad > 100_000:\n",
         _tests("service/updates/test_gates.py", "service/updates/test_rollout.py"),
@@ -279,7 +279,7 @@ FAULTS = (
     ),
     Fault(
         "a page too many looks on",
-        "service/ui/live.py",
+        "service/dashboard/live.py",
         "if len(self.viewers) >= self.settings.viewers and not self._make_room(caller):",
         "if len(self.viewers) > self.settings.viewers and not self._make_room(caller):",
         _tests("service/ui/test_ui_socket.py"),
@@ -293,7 +293,7 @@ FAULTS = (
     ),
     Fault(
         "a command that fails says that it did not",
-        "service/cli/failure.py",
+        "robojax/cli/app.py",
         "raise typer.Exit(code)",
         "raise typer.Exit(0)",
         _tests("service/cli/test_cli_token.py", k="cannot_be_made"),
@@ -400,10 +400,10 @@ def main() -> int:
                 code, told = pytest(tree, fault.tests)
                 (tree / fault.path).write_text(before)
                 verdict = {FAILED: "caught", PASSED: "NOT CAUGHT"}.get(code, f"pytest ended with {code}")
-            print(f"{verdict:>12}  {time.monotonic() - began:5.1f} s  {fault.name} ({fault.path})", flush=True)  # noqa: T201
+            print(f"{verdict:>12}  {time.monotonic() - began:5.1f} s  {fault.name} ({fault.path})", flush=True)
             if verdict != "caught":
                 wrong += 1
-                print(told, flush=True)  # noqa: T201
+                print(told, flush=True)
     return int(wrong > 0)
 
 

@@ -1,4 +1,4 @@
-"""The jobs that webhooks may start, from the operator's TOML file.
+"""Jobs that webhooks may start, and their runs.
 
 A request only ever names one by its id. What runs, where, and with which variables is in the file::
 
@@ -9,17 +9,31 @@ A request only ever names one by its id. What runs, where, and with which variab
     secrets = ["HF_TOKEN"]           # variables that a webhook may set
     timeout = 600                    # seconds
     max_output = 16384               # bytes of its output that are kept, the last ones
+
+A program that leaves its group (``setsid``) leaves these bounds as well.
 """
 
+import asyncio
+import logging
+import os
 import re
+import select
+import shutil
+import signal
 import stat
+import subprocess
+import tempfile
+import threading
+import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hooks.errors import InvalidSettings
+from hooks.registry.delivery import MAX_JOB_SECRET, Destination, Outcome, Parcel, excerpt
 
 MOST_OUTPUT = 1 << 20
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -110,3 +124,253 @@ def _is_number(value: Any) -> bool:
 
 def _is_ours(variable: str) -> bool:
     return variable.startswith("WEBHOOK_")
+
+
+# How often a running job is looked at.
+STEP = 0.05
+# From the polite signal to the other one: after its time is over, and when the server stops.
+GRACE = 2.0
+GRACE_AT_STOP = 0.5
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended.
+
+    Attributes:
+        status: exit status, negative for a signal; None when it did not start.
+        error: why it was ended by us or did not start.
+        output: the last bytes of what it said, on both of its outputs.
+    """
+
+    status: int | None
+    error: str | None
+    output: bytes
+
+
+def run_process(
+    argv: tuple[str, ...],
+    cwd: Path,
+    environment: Mapping[str, str],
+    *,
+    timeout: float,
+    max_output: int,
+    stop: threading.Event,
+    note: Path | None = None,
+) -> Ended:
+    """Run it, in the calling thread; nothing of its process group is left when this returns.
+
+    Args:
+        timeout: seconds.
+        max_output: bytes to keep, the last ones.
+        stop: set it to end the job.
+        note: file to write the process into, for ``end_left_behind``.
+    """
+    try:
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        return Ended(None, f"the job does not start: {reason or type(error).__name__}", b"")
+    if note is not None:
+        note.write_text(f"{process.pid} {_born(process.pid)}")
+    assert process.stdout is not None
+    with process.stdout:
+        output = _Tail(process.stdout.fileno(), max_output)
+        try:
+            error = _wait(process, output, timeout, stop)
+        finally:
+            _signal(process.pid, signal.SIGKILL)
+            process.wait()
+            _part_from(process.pid)
+        output.read_rest()
+    return Ended(process.returncode, error, bytes(output.kept))
+
+
+def _wait(process: "subprocess.Popen[bytes]", output: "_Tail", timeout: float, stop: threading.Event) -> str | None:
+    """Wait for its end, or bring it about; then the reason."""
+    until = time.monotonic() + timeout
+    error, kill_at = None, None
+    while process.poll() is None:
+        output.read(STEP)
+        now = time.monotonic()
+        if kill_at is None and (stop.is_set() or now >= until):
+            error = "the server stopped" if stop.is_set() else f"ended after its {timeout:g} s"
+            kill_at = now + (GRACE_AT_STOP if stop.is_set() else GRACE)
+            _signal(process.pid, signal.SIGTERM)
+        elif kill_at is not None and stop.is_set():
+            kill_at = min(kill_at, now + GRACE_AT_STOP)
+        if kill_at is not None and now >= kill_at:
+            _signal(process.pid, signal.SIGKILL)
+    return error
+
+
+class _Tail:
+    """The last bytes of a pipe."""
+
+    def __init__(self, file: int, most: int):
+        self.kept = bytearray()
+        self._file = file
+        self._most = most
+        self._is_open = True
+        os.set_blocking(file, False)
+
+    def read(self, wait: float) -> bool:
+        """Take what is there, or comes within so many seconds; whether there was something."""
+        if not self._is_open:
+            time.sleep(wait)
+            return False
+        if not select.select([self._file], [], [], wait)[0]:
+            return False
+        try:
+            data = os.read(self._file, 1 << 16)
+        except BlockingIOError:
+            return False
+        self._is_open = bool(data)
+        self.kept += data
+        del self.kept[: -self._most]
+        return self._is_open
+
+    def read_rest(self) -> None:
+        """Take what was written before the end; one that left the group may hold the pipe open, and is not read."""
+        until = time.monotonic() + GRACE_AT_STOP
+        while self.read(0) and time.monotonic() < until:
+            pass
+
+
+def _part_from(group: int) -> None:
+    """Wait until what was killed is gone, which takes the kernel a moment."""
+    until = time.monotonic() + GRACE_AT_STOP / 2
+    while _signal(group, 0) and time.monotonic() < until:
+        time.sleep(STEP / 10)
+
+
+def _signal(group: int, number: int) -> bool:
+    """Whether there is such a group."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _born(process: int) -> str:
+    """When a process began, in the kernel's ticks: a number and this together are never given twice.
+
+    What psutil tells follows the system's clock, and is another number for the same process once that was set.
+    """
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def end_left_behind(note: Path) -> bool:
+    """End the job that a killed server has left running; whether it still ran."""
+    number, _, born = note.read_text().partition(" ")
+    if not number.isdigit() or not born or _born(int(number)) != born:
+        return False
+    _signal(int(number), signal.SIGKILL)
+    return True
+
+
+logger = logging.getLogger(__name__)
+
+# Linux takes no single variable, with its name and an end, above 32 pages (MAX_ARG_STRLEN).
+MAX_VARIABLE = 128 << 10
+INHERITED = ("PATH", "HOME", "LANG")
+
+
+class JobCourier:
+    """Runs jobs in threads, so many at once; ``close`` ends them."""
+
+    def __init__(self, jobs: Mapping[str, Job], folder: Path | None, at_once: int):
+        """Make one; jobs that a killed server left behind are ended.
+
+        Args:
+            folder: for payloads while their jobs run; of this registry alone. None: a temporary one.
+        """
+        self._jobs = jobs
+        self._stop = threading.Event()
+        self._threads = ThreadPoolExecutor(at_once, "webhook-job")
+        self._running: set[Future[Outcome]] = set()
+        if folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="robojax-jobs-"))
+            return
+        self._folder = folder
+        for note in folder.glob("*/process"):
+            if end_left_behind(note):
+                logger.warning("a job that an earlier server left running was ended")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700, parents=True)
+
+    async def deliver(self, destination: Destination, parcel: Parcel, now: float) -> Outcome:
+        """Run the job to its end."""
+        job = self._jobs.get(destination.job or "")
+        if job is None:
+            return Outcome(error=f"job {destination.job!r} is not in the operator's file any more")
+        if self._stop.is_set():
+            return Outcome(is_interrupted=True)
+        began = time.monotonic()
+        running = self._threads.submit(self._run, job, destination, parcel)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        outcome = await asyncio.wrap_future(running)
+        return replace(outcome, seconds=time.monotonic() - began)
+
+    def _run(self, job: Job, destination: Destination, parcel: Parcel) -> Outcome:
+        if self._stop.is_set():
+            return Outcome(is_interrupted=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{parcel.id}-", dir=self._folder))
+        try:
+            payload = folder / "payload.json"
+            payload.touch(mode=0o600)
+            payload.write_bytes(parcel.body)
+            ended = run_process(
+                job.argv,
+                job.cwd,
+                environment(job, destination, parcel, payload),
+                timeout=job.timeout,
+                max_output=job.max_output + MAX_JOB_SECRET,
+                stop=self._stop,
+                note=folder / "process",
+            )
+        except OSError as error:
+            return Outcome(error=f"the payload cannot be written: {error.strerror}")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._stop.is_set() and ended.error is not None:
+            return Outcome(is_interrupted=True)
+        secrets = (destination.secret, *destination.secrets.values())
+        said = excerpt(ended.output, secrets, of_end=True, most=job.max_output, longest=MAX_JOB_SECRET)
+        return Outcome(exit_status=ended.status, error=ended.error, excerpt=said)
+
+    async def close(self) -> None:
+        """End what runs, and take no more."""
+        self._stop.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if running := [asyncio.wrap_future(job) for job in self._running]:
+            await asyncio.wait(running, timeout=2 * GRACE_AT_STOP + 4 * STEP)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def environment(job: Job, destination: Destination, parcel: Parcel, payload: Path) -> dict[str, str]:
+    """All that a job gets to know; nothing of the server's own environment but ``INHERITED``."""
+    given = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    given |= job.env
+    given |= {name: value for name, value in destination.secrets.items() if name in job.secrets}
+    given |= {"WEBHOOK_ID": parcel.id, "WEBHOOK_PAYLOAD_FILE": str(payload)}
+    if len("WEBHOOK_PAYLOAD=") + len(parcel.body) + 1 <= MAX_VARIABLE:
+        given["WEBHOOK_PAYLOAD"] = parcel.body.decode()
+    if (repo := parcel.repo) is not None:
+        given["WEBHOOK_REPO_ID"], given["WEBHOOK_REPO_TYPE"] = repo
+    if destination.secret:
+        given["WEBHOOK_SECRET"] = destination.secret
+    return given

@@ -1,13 +1,219 @@
-"""The registered webhooks: transactions on the database."""
+"""Registered webhooks in SQLite; validated create and update."""
 
 import json
+import re
 import sqlite3
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from hooks.addresses import MAX_URL
 from hooks.errors import InvalidWebhook, UnknownWebhook
-from hooks.registry.webhook import SUSPENDED, Watched, Webhook, Wish
-from hooks.sending import queue
-from hooks.sending.outcome import Destination
+from hooks.registry import delivery_queue
+from hooks.registry.delivery import MAX_JOB_SECRET, MAX_SECRET, Destination, iso
+from hooks.signatures import sign_standard
+
+WATCHABLE = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
+DOMAINS = ("repo", "discussion", "session")
+HUB_DOMAINS = DOMAINS[:2]
+
+# What ``disabled`` says beside true and false, as on the Hub.
+SUSPENDED = "suspended-after-failure"
+MAX_WATCHED = 100
+MAX_SECRETS = 32
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A repo by its type and name, or all of a user or org."""
+
+    type: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Webhook:
+    """One of ``url`` and ``job`` is set.
+
+    Attributes:
+        job: id of a job in the operator's file.
+        disabled: empty while it gets events, ``disabled``, or ``SUSPENDED``.
+        secrets: environment variables for the job.
+    """
+
+    id: str
+    url: str | None
+    job: str | None
+    watched: tuple[Watched, ...]
+    domains: tuple[str, ...]
+    secret: str | None = field(default=None, repr=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    disabled: str = ""
+    created_at: float = 0.0
+    updated_at: float = 0.0
+
+    def wire(self) -> dict[str, Any]:
+        """As the Hub gives it; the secrets are never in it."""
+        given: dict[str, Any] = {
+            "id": self.id,
+            "watched": [{"type": item.type, "name": item.name} for item in self.watched],
+            "domains": list(self.domains),
+            "hasSecret": bool(self.secret),
+            "disabled": SUSPENDED if self.disabled == SUSPENDED else bool(self.disabled),
+            "createdAt": iso(self.created_at),
+            "updatedAt": iso(self.updated_at),
+        }
+        if self.url is not None:
+            return given | {"url": self.url}
+        # huggingface_hub makes a JobSpec of ``job``; what the job runs is the operator's business and stays here.
+        return given | {"jobSourceId": self.job, "job": {"labels": {"id": self.job}}, "secretNames": [*self.secrets]}
+
+    def wants(self, scope: str, repo_type: str, repo_name: str) -> bool:
+        """Whether it gets a Hub event of this scope and repo."""
+        domain = "discussion" if scope.split(".")[0] == "discussion" else "repo"
+        if self.disabled or domain not in self.domains:
+            return False
+        name = repo_name.casefold()
+        owner = name.partition("/")[0] if "/" in name else None
+        return any(
+            item.name.casefold() == (owner if item.type in ("user", "org") else name)
+            and item.type in ("user", "org", repo_type)
+            for item in self.watched
+        )
+
+    @property
+    def wants_sessions(self) -> bool:
+        """Whether it gets the events of sessions."""
+        return not self.disabled and "session" in self.domains
+
+
+@dataclass(frozen=True)
+class Wish:
+    """None: not named, which an update keeps.
+
+    Attributes:
+        secret: empty to have none any more.
+        secrets: variables to set; an empty value takes one away.
+    """
+
+    url: str | None = None
+    job: str | None = None
+    watched: tuple[Watched, ...] | None = None
+    domains: tuple[str, ...] | None = None
+    secret: str | None = field(default=None, repr=False)
+    secrets: Mapping[str, str] | None = field(default=None, repr=False)
+
+
+def wish_of(body: object, *, is_new: bool) -> Wish:
+    """Read the JSON of a create (``is_new``) or update.
+
+    An update's empty ``watched`` counts as not named: huggingface_hub sends that whenever the caller gives none.
+
+    Raises:
+        InvalidWebhook: with all that is wrong.
+    """
+    if not isinstance(body, dict):
+        raise InvalidWebhook(f"body: {type(body).__name__}, wanted a JSON object")
+    wrong: list[str] = []
+    url, job = (_text(body, name, MAX_URL, wrong) for name in ("url", "jobSourceId"))
+    if body.get("job") is not None:
+        wrong.append("job: jobs are registered by the operator here; give the id of one as jobSourceId")
+    elif url and job:
+        wrong.append("url and jobSourceId: both are given, wanted one of them")
+    elif is_new and not url and not job:
+        wrong.append("url or jobSourceId: wanted one of them")
+    domains = _domains(body.get("domains"), wrong)
+    if domains is None and is_new:
+        domains = HUB_DOMAINS
+    watched = _watched(body.get("watched"), wrong)
+    if not watched:
+        if is_new and not wrong and domains != ("session",):
+            wrong.append("watched: wanted at least one item, e.g. {'type': 'model', 'name': 'owner/name'}")
+        watched = () if is_new else None
+    wish = Wish(url or None, job or None, watched, domains, _secret(body, wrong), _secrets(body, wrong))
+    if wish.secrets and (wish.url or (is_new and not wish.job)):
+        wrong.append("secrets: they are for jobs; wanted with jobSourceId only")
+    if wrong:
+        raise InvalidWebhook("; ".join(wrong))
+    return wish
+
+
+def _text(body: Mapping[str, Any], name: str, most: int, wrong: list[str]) -> str | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        wrong.append(f"{name}: {type(value).__name__}, wanted text")
+    elif len(value) > most:
+        wrong.append(f"{name}: {len(value)} characters, wanted at most {most}")
+    else:
+        return value
+    return None
+
+
+def _domains(value: object, wrong: list[str]) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value:
+        wrong.append(f"domains: wanted a list of {', '.join(DOMAINS)}")
+        return None
+    # Older versions of huggingface_hub say it in the plural.
+    named = tuple(dict.fromkeys("discussion" if item == "discussions" else str(item)[:40] for item in value))
+    unknown = [name for name in named if name not in DOMAINS]
+    if unknown:
+        wrong.append(f"domains: {', '.join(map(repr, unknown[:5]))}, wanted {', '.join(DOMAINS)}")
+    return named
+
+
+def _watched(value: object, wrong: list[str]) -> tuple[Watched, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_WATCHED:
+        wrong.append(f"watched: wanted a list of at most {MAX_WATCHED} items")
+        return ()
+    items = []
+    for number, item in enumerate(value):
+        kind, name = (item.get("type"), item.get("name")) if isinstance(item, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(name, str):
+            wrong.append(f"watched[{number}]: wanted {{'type': ..., 'name': ...}}")
+        elif kind not in WATCHABLE:
+            wrong.append(f"watched[{number}]: type {kind[:40]!r}, wanted one of {', '.join(WATCHABLE)}")
+        elif not _NAME.fullmatch(name):
+            wrong.append(f"watched[{number}]: name {name[:100]!r}, wanted name or owner/name")
+        else:
+            items.append(Watched(kind, name))
+    return tuple(dict.fromkeys(items))
+
+
+def _secret(body: Mapping[str, Any], wrong: list[str]) -> str | None:
+    secret = _text(body, "secret", MAX_SECRET, wrong)
+    if secret is None:
+        return None
+    if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
+        wrong.append("secret: wanted printable ASCII (it is sent as a header) without spaces at its ends")
+        return None
+    try:
+        sign_standard(secret, "", 0, b"")
+    except InvalidWebhook as error:
+        wrong.append(f"secret: {error}")
+    return secret
+
+
+def _secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str] | None:
+    value = body.get("secrets")
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_SECRETS:
+        wrong.append(f"secrets: wanted an object of at most {MAX_SECRETS} variables")
+        return None
+    for name, text in value.items():
+        if not _VARIABLE.fullmatch(name):
+            wrong.append(f"secrets: {name[:40]!r} is no name of a variable")
+        elif not isinstance(text, str) or len(text.encode("utf-8", "replace")) > MAX_JOB_SECRET or "\0" in text:
+            wrong.append(f"secrets: {name}: wanted text of at most {MAX_JOB_SECRET} bytes")
+    return value
 
 
 def note_content(connection: sqlite3.Connection, name: str, sha: str, now: float) -> tuple[bool, str | None]:
@@ -48,7 +254,7 @@ CREATE TABLE folders (
     changed_at REAL NOT NULL
 ) STRICT;
 """
-SCHEMA = (WEBHOOKS + queue.SCHEMA, queue.LANES)
+SCHEMA = (WEBHOOKS + delivery_queue.SCHEMA, delivery_queue.LANES)
 
 
 @dataclass(frozen=True)
@@ -87,7 +293,7 @@ class WebhookStore:
         if count >= self.max_webhooks:
             raise InvalidWebhook(f"there are {count} webhooks, and no more may be; delete one that is not needed")
         made = Webhook(
-            id=queue.new_id(),
+            id=delivery_queue.new_id(),
             url=wish.url,
             job=wish.job,
             watched=wish.watched or (),
@@ -135,13 +341,13 @@ class WebhookStore:
     def enable(self, connection: sqlite3.Connection, webhook_id: str, now: float) -> Webhook:
         """Let it have events again; what has waited is sent at once."""
         self._set(connection, webhook_id, "", now)
-        queue.release(connection, webhook_id, now)
+        delivery_queue.release(connection, webhook_id, now)
         return self.get(connection, webhook_id)
 
     def disable(self, connection: sqlite3.Connection, webhook_id: str, now: float, how: str = "disabled") -> Webhook:
         """Let it have no more events; what waits goes on waiting."""
         self._set(connection, webhook_id, how, now)
-        queue.hold(connection, webhook_id)
+        delivery_queue.hold(connection, webhook_id)
         return self.get(connection, webhook_id)
 
     def _set(self, connection: sqlite3.Connection, webhook_id: str, disabled: str, now: float) -> None:
@@ -154,7 +360,7 @@ class WebhookStore:
         """Forget it, what waits for it, and its log."""
         self.get(connection, webhook_id)
         connection.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
-        queue.forget(connection, webhook_id)
+        delivery_queue.forget(connection, webhook_id)
 
     def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
         """Where its events go now."""

@@ -5,11 +5,9 @@ JAX nor the server nor WebRTC is imported.
 """
 
 from robojax.client.answers import Action, Chunk, Rooms, SessionStatus
-from robojax.client.asynchronous import AsyncClient, AsyncSession
-from robojax.client.client import Client, Session
+from robojax.client.client import AsyncClient, AsyncSession, Client, Session
 from robojax.client.errors import ClientError, Garbled, Refused, StreamClosed, Unreachable, Unusable
-from robojax.client.messages import Command, Message, Pong, Status, Stopped, Welcome, Wrong
-from robojax.client.stream import AsyncStream, Stream
+from robojax.client.stream import AsyncStream, Command, Message, Pong, Status, Stopped, Stream, Welcome, Wrong
 
 __all__ = [
     "Action",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from robojax.client.arrays import unpacked
+from robojax.client.codec import unpacked
 from robojax.client.errors import Garbled
 
 if TYPE_CHECKING:

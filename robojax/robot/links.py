@@ -20,10 +20,9 @@ from robojax.client import (
     Unreachable,
     Wrong,
 )
-from robojax.client.messages import write
-from robojax.client.observation import observation
-from robojax.client.stream import AsyncStream
-from robojax.robot.body import Body
+from robojax.client.codec import observation
+from robojax.client.stream import AsyncStream, write
+from robojax.robot.arm_thread import Body
 from robojax.robot.errors import RobotError
 
 # Seconds before each further try to reach a server that is gone.

@@ -1,4 +1,4 @@
-"""API keys: a file of who has one, and whether a key that was sent is among them.
+"""API keys in a file, and the process's own key.
 
 The file holds SHA-256 hashes. A key is 256 random bits, so there is nothing to guess that a slow hash or a salt would
 protect, and every request can afford to be checked.
@@ -10,16 +10,16 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from filelock import FileLock
 
-from service.auth.caller import Caller
-from service.auth.roles import Role
-from service.auth.watched import FileUnusable, WatchedFile, write_private
+from service.auth.caller import Caller, Role
+from service.reloading_file import FileUnusable, WatchedFile, write_private
 
 PREFIX = "rjk_"
 LONGEST = 128
@@ -188,3 +188,27 @@ def _key(entry: Any) -> Key:
     if not all(isinstance(time, int | float) and math.isfinite(time) for time in times):
         raise ValueError(name)
     return Key(name, Role.named(entry["role"]), None if owner == ALL else owner, times[0], entry["expires_at"], digest)
+
+
+OWN_PREFIX = "rjo_"
+OWN_KEY_HEADER = "x-api-key"
+OWN_KEY_FOR = "x-robojax-for"
+OWN_NAME = "this server"
+
+
+class OwnKey:
+    """A session's rooms are made and joined with it, on behalf of the session's owner and with no more rights."""
+
+    def __init__(self) -> None:
+        self._key = OWN_PREFIX + secrets.token_urlsafe(32)
+
+    def headers(self, owner: str | None) -> Mapping[str, str]:
+        """What is sent to this process's own address, never to another."""
+        return {OWN_KEY_HEADER: self._key} | ({} if owner is None else {OWN_KEY_FOR: quote(owner, safe="")})
+
+    def caller(self, sent: str, behalf: str | None) -> Caller | None:
+        """Whom a key that was sent stands for, if it is this one."""
+        if not hmac.compare_digest(sent.encode(errors="replace"), self._key.encode()):
+            return None
+        owner = None if behalf is None else unquote(behalf)
+        return Caller(owner or OWN_NAME, Role.OPERATOR, owner)

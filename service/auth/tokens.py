@@ -1,19 +1,20 @@
-"""Bearer tokens: JSON Web Tokens (RFC 7519) of one algorithm, which say who, as what, and until when.
+"""Bearer tokens (JWT) and one-time tickets.
 
 Whoever has the server's secret can sign them. A token cannot be revoked by itself: it ends soon, or with the secret.
 """
 
+import hashlib
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jwt
 
-from service.auth.caller import Caller
+from service.auth.caller import Caller, Role
 from service.auth.keys import NAME
-from service.auth.roles import Role
-from service.auth.watched import FileUnusable, WatchedFile, write_private
+from service.reloading_file import FileUnusable, WatchedFile, write_private
 
 ALGORITHM = "HS256"
 ISSUER = AUDIENCE = "robojax"
@@ -156,3 +157,45 @@ class SecretFile:
                 "`python -c 'import secrets; print(secrets.token_urlsafe(48))'` makes"
             )
         return Tokens(secret, self._longest)
+
+
+PREFIX = "rjt_"
+LIFETIME = 30.0
+MOST = 4096
+MOST_OF_ONE = 64
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Whom it lets in, until when (monotonic), and whether what it was got with is still good."""
+
+    caller: Caller
+    until: float
+    is_still_in: Callable[[], bool]
+
+
+class Tickets:
+    """All that were given out and not used. They are in an address, which proxies write down, so they count once."""
+
+    def __init__(self) -> None:
+        self._given: dict[bytes, Ticket] = {}  # oldest first
+
+    def give(self, caller: Caller, is_still_in: Callable[[], bool], now: float) -> str:
+        """A new ticket for this caller; of too many, its oldest goes."""
+        self._given = {key: ticket for key, ticket in self._given.items() if ticket.until > now}
+        own = [key for key, ticket in self._given.items() if ticket.caller == caller]
+        if len(own) >= MOST_OF_ONE or len(self._given) >= MOST:
+            del self._given[own[0] if own else next(iter(self._given))]
+        text = PREFIX + secrets.token_urlsafe(32)
+        self._given[_digest(text)] = Ticket(caller, now + LIFETIME, is_still_in)
+        return text
+
+    def take(self, text: str, now: float) -> Ticket | None:
+        """Whom it lets in; from now on nobody any more."""
+        ticket = self._given.pop(_digest(text), None)
+        return ticket if ticket is not None and now < ticket.until and ticket.is_still_in() else None
+
+
+def _digest(text: str) -> bytes:
+    # Looked up by its hash: how long the look-up takes tells nothing of tickets that are there.
+    return hashlib.sha256(text.encode(errors="replace")).digest()

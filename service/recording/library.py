@@ -1,14 +1,18 @@
-"""The folder of a server's recordings: what is in it, and names that are never paths."""
+"""Recordings and datasets by name or path; export process."""
 
+import os
 import re
 import shutil
+import signal
+import sys
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from service.recording.mcap_reader import read_outcome, read_subject
-from service.recording.steps import RecordingError
+from service.recording.dataset import DatasetSource, write_dataset
+from service.recording.mcap_files import McapSource, read_outcome, read_subject
+from service.recording.steps import RecordingError, Source
 
 SUFFIX = ".mcap"
 # A LeRobotDataset has this file; that it is there says enough.
@@ -105,3 +109,41 @@ class Library:
             if unfinished.is_dir() and not unfinished.is_symlink():
                 shutil.rmtree(unfinished)
         return True
+
+
+def open_source(path: Path) -> Source:
+    """The steps of a recording (.mcap) or of a LeRobotDataset folder, v3.0 or v2.1.
+
+    Raises:
+        RecordingError: it is neither, or cannot be read.
+    """
+    if not path.exists():
+        raise RecordingError(f"{path} is not there; `robojax recordings list` shows those of a server")
+    return DatasetSource(path) if path.is_dir() else McapSource(path)
+
+
+def step_back() -> None:
+    """Let everybody else go first."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.nice(19)
+
+
+def main(file: str, folder: str) -> int:
+    """What ``python -m service.recording.library FILE FOLDER`` does; 0 when the dataset is there."""
+    # The folder that is not finished is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    step_back()
+    try:
+        source = open_source(Path(file))
+        write_dataset(Path(folder), source.facts, source.steps())
+    except (RecordingError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if source.damage is not None:
+        sys.stderr.write(f"{source.damage}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

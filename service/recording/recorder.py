@@ -1,4 +1,4 @@
-"""A session's recording while it goes on: the control loop hands over and goes on, a thread writes."""
+"""Records one session through a bounded queue and a thread."""
 
 import errno
 import logging
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
+from pydantic import Field
 
-from service.engine.worker import yield_to_others
-from service.motion.tap import Tick
-from service.recording import channels
-from service.recording.subject import Subject
+from service.control.observers import Tick
+from service.recording import mcap_format
+from service.recording.mcap_format import Subject
+from service.setting_types import Group
+from service.threads import yield_to_others
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ class Recorder:
         if self._is_running:
             self.end("started anew")
         self._note_task()
-        self._hand_over("event", time.monotonic(), channels.INFO, "start", text)
+        self._hand_over("event", time.monotonic(), mcap_format.INFO, "start", text)
         self._is_running = True
         for camera, (image, seen_at) in self._newest.items():
             self._hand_over("frame", camera, image, seen_at, size=image.nbytes)
@@ -138,14 +140,14 @@ class Recorder:
         """The robot was stopped: the episode ends."""
         if self._is_running:
             self._is_running = False
-            self._hand_over("event", time.monotonic(), channels.INFO, "stop", text)
+            self._hand_over("event", time.monotonic(), mcap_format.INFO, "stop", text)
 
     def _note_task(self) -> None:
         if (task := self._followed_now() or "") != self._task:
             self._task = task
-            self.note(channels.TASK, task)
+            self.note(mcap_format.TASK, task)
 
-    def note(self, code: str, text: str, level: int = channels.INFO) -> None:
+    def note(self, code: str, text: str, level: int = mcap_format.INFO) -> None:
         """Something else happened."""
         self._hand_over("event", time.monotonic(), level, code, text)
 
@@ -211,7 +213,7 @@ class Recorder:
             self._ended(self)
 
     def _record(self) -> None:
-        from service.recording.mcap_writer import McapWriter
+        from service.recording.mcap_files import McapWriter
 
         self._check_room()
         if self.state != ON:
@@ -264,3 +266,20 @@ class Recorder:
 
     def _give_up(self, state: str, reason: str) -> None:
         self.state, self.reason = state, reason
+
+
+class RecordingSettings(Group):
+    """Recordings"""
+
+    recordings: str | None = Field(
+        default=None, description="Folder that recordings of sessions go to; default: recordings in the state folder."
+    )
+    recording_free: int | None = Field(
+        default=None,
+        ge=0,
+        description="Bytes that stay free: a recording ends before. Default: 1 GiB, or 5 % of a small disk.",
+    )
+    recording_limit: int = Field(default=20 << 30, ge=1 << 20, description="Bytes of one recording.")
+    recording_datasets: bool = Field(
+        default=True, description="Make a LeRobotDataset of every recording when it has ended."
+    )

@@ -16,17 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from service.engine.worker import call_in_thread
 from service.errors import InvalidRequest, RecordingRefused, UnknownRecording, UnknownSession
-from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits
-from service.recording.subject import Subject, bounds, feature_names
+from service.logging import printable
+from service.recording.mcap_format import Subject, bounds, feature_names
+from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits, RecordingSettings
 from service.sessions.request import NewSession
 from service.sessions.session import Session
-from service.sessions.sessions import Listed
-from service.setting_groups.recordings import RecordingSettings
+from service.sessions.store import Listed
 from service.stage import MOVING
 from service.state import state_folder
-from service.words import printable
+from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Recordings:
             from service.recording.library import Library
 
             # Now, because importing keeps Python's lock, and later a robot may be moving.
-            import_module("service.recording.mcap_writer")
+            import_module("service.recording.mcap_files")
 
             self._library = Library(folder)
 
@@ -273,7 +272,7 @@ class Recordings:
         async with self._turn:
             path, folder = self._library.folder / f"{name}.mcap", self._library.dataset(name)
             self._making[name] = "making"
-            command = (sys.executable, "-m", "service.recording.export", str(path), str(folder))
+            command = (sys.executable, "-m", "service.recording.library", str(path), str(folder))
             try:
                 code, said = await run_process(command)
             except OSError as error:

@@ -5,17 +5,16 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import NoReturn
 
-from service.engine.engine import Engine, LoadPolicy
-from service.engine.progress import Progress
+from service.control.observers import Tap
+from service.control.robot_io import Drive
 from service.errors import MoveRefused
-from service.motion.drive import Drive
-from service.motion.tap import Tap
-from service.sessions.changeover import Changeover
-from service.sessions.session_record import SessionRecord
-from service.sessions.standing import Standing
-from service.sessions.status import About
+from service.inference.engine import Engine, LoadPolicy
+from service.inference.progress import Progress
+from service.sessions.base_session import About, Standing
+from service.sessions.policy_slots import Changeover
+from service.sessions.records import SessionRecord
 from service.stage import Move, Stage
-from service.transport.base import Rooms
+from service.transport.link import Rooms
 
 
 class Interrupted(Standing):

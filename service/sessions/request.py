@@ -1,15 +1,18 @@
-"""What a caller asks of a new session, and the limits it is held against."""
+"""What a new session asks for, and whether that is allowed."""
 
+import asyncio
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from service.control.limits import Asked
+from service.control.watchdog import Patience
 from service.errors import InvalidRequest
-from service.safety.limits import Asked
-from service.safety.watchdog import Patience
-from service.transport.names import rooms_of
+from service.inference.policy_sources import PolicyPlaces
+from service.transport.address import Destinations
+from service.transport.protocol import rooms_of
 
 # Seconds; no chunk covers more.
 LONGEST_AHEAD = 10.0
@@ -31,8 +34,8 @@ class NewSession:
         dry_run: everything but sending commands.
         shadow_policy_path, shadow_revision: a second policy that computes on the same observations and moves nothing.
         max_relative_target: the largest step of a joint per tick (LeRobot's name), for all joints or by wire name.
-        overlap: how a new chunk joins what is left of the plan, one of ``service.motion.overlap.OVERLAPS``; None leaves
-            it to the checkpoint, else to the default.
+        overlap: how a new chunk joins what is left of the plan, one of ``service.control.aggregation.OVERLAPS``; None
+            leaves it to the checkpoint, else to the default.
         temporal_ensemble_coeff: of the overlap ``ensemble`` (LeRobot's name); the checkpoint's, else ACT's, when None.
         ask_ahead: seconds before it is needed that the next chunk is asked for; as long as answers take when None.
         action_steps: actions of a chunk to do before the next one takes over; the policy's own number when None.
@@ -157,3 +160,31 @@ def _check_name(name: str, what: str, *place: int) -> None:
             f"{what} {name[:80]!r}: wanted 1 to 64 letters, digits, '_', '.' or '-' (not only dots)",
             ("body", what, *place),
         )
+
+
+Admit = Callable[[NewSession], Awaitable[None]]
+
+
+class Allowance:
+    """The places that a request names, asked for at once and not only when they are come to.
+
+    Args:
+        destinations: None where links do not leave this process.
+    """
+
+    def __init__(self, places: PolicyPlaces, destinations: Destinations | None = None):
+        self.places = places
+        self._destinations = destinations
+
+    async def check(self, new: NewSession) -> None:
+        """
+        Raises:
+            InvalidRequest: a place is not allowed; says which setting allows it.
+            TransportError: nobody knows the transport server's host.
+        """
+        await asyncio.to_thread(self.places.check, new.policy_path, revision=new.revision)
+        if new.shadow_policy_path is not None:
+            shadow, revision = new.shadow_policy_path, new.shadow_revision
+            await asyncio.to_thread(self.places.check, shadow, "shadow_policy_path", revision)
+        if self._destinations is not None and not new.is_direct:
+            await self._destinations.addresses(new.transport_server_url)

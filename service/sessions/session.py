@@ -1,4 +1,4 @@
-"""One session: its life from loading to leaving its rooms, and what may be asked of it."""
+"""Session: from loading its policy to leaving its rooms."""
 
 import asyncio
 import logging
@@ -7,32 +7,57 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
-from service.engine.engine import Engine, LoadPolicy, Served, Sizes
-from service.engine.progress import Progress
-from service.engine.worker import call_in_thread
+from service.control.aggregation import ENSEMBLE
+from service.control.config import Pace
+from service.control.controller import Control
+from service.control.joints import JointTable
+from service.control.lease import Leases, robot_of
+from service.control.observation_buffer import Buffer
+from service.control.observers import Tap, Taps
+from service.control.robot_io import Drive
+from service.control.shadow import Shadow, shadow_of
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
-from service.motion.buffer import Buffer
-from service.motion.control import Control
-from service.motion.drive import Drive
-from service.motion.joints import JointTable
-from service.motion.overlap import ENSEMBLE
-from service.motion.pace import Pace
-from service.motion.tap import Tap, Taps
-from service.safety.lease import Leases, robot_of
-from service.safety.shadow import Shadow, shadow_of
-from service.sessions.admitted import admitted, promised
-from service.sessions.changeover import Changeover
-from service.sessions.fit import fit, limits_of
-from service.sessions.instruction import read_ahead
-from service.sessions.notices import Tell, notice_of
+from service.inference.engine import Engine, LoadPolicy, Served, Sizes
+from service.inference.progress import Progress
+from service.logging import begin_about
+from service.sessions.base_session import About, Standing, joining_of
+from service.sessions.compatibility import admitted, fit, limits_of, promised, read_ahead
+from service.sessions.policy_slots import Changeover
 from service.sessions.request import NewSession, SessionSettings
-from service.sessions.standing import Standing
-from service.sessions.status import About, joining_of
 from service.stage import Move, Stage
-from service.subject import begin_about
-from service.transport.base import Link, Made, Rooms, Transport
-from service.transport.names import rooms_of
+from service.threads import call_in_thread
+from service.transport.link import Link, Made, Rooms, Transport
+from service.transport.protocol import rooms_of
+
+EVENTS = {
+    Move.LOADED: "session.created",
+    Move.START: "session.started",
+    Move.RESTART: "session.started",
+    Move.STOP: "session.stopped",
+    Move.EMERGENCY_STOP: "session.stopped",
+    Move.FAILED: "session.error",
+    Move.EXPIRED: "session.error",
+}
+Tell: TypeAlias = Callable[[str, dict[str, object]], None]
+
+
+def notice_of(new: NewSession, stage: Stage, move: Move, reason: str | None) -> tuple[str, dict[str, object]] | None:
+    """The event that a move to this stage is, and what it says; None for a move that nobody is told of."""
+    if move not in EVENTS:
+        return None
+    about: dict[str, object] = {
+        "session_id": new.session_id,
+        "status": str(stage),
+        "policy_path": new.policy_path,
+    }
+    if reason is not None:
+        about["reason"] = reason
+    if move is Move.EMERGENCY_STOP:
+        about["emergency_stop"] = True
+    return EVENTS[move], about
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from service.transport.base import EmergencyStop, Rooms
-from service.transport.robot import Robot
+from service.transport.client.robot import Robot
+from service.transport.link import EmergencyStop, Rooms
 from tests.faults.history import Call, History, Look
 from tests.faults.meter import Meter
 from tests.faults.processes import Process

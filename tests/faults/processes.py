@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from service.transport.base import Rooms
+from service.transport.link import Rooms
 
 ROOT = Path(__file__).parents[2]
 STARTING = 60.0
@@ -29,7 +29,7 @@ class Process:
     def __init__(self, log: Path, module: str, *arguments: str, env: dict[str, str] | None = None):
         self.log = log
         self.url = ""
-        self._command = [sys.executable, "-m", "service.leash", str(os.getpid()), module, *arguments]
+        self._command = [sys.executable, "-m", "service.processes", str(os.getpid()), module, *arguments]
         self._env = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         self._running: subprocess.Popen[bytes] | None = None
         self.began_at = 0.0
@@ -105,7 +105,7 @@ def process(log: Path, module: str, *arguments: str, env: dict[str, str] | None 
 def server(folder: Path, *flags: str, scripted: bool = True, env: dict[str, str] | None = None):
     """``robojax serve`` with its state in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    module = "tests.faults.scripted_server" if scripted else "service.cli"
+    module = "tests.faults.scripted_server" if scripted else "robojax.cli"
     return process(
         folder / "server.log", module, "serve", "--port", "0", "--state", str(folder / "state"), *flags, env=env
     )
@@ -114,7 +114,7 @@ def server(folder: Path, *flags: str, scripted: bool = True, env: dict[str, str]
 def rooms(folder: Path):
     """``robojax transport``."""
     folder.mkdir(parents=True, exist_ok=True)
-    return process(folder / "rooms.log", "service.cli", "transport", "--port", "0")
+    return process(folder / "rooms.log", "robojax.cli", "transport", "--port", "0")
 
 
 def robot(folder: Path, url: str, rooms: Rooms, began_at: float):

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.transport.address import Address, Kind
-from service.transport.base import EmergencyStop, Rooms
-from service.transport.connection import RoomConnection
-from service.transport.messages import Role
-from service.transport.pace import Pace
-from service.transport.rest import RoomsApi, http_session
-from service.transport.robot import JointRoom, Robot, connect_robot
+from service.transport.client.connection import Pace, RoomConnection
+from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.robot import JointRoom, Robot, connect_robot
+from service.transport.link import EmergencyStop, Rooms
+from service.transport.protocol import Role
 from tests.faults.script import CHUNK, RATE, STEP
 
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 
-from service.transport.base import Rooms
+from service.transport.link import Rooms
 from tests.faults.robot import TellingPose, living_robot
 
 

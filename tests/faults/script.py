@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmodels import Requirements
 from jaxmodels.errors import CheckpointError
-from service.engine.scripted_policy import ScriptedPolicy
+from service.testing import ScriptedPolicy
 
 FILE = "script.json"
 RATE = 50.0

@@ -14,7 +14,7 @@ from itertools import repeat
 from pathlib import Path
 
 import service.app
-from service.cli.commands import main
+from robojax.cli.app import main
 from tests.faults.script import load, read
 
 

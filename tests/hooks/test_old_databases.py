@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from hooks.errors import StoreError
-from hooks.receiving.inbox import Inbox
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import ReceiverSettings
-from hooks.registry.registry import Registry
-from hooks.registry.settings import RegistrySettings
-from hooks.sending.sender import SenderSettings
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.receiver.inbox import Inbox
+from hooks.receiver.receiver import Receiver
+from hooks.registry.registry import Registry, RegistrySettings
+from hooks.registry.sender import SenderSettings
 from tests.hooks.receiving.conftest import serve
 from tests.hooks.sending.target import target_server
 from tests.waiting import until

@@ -4,17 +4,16 @@ import pytest
 from aiohttp import web
 
 from hooks.errors import InvalidWebhook
-from hooks.payload import ACTIONS, WebhookPayload
+from hooks.payload import ACTIONS, SAMPLE_SCOPES, WebhookPayload, sample
 from hooks.payload import SCOPES as DOCUMENTED
-from hooks.samples import SCOPES, sample
 from hooks.signatures import is_github, is_standard
-from hooks.simulator import deliveries, headers, send
+from hooks.testing import deliveries, headers, send
 
 STANDARD = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 
 def test_there_is_a_sample_of_every_documented_kind_of_event():
-    made = [WebhookPayload.model_validate(sample(name)) for name in SCOPES]
+    made = [WebhookPayload.model_validate(sample(name)) for name in SAMPLE_SCOPES]
     assert {payload.event.scope for payload in made} == set(DOCUMENTED)
     assert {payload.event.action for payload in made} == set(ACTIONS)
     refs = [moved for payload in made for moved in payload.updatedRefs or ()]
@@ -26,7 +25,7 @@ def test_there_is_a_sample_of_every_documented_kind_of_event():
     assert any(payload.discussion and payload.discussion.isPullRequest for payload in made)
 
 
-@pytest.mark.parametrize("name", SCOPES)
+@pytest.mark.parametrize("name", SAMPLE_SCOPES)
 def test_a_sample_has_what_the_hub_documents_and_nothing_else(name):
     payload = WebhookPayload.model_validate(sample(name, repo="a/b", sha="c0ffee"))
     assert not payload.model_extra
@@ -42,12 +41,12 @@ def test_an_event_that_is_not_documented_is_refused():
 
 
 def test_copies_share_an_id_and_a_shuffle_is_the_same_every_time():
-    events = [(name, sample(name)) for name in SCOPES]
+    events = [(name, sample(name)) for name in SAMPLE_SCOPES]
     sent = deliveries(events, copies=3, is_reordered=True, seed=1)
-    assert len({delivery.id for delivery in sent}) == len(SCOPES)
-    assert len(sent) == 3 * len(SCOPES)
+    assert len({delivery.id for delivery in sent}) == len(SAMPLE_SCOPES)
+    assert len(sent) == 3 * len(SAMPLE_SCOPES)
     order = [delivery.what for delivery in sent]
-    assert order != sorted(order, key=SCOPES.index)
+    assert order != sorted(order, key=SAMPLE_SCOPES.index)
     assert order == [delivery.what for delivery in deliveries(events, copies=3, is_reordered=True, seed=1)]
 
 

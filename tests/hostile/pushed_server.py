@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import service.app
-from service.cli.commands import main
-from service.updates import webhooks
-from service.updates.probation import ProbationSettings
+from robojax.cli.app import main
+from service.rollout import webhooks
+from service.rollout.gates import ProbationSettings
 from tests.faults import script
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from robojax.robot.follower import Follower, plain
+from robojax.robot.arm_thread import Follower, plain
 from service import signal_guard
 from service.app import create_app
-from service.serving import listen, serving
+from service.http.server import listen, serving
 from service.settings import Settings
 from tests.faults.arm import Arm, arm, is_moving
 from tests.faults.processes import ROOT, Process, process, rooms, server

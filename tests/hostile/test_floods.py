@@ -18,10 +18,9 @@ from pathlib import Path
 import aiohttp
 
 from service.app import create_app
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader
-from service.serving import listen, serving
+from service.http.server import listen, serving
 from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from service.testing import SO100_REQUIREMENTS, MemoryTransport, ScriptedLoader
 from tests.faults.meter import stolen_seconds
 from tests.faults.processes import ROOT, server
 from tests.faults.script import Script

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hooks.deployment.folder_source import FolderSource
 from hooks.errors import SourceError
 from jaxmodels import hub
 from jaxmodels.errors import HubError
+from service.rollout.sources import FolderSource
 from tests.stub_hub import StubHub
 
 FILES = {"config.json": b'{"type": "act"}', "model.safetensors": bytes(range(256)) * 400}

@@ -27,22 +27,26 @@ from pydantic import BaseModel
 from sanic.headers import parse_content_header
 
 from hooks.payload import WebhookPayload
-from hooks.receiving import payloads
-from hooks.receiving.endpoint import Filter
-from hooks.serving.event_routes import HOST
+from hooks.receiver import filters
+from hooks.receiver.endpoint import Filter
+from hooks.server.event_routes import HOST
 from hooks.signatures import is_github, is_standard
-from service import logs, schemas, words
-from service.arrays import npz, packed, text
-from service.arrays.forms import FORMS, form_of_answer
-from service.arrays.limits import ArrayLimits
-from service.doors import observation, packing, pictures
-from service.doors.frames import unmask
-from service.edge.origins import Origins
-from service.motion.joints import Joint, JointTable
-from service.routes import body, reason
-from service.safety import sources
-from service.transport import address, bodies, candidates, h264, peer, wire
-from service.ui import message
+from service import logging
+from service.api import schemas
+from service.control import limits as sources
+from service.control.joints import Joint, JointTable
+from service.dashboard import live
+from service.http import array_formats, msgpack_arrays
+from service.http import bodies as body
+from service.http import bodies as reason
+from service.http.array_formats import FORMS, form_of_answer
+from service.http.array_limits import ArrayLimits
+from service.http.origins import Origins
+from service.streaming import codec, observation
+from service.streaming.websocket import unmask
+from service.transport import address, protocol
+from service.transport.server import bodies
+from service.transport.webrtc import candidates, jitter_buffer, peer
 
 LIMIT = 0.010  # seconds: half a tick at 50 Hz
 RATIO = 2.5  # of the time for twice as much; 4 is what a square takes
@@ -197,18 +201,18 @@ def frames(kind: str, field: str) -> str:
 
 
 def wire_readers() -> Iterator[Reader]:
-    most = wire.MAX_FRAME_BYTES
-    yield from json_readers("a frame", wire.parse, most)
-    yield from json_readers("joints", wire.parse, most, frames("joint_update", "data"))
-    yield from json_readers("a state", wire.parse, most, frames("state_sync", "data"))
-    yield from json_readers("a join", wire.parse_join, most)
+    most = protocol.MAX_FRAME_BYTES
+    yield from json_readers("a frame", protocol.parse, most)
+    yield from json_readers("joints", protocol.parse, most, frames("joint_update", "data"))
+    yield from json_readers("a state", protocol.parse, most, frames("state_sync", "data"))
+    yield from json_readers("a join", protocol.parse_join, most)
     yield from json_readers("a signal", partial(bodies.read_body, bodies.Signal), 1 << 20,
                             '{"client_id":"a","message":{"type":"offer","sdp":%s}}')  # fmt: skip
     yield from json_readers("a command", partial(bodies.read_body, bodies.Command), 1 << 20, '{"joints":%s}')
     yield from json_readers("a room", partial(bodies.read_optional_body, bodies.NewVideoRoom), 1 << 20)
-    yield Reader("a joint's text again", lambda raw: wire.build(wire.parse(raw)),
+    yield Reader("a joint's text again", lambda raw: protocol.build(protocol.parse(raw)),
                  repeated("\u00e9", '{"type":"joint_update","data":[],"source":"', '"}'), most)  # fmt: skip
-    yield from json_readers("the page's socket", message.parse, message.LONGEST)
+    yield from json_readers("the page's socket", live.parse_message, live.LONGEST_MESSAGE)
 
 
 SDP = "v=0\r\no=- 1 1 IN IP4 127.0.0.1\r\ns=-\r\nt=0 0\r\n"
@@ -235,13 +239,15 @@ LINES = {
 
 def describe(sdp: str) -> object:
     peer.check_description(sdp)
-    return SessionDescription.parse(candidates.sorted_out(peer.without_other_codecs(sdp))[0])
+    return SessionDescription.parse(candidates.sort_candidates(peer.without_other_codecs(sdp))[0])
 
 
 def video_readers() -> Iterator[Reader]:
     # As much as a frame or a signal may have of it; what is longer than a description is not even split.
     for name, line in LINES.items():
-        yield Reader(f"a description of {name}", describe, counted(line, SDP + MEDIA, between=""), wire.MAX_FRAME_BYTES)
+        yield Reader(
+            f"a description of {name}", describe, counted(line, SDP + MEDIA, between=""), protocol.MAX_FRAME_BYTES
+        )
         yield Reader(f"a short one of {name}", describe, counted(line, SDP + MEDIA, between=""), peer.MAX_SDP)
     for name, line in (("a=fmtp:96 ", "a=b;"), ("a=ssrc-group:FID ", "1 "), ("m=video 9 x ", "96 "), ("o=- ", "1 ")):
         yield Reader(f"a long line {name}", describe, repeated(line, SDP + MEDIA + name), peer.MAX_SDP)
@@ -256,14 +262,14 @@ def video_readers() -> Iterator[Reader]:
         ("zeros", b"\0"),
     ):
         yield Reader(
-            f"H.264: {name}", h264.h264_pixels, lambda size, piece=piece: piece * (size // len(piece)), 1 << 20
+            f"H.264: {name}", jitter_buffer.h264_pixels, lambda size, piece=piece: piece * (size // len(piece)), 1 << 20
         )
 
 
 def door_readers() -> Iterator[Reader]:
     # Longer ones are read in a thread.
-    yield from json_readers("an act", packing.unpack_json, packing._AT_ONCE, '{"state":%s}')
-    yield from json_readers("a long act", packing.unpack_json, packing.LARGEST_JSON, '{"a":%s}', is_on_loop=False)
+    yield from json_readers("an act", codec.unpack_json, codec._AT_ONCE, '{"state":%s}')
+    yield from json_readers("a long act", codec.unpack_json, codec.LARGEST_JSON, '{"a":%s}', is_on_loop=False)
     large = 16 << 20
     for name, worst in {
         "a picture": lambda size: {"a": {"dtype": "uint8", "shape": [size], "data": bytes(size)}},
@@ -272,15 +278,17 @@ def door_readers() -> Iterator[Reader]:
         },
         "booleans": lambda size: {"a": {"dtype": "bool", "shape": [size], "data": bytes(size)}},
     }.items():
-        yield Reader(f"msgpack: {name}", packing.unpack, lambda size, worst=worst: msgpack.packb(worst(size)), large)
+        yield Reader(f"msgpack: {name}", codec.unpack, lambda size, worst=worst: msgpack.packb(worst(size)), large)
     for name, piece in (("lists", b"\x90"), ("maps", b"\x80"), ("numbers", b"\1"), ("texts", b"\xa1a"),
                         ("nested lists", b"\x91"), ("long maps", b"\xdf\xff\xff\xff\xff")):  # fmt: skip
-        yield Reader(f"msgpack: {name}", packing.unpack,
+        yield Reader(f"msgpack: {name}", codec.unpack,
                      lambda size, piece=piece: b"\xdd" + struct.pack(">I", size) + piece * size, 1 << 20)  # fmt: skip
     yield Reader("the same texts again", same_again, lambda size: msgpack.packb(
         {str(number): "x" * 4096 for number in range(min(size // 4096, 250))}), 1 << 20)  # fmt: skip
     yield Reader("a mask", lambda data: unmask(data, b"abcd"), lambda size: np.zeros(size, np.uint8), large)
-    yield Reader("base64", partial(pictures.from_base64, "a"), repeated("A"), packing.LARGEST_JSON, is_on_loop=False)
+    yield Reader(
+        "base64", partial(observation.image_from_base64, "a"), repeated("A"), codec.LARGEST_JSON, is_on_loop=False
+    )
     wanted = observation.Wanted(
         ("front",), JointTable([Joint(f"joint{number}", number, -1.0, 1.0) for number in range(256)]), 1 << 21
     )
@@ -291,12 +299,12 @@ def door_readers() -> Iterator[Reader]:
         "too many numbers": lambda size: {"state": [0.5] * size},
     }.items():
         yield Reader(f"an observation: {name}", lambda seen: observation.read(seen, wanted, is_whole=True), seen, 4096)
-    yield Reader("words", words.printable, repeated("\x01a"), 4 << 20)
-    yield Reader("words of spaces", words.printable, repeated(" ", "a"), 4 << 20)
+    yield Reader("words", logging.printable, repeated("\x01a"), 4 << 20)
+    yield Reader("words of spaces", logging.printable, repeated(" ", "a"), 4 << 20)
 
 
 def same_again(raw: bytes) -> None:
-    unpacker = packing.Unpacker()
+    unpacker = codec.Unpacker()
     for _ in range(2):
         unpacker.unpack(memoryview(raw))
 
@@ -304,36 +312,38 @@ def same_again(raw: bytes) -> None:
 def model_readers() -> Iterator[Reader]:
     limits = ArrayLimits()
     some = 1 << 17  # of a MiB, and more when a setting says so
-    yield from json_readers("arrays", lambda raw: text.decode(raw, limits, {}), some, '{"inputs":{"a":%s}}',
+    yield from json_readers("arrays", lambda raw: array_formats.decode_json(raw, limits, {}), some,
+                            '{"inputs":{"a":%s}}',
                             is_on_loop=False)  # fmt: skip
-    yield Reader("arrays: rows of one", lambda raw: text.decode(raw, limits, {}),
+    yield Reader("arrays: rows of one", lambda raw: array_formats.decode_json(raw, limits, {}),
                  encoded(repeated("[1],", '{"inputs":{"a":[', "[1]]}}")), some, is_on_loop=False)  # fmt: skip
-    yield Reader("arrays in msgpack", lambda raw: packed.decode(raw, limits, {}), lambda size: b"\x81\xa6inputs\xdf"
+    yield Reader("arrays in msgpack", lambda raw: msgpack_arrays.decode(raw, limits, {}),
+                 lambda size: b"\x81\xa6inputs\xdf"
                  + struct.pack(">I", size) + b"\xa1a\1" * size, 1 << 20, is_on_loop=False)  # fmt: skip
     yield Reader("an npz's header", npz_of, lambda size: "(" * size, 4096, is_on_loop=False)
 
 
 def npz_of(shape: str) -> object:
     head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}".encode()
-    return npz._read_header("a", io.BytesIO(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head))
+    return array_formats._read_npz_header("a", io.BytesIO(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head))
 
 
 def hook_readers() -> Iterator[Reader]:
-    quick, some = payloads.QUICK, 1 << 18  # of 5 MB
+    quick, some = filters.QUICK, 1 << 18  # of 5 MB
 
     def take(raw: bytes) -> object:
-        data = payloads.parse(raw)
-        payloads.check(WebhookPayload, data)
-        return payloads.facts_of(data)
+        data = filters.parse(raw)
+        filters.check(WebhookPayload, data)
+        return filters.facts_of(data)
 
-    yield from json_readers("a webhook", lambda raw: take(raw) if payloads.is_quick(raw) else None, quick)
-    yield from json_readers("a long webhook", payloads.parse, some, '{"a":%s}', is_on_loop=False)
+    yield from json_readers("a webhook", lambda raw: take(raw) if filters.is_quick(raw) else None, quick)
+    yield from json_readers("a long webhook", filters.parse, some, '{"a":%s}', is_on_loop=False)
     wanted = Filter(refs=("a*b*c*d",), repos=("*a*b*c/*d",))
     for name, data in {
         "refs": lambda size: {"updatedRefs": [{"ref": "ab" * 250} for _ in range(size // 512)]},
         "name": lambda size: {"repo": {"name": "ab" * (size // 2)}},
     }.items():
-        yield Reader(f"a webhook's {name}", lambda data: wanted.wants(payloads.facts_of(data)), data, quick)
+        yield Reader(f"a webhook's {name}", lambda data: wanted.wants(filters.facts_of(data)), data, quick)
     yield Reader("a signature", lambda raw: is_github(("s", "t"), "sha256=" + "0" * 64, raw), bytes, quick)
     yield Reader("many signatures", lambda text: is_standard(("s", "t"), "id", "1700000000", text, b"x", now=1.7e9),
                  repeated("v1,a "), HEAD)  # fmt: skip
@@ -361,9 +371,9 @@ def log_readers() -> Iterator[Reader]:
     for what in ("a.", "eyJaaaaaaaa-", "eyJ-", "a://", "/a", "/", "token ", "token:'", "token:bearer ", "bearer ", "-",
                  "x-api-key=", "hf_aaaaaaaa-", "secret:\t ", "a", " ", "rjk_", '"', "=:"):  # fmt: skip
         yield Reader(
-            f"a log line of {what!r}", lambda words: logs.masked(logs._shortened(words)), repeated(what), 1 << 20
+            f"a log line of {what!r}", lambda words: logging.masked(logging._shortened(words)), repeated(what), 1 << 20
         )
-        yield Reader(f"a whole one of {what!r}", logs.masked, repeated(what), logs.LONGEST)
+        yield Reader(f"a whole one of {what!r}", logging.masked, repeated(what), logging.LONGEST_LINE)
 
 
 def file_readers() -> Iterator[Reader]:
@@ -463,14 +473,14 @@ async def decoded() -> object:
 
 # What is large and may be: it is read in threads, and the loop runs on.
 IN_THREADS: dict[str, Callable[[], Awaitable[object]]] = {
-    "an act with a picture": lambda: packing.read_json(picture()),
-    "an act of escapes": lambda: packing.read_json(picture().replace("A" * 100, "\\n" * 50)),
+    "an act with a picture": lambda: codec.read_json(picture()),
+    "an act of escapes": lambda: codec.read_json(picture().replace("A" * 100, "\\n" * 50)),
     "a picture in base64": decoded,
     "arrays": lambda: asyncio.to_thread(
-        text.decode, b'{"inputs":{"a":[' + b"[1,2,3]," * 40_000 + b"[1,2,3]]}}", ArrayLimits(), {}
+        array_formats.decode_json, b'{"inputs":{"a":[' + b"[1,2,3]," * 40_000 + b"[1,2,3]]}}", ArrayLimits(), {}
     ),
     "a listing": lambda: asyncio.to_thread(
-        payloads.parse, b"[" + b'{"path":"%s","size":1},' % (b"a" * 60) * 10_000 + b"1]"
+        filters.parse, b"[" + b'{"path":"%s","size":1},' % (b"a" * 60) * 10_000 + b"1]"
     ),
     "a signature": lambda: asyncio.to_thread(is_github, ("s", "t"), "", bytes(5 << 20)),
 }

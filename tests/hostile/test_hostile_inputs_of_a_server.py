@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from service.transport.base import Rooms
+from service.transport.link import Rooms
 from tests.faults.arm import Arm, arm, is_moving
 from tests.faults.processes import Process, process
 from tests.faults.script import Script

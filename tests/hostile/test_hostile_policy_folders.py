@@ -22,12 +22,11 @@ import pytest
 
 import jaxmodels
 from service.app import create_app
-from service.composition.loaders import requirements_reader
-from service.engine.loading import Inspection, Places
-from service.engine.scripted_policy import ScriptedPolicy
-from service.serving import listen, serving
+from service.http.server import listen, serving
+from service.inference.policy_sources import requirements_reader
+from service.inference.sandbox import Inspection, Places
 from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from service.testing import MemoryTransport, ScriptedPolicy
 from tests.waiting import lives, until
 
 ROOT = Path(__file__).parents[2]
@@ -271,7 +270,7 @@ async def test_nobody_is_told_of_a_load_whose_client_left_and_whose_session_was_
 
 
 async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path, good, monkeypatch):
-    monkeypatch.setattr("service.engine.loading._LOADS", Places(slow=0.2))
+    monkeypatch.setattr("service.inference.sandbox._LOADS", Places(slow=0.2))
     folders = [Path(shutil.copytree(DEMO, tmp_path / f"stuck{number}")) for number in range(5)]
     async with server(Loader()) as call:
         stuck = [asyncio.create_task(call("POST", "/sessions", **body(one, one.name))) for one in folders]
@@ -284,7 +283,7 @@ async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path
 
 
 async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded_beside_it(tmp_path, good, monkeypatch):
-    monkeypatch.setattr("service.engine.loading.ALONE", 0.2)
+    monkeypatch.setattr("service.inference.sandbox.ALONE", 0.2)
     slow = Path(shutil.copytree(DEMO, tmp_path / "slow"))
     async with server(load := Loader()) as call:
         creating = asyncio.create_task(call("POST", "/sessions", **body(slow)))
@@ -305,7 +304,7 @@ async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded
 
 
 async def test_after_too_many_that_are_left_behind_loads_are_refused_and_not_queued(tmp_path, good, monkeypatch):
-    monkeypatch.setattr("service.engine.loading.ALONE", 0.1)
+    monkeypatch.setattr("service.inference.sandbox.ALONE", 0.1)
     async with server(load := Loader(), load_timeout=60.0) as call:
         facts = call.app.ctx.sessions.engine.facts
         for number in range(4):
@@ -331,7 +330,7 @@ async def test_after_too_many_that_are_left_behind_loads_are_refused_and_not_que
 def test_a_child_ends_with_its_server_however_that_ends(tmp_path):
     """Which is killed here, so that it can end nobody."""
     program = (
-        "import sys; from pathlib import Path; from service.engine.loading import Inspection; "
+        "import sys; from pathlib import Path; from service.inference.sandbox import Inspection; "
         f"Inspection(program='import os; print(os.getpid(), file=sys.stderr); {STUCK}')(Path({str(DEMO)!r}))"
     )
     server = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)

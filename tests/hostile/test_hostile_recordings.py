@@ -28,15 +28,14 @@ from mcap.writer import MCAP0_MAGIC
 
 from jaxmodels.data import DatasetWriter, open_dataset, table_files
 from jaxmodels.errors import DatasetError
-from service.recording import mcap_reader, mcap_writer
+from service.recording import mcap_files
 from service.recording import recorder as recorder_module
-from service.recording.dataset_writer import write_dataset
-from service.recording.library import Library
-from service.recording.mcap_reader import McapSource
+from service.recording.dataset import write_dataset
+from service.recording.library import Library, open_source
+from service.recording.mcap_files import McapSource
+from service.recording.mcap_format import HEAD
 from service.recording.recorder import Recorder, RecorderLimits
-from service.recording.sources import open_source
 from service.recording.steps import RecordingError
-from service.recording.subject import HEAD
 from tests.service.recording.conftest import record
 from tests.service.recording.robot import play, subject
 
@@ -45,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 # Bytes that a process may have more than it needs for its imports: what is claimed is far beyond.
 ROOM = 600 << 20
 # Bytes that a file's steps may take while they are read: a chunk of the largest size a few times.
-ENOUGH = 4 * mcap_reader.LARGEST_RECORD
+ENOUGH = 4 * mcap_files.LARGEST_RECORD
 
 
 def built(*records: Any, about: dict[str, str] | None = None, ended: bool = True) -> bytes:
@@ -98,8 +97,8 @@ def long_record(kind: int, length: int) -> bytes:
 LOOK = """
     import resource, sys
     from pathlib import Path
-    import service.cli.recordings as command
-    from service.recording.sources import open_source
+    import robojax.cli.recordings as command
+    from service.recording.library import open_source
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + %d, used + %d))
     from typer.testing import CliRunner
@@ -132,7 +131,7 @@ def test_a_bomb_of_64_kb_is_refused_with_its_name_and_both_numbers(tmp_path: Pat
     assert said.startswith("2 ")
     assert f"bomb.mcap: the chunk that ends at byte {path.stat().st_size - 50}" in said
     assert str(2 << 30) in said
-    assert str(mcap_reader.LARGEST_RECORD) in said
+    assert str(mcap_files.LARGEST_RECORD) in said
 
 
 # What is in a file -> what is said of it: RecordingError (refused), or the text of its damage.
@@ -164,7 +163,7 @@ def test_what_a_file_claims_is_not_believed(tmp_path: Path, claim: str) -> None:
     path = tmp_path / "a.mcap"
     path.write_bytes(build())
     source = McapSource(path)
-    source.outcome = mcap_reader.Outcome("off")  # as if its end were whole
+    source.outcome = mcap_files.Outcome("off")  # as if its end were whole
     found, said = [], ""
     tracemalloc.start()
     try:
@@ -207,8 +206,8 @@ def test_what_a_file_is_about_is_checked_value_by_value(tmp_path: Path, name: st
 
 def test_what_is_said_of_a_file_is_looked_for_so_far_and_read_up_to_a_size(tmp_path: Path) -> None:
     path, about = tmp_path / "a.mcap", subject(cameras=()).to_metadata()
-    path.write_bytes(built(about={**about, "more": "a" * mcap_reader.LARGEST_METADATA}))
-    with pytest.raises(RecordingError, match=rf"allowed are {mcap_reader.LARGEST_METADATA}$"):
+    path.write_bytes(built(about={**about, "more": "a" * mcap_files.LARGEST_METADATA}))
+    with pytest.raises(RecordingError, match=rf"allowed are {mcap_files.LARGEST_METADATA}$"):
         McapSource(path)
     whole = built(about=about)
     for count, is_found in ((100, True), (1100, False)):
@@ -224,18 +223,18 @@ def test_an_index_at_the_end_has_a_size(tmp_path: Path) -> None:
     path, start = tmp_path / "a.mcap", len(built(ended=False))
     with path.open("wb") as file:  # a hole, which the disk keeps nothing of
         file.write(built(ended=False))
-        file.seek(mcap_reader.LARGEST_SUMMARY + 1, os.SEEK_CUR)
+        file.seek(mcap_files.LARGEST_SUMMARY + 1, os.SEEK_CUR)
         end = RecordBuilder()
         Footer(start, 0, 0).write(end)
         file.write(end.end() + MCAP0_MAGIC)
-    with pytest.raises(RecordingError, match=f"its index has {mcap_reader.LARGEST_SUMMARY + 1} bytes"):
+    with pytest.raises(RecordingError, match=f"its index has {mcap_files.LARGEST_SUMMARY + 1} bytes"):
         McapSource(path)
 
 
 def test_a_file_has_so_many_episodes(record, monkeypatch: pytest.MonkeyPatch) -> None:
     source = McapSource(record(episodes=3, size=(16, 16)))
     assert len({step.episode for step in source.steps()}) == 3
-    monkeypatch.setattr(mcap_reader, "MOST_EPISODES", 2)
+    monkeypatch.setattr(mcap_files, "MOST_EPISODES", 2)
     with pytest.raises(RecordingError, match="more episodes than the 2 allowed"):
         list(source.steps())
 
@@ -498,7 +497,7 @@ def test_a_recording_on_a_disk_that_fills_at_any_place_is_read_and_exported_as_f
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small pieces, so that each part of the file is the one that finds no room.
-    monkeypatch.setattr(mcap_writer, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(mcap_files, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(recorder_module, "_FLUSH", 0.0)
     counts, states = [], []
     for free in (0, *(pages * 4096 for pages in (1, 2, 3, 5, 6, 7, 8, 9, 10, 14))):
@@ -533,8 +532,8 @@ def test_a_recording_on_a_disk_that_fills_at_any_place_is_read_and_exported_as_f
 EXPORTS = """
     import os, sys
     from pathlib import Path
-    from service.recording.dataset_writer import write_dataset
-    from service.recording.mcap_reader import McapSource
+    from service.recording.dataset import write_dataset
+    from service.recording.mcap_files import McapSource
     from tests.hostile.test_hostile_recordings import leave
     disk = Path(sys.argv[2])
     for pages in map(int, sys.argv[3:]):
@@ -574,8 +573,8 @@ def test_an_export_on_a_full_disk_says_so_and_leaves_nothing_and_is_made_when_th
 EXPORTED = """
     import sys
     from pathlib import Path
-    from service.recording.dataset_writer import write_dataset
-    from service.recording.mcap_reader import McapSource
+    from service.recording.dataset import write_dataset
+    from service.recording.mcap_files import McapSource
     source = McapSource(Path(sys.argv[1]))
     steps = list(source.steps())
     print("begun", flush=True)

@@ -25,20 +25,18 @@ from aiortc.jitterbuffer import JitterFrame
 from aiortc.rtp import RtcpByePacket, RtcpRtpfbPacket, RtpPacket
 from OpenSSL import SSL
 
-from service.edge.fair_queue import SHARE, TURN, FairQueue
-from service.transport import datagrams
-from service.transport import peer as peers
-from service.transport.camera import RESENT, Camera, CameraTrack, limit_requests
-from service.transport.candidates import MAX_CANDIDATES
-from service.transport.datagrams import MAX_SOURCES, MAX_WAITING, MEDIA_TIME, STRANGERS, Intake
-from service.transport.decoder import MAX_PENDING, PICTURES, Decoder
-from service.transport.jitter import BoundedNacks
-from service.transport.messages import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
-from service.transport.pace import Pace
-from service.transport.peer import MAX_SDP, BadSignal, Peer
-from service.transport.receiver import OFFERS, CameraReceiver
-from service.transport.sender import MAX_PEERS, CameraSender
-from service.transport.video import Screen
+from service.http.fair_queue import SHARE, TURN, FairQueue
+from service.transport.client.camera_rooms import CONSUMER_OFFERS, MAX_PEERS, CameraReceiver, CameraSender
+from service.transport.client.connection import Pace
+from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
+from service.transport.webrtc import datagrams
+from service.transport.webrtc import peer as peers
+from service.transport.webrtc.candidates import MAX_CANDIDATES
+from service.transport.webrtc.datagrams import MAX_SOURCES, MAX_WAITING, MEDIA_TIME, STRANGERS, Intake
+from service.transport.webrtc.decoding import MAX_PENDING, PICTURES, Decoder, Screen
+from service.transport.webrtc.encoding import RESENT, Camera, CameraTrack, limit_requests
+from service.transport.webrtc.jitter_buffer import BoundedNacks
+from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 from tests.hostile.video_cases import SSRC, Pair, packets, picture
 
 ROOT = Path(__file__).parents[2]
@@ -605,7 +603,7 @@ async def test_of_a_thousand_offers_a_few_are_answered_and_the_newest_is(receive
     await until(lambda: receiver._waiting is None and receiver._signals.empty())
     answered = lambda: receiver.health()["offers"] - receiver.health()["refused_offers"]  # noqa: E731
     await until(lambda: answered() == len(receiver.signals.sent))
-    assert len(receiver.signals.sent) <= OFFERS[1] + 4
+    assert len(receiver.signals.sent) <= CONSUMER_OFFERS[1] + 4
     assert receiver.health()["refused_offers"] + receiver.health()["signals_dropped"] > 990
     assert "faster than" in receiver.health()["last_error"]
     receiver.received(offer_signal(offer), 0.0)

@@ -12,15 +12,15 @@ from typing import Any
 import aiohttp
 import pytest
 
+from service.api.context import App
 from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
-from service.routes.context import App
-from service.serving import listen, serving
+from service.http.server import listen, serving
 from service.settings import Settings
-from service.transport.base import EmergencyStop, JointValue, Rooms
-from service.transport.pace import Pace
-from service.transport.robot import Robot, connect_robot
-from service.transport.server import serve_transport
+from service.testing import ScriptedLoader
+from service.transport.client.connection import Pace
+from service.transport.client.robot import Robot, connect_robot
+from service.transport.link import EmergencyStop, JointValue, Rooms
+from service.transport.server.app import serve_transport
 from tests.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
@@ -288,7 +288,7 @@ async def test_a_robot_that_comes_during_a_latch_knows_of_it_and_its_own_stop_co
 
 
 async def test_a_stop_that_the_session_did_not_hear_is_told_to_its_server(monkeypatch) -> None:
-    monkeypatch.setattr("service.transport.robot.UNHEARD", 0.1)
+    monkeypatch.setattr("service.transport.client.robot.UNHEARD", 0.1)
     async with scene() as made:
         await made.create()
         async with made.with_robot() as robot:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import service.app
-from service.cli.commands import main
+from robojax.cli.app import main
 from tests.faults.script import load, read
 
 TIMES = struct.Struct("dd")

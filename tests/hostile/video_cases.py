@@ -28,10 +28,10 @@ from aiortc.codecs.h264 import H264Encoder
 from aiortc.codecs.vpx import Vp8Encoder
 from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 
-from service.transport.camera import Camera, CameraTrack
-from service.transport.datagrams import transports_of
-from service.transport.peer import BadSignal, Peer
-from service.transport.video import Screen
+from service.transport.webrtc.datagrams import transports_of
+from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.encoding import Camera, CameraTrack
+from service.transport.webrtc.peer import BadSignal, Peer
 
 SSRC = 4711
 SIZES = (0, 1, 15, 16, 17, 63, 64, 1080, 1088, 1089, 1920, 1921, 4096, 8192, 16383)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from robojax.robot import findings
+from robojax.robot import checks
 from robojax.robot.cameras import Camera, CameraConfig
 
 
@@ -38,5 +38,5 @@ def even_cameras(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(name, config)
             clock.camera = self
 
-    monkeypatch.setattr(findings, "time", clock)
-    monkeypatch.setattr(findings, "Camera", Counted)
+    monkeypatch.setattr(checks, "time", clock)
+    monkeypatch.setattr(checks, "Camera", Counted)

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from service.cli.robot import robot
+from robojax.cli.robot import robot
 
 SIMULATED = ("--robot.type=simulated", "--server=http://127.0.0.1:9")
 CAMERA = "--robot.cameras={front: {type: simulated, width: 64, height: 48, fps: 20}}"

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from service.routes.answers import answer
+from service.http.bodies import answer
 from service.settings import SettingsError, load_settings
-from service.transport import wire
-from service.transport.messages import JointUpdate, StateSync
+from service.transport import protocol
+from service.transport.protocol import JointUpdate, StateSync
 from tests.server import started
 
 NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999")
@@ -88,15 +88,15 @@ def test_a_joint_update_with_one_is_refused_whole_and_never_relayed(answered, nu
     "write",
     [
         lambda number: answer({"a": [number]}),
-        lambda number: wire.encode({"a": {"b": number}}),
-        lambda number: wire.build(JointUpdate(({"name": "Jaw", "value": number},))),
-        lambda number: wire.build(StateSync({"Jaw": number})),
+        lambda number: protocol.encode({"a": {"b": number}}),
+        lambda number: protocol.build(JointUpdate(({"name": "Jaw", "value": number},))),
+        lambda number: protocol.build(StateSync({"Jaw": number})),
     ],
     ids=["an answer", "a room's answer", "a command", "a room's state"],
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_nothing_writes_one(write, bad):
-    with pytest.raises((ValueError, wire.WireError)):
+    with pytest.raises((ValueError, protocol.WireError)):
         write(bad)
 
 

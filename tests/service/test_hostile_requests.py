@@ -10,9 +10,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from service.api import ROUTES
-from service.engine.scripted_policy import SO100_REQUIREMENTS
-from service.openapi import specified_document
+from service.api.blueprint import ROUTES
+from service.api.openapi import specified_document
+from service.testing import SO100_REQUIREMENTS
 from tests.server import started
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "hostile_requests.py"

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from service.logs import Background, JsonFormatter, RecentLogs, RotatingFile, TextFormatter, keeping, masked
-from service.subject import begin_about
+from service.logging import (
+    Background,
+    JsonFormatter,
+    RecentLogs,
+    RotatingFile,
+    TextFormatter,
+    begin_about,
+    keeping,
+    masked,
+)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +156,11 @@ class Gate(logging.Handler):
 @pytest.fixture
 def is_written_in_the_end(monkeypatch):
     """However long a busy machine takes to write it."""
-    monkeypatch.setattr("service.logs.LAST_WORDS", 60.0)
+    monkeypatch.setattr("service.logging.LAST_WORDS", 60.0)
 
 
 def test_a_paused_terminal_holds_nobody_up_and_what_was_left_out_is_counted(monkeypatch, is_written_in_the_end):
-    monkeypatch.setattr("service.logs.WAITING", 3)
+    monkeypatch.setattr("service.logging.WAITING", 3)
     gate = Gate()
     background = Background(gate)
     background.emit(record_of("line 0"))
@@ -166,7 +174,7 @@ def test_a_paused_terminal_holds_nobody_up_and_what_was_left_out_is_counted(monk
 
 
 def test_the_end_of_the_process_does_not_wait_for_a_paused_terminal(monkeypatch):
-    monkeypatch.setattr("service.logs.LAST_WORDS", 0.05)
+    monkeypatch.setattr("service.logging.LAST_WORDS", 0.05)
     gate = Gate()
     background = Background(gate)
     background.emit(record_of("a line"))

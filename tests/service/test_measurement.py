@@ -3,8 +3,8 @@ import itertools
 import pytest
 
 from jaxmodels import Requirements
-from service.engine.scripted_policy import ScriptedPolicy
-from service.measurement import Speed, judge, measure, observation_of
+from service.inference.measurement import Speed, judge, measure, observation_of
+from service.testing import ScriptedPolicy
 
 
 def needs(**more) -> Requirements:

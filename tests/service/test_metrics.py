@@ -8,7 +8,7 @@ import numpy as np
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from service.metrics import Metrics
+from service.api.metrics import Metrics
 from service.stats import BOUNDS, Rate, Recent, Tally
 
 

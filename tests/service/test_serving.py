@@ -11,11 +11,10 @@ import pytest
 from sanic import Sanic
 
 from service.app import create_app
-from service.engine.scripted_policy import ScriptedLoader
+from service.http.server import CannotListen, listen, serving, url_of
 from service.loop_watchdog import LoopWatchdog
-from service.serving import CannotListen, listen, serving, url_of
 from service.settings import Settings
-from service.transport.memory import MemoryTransport
+from service.testing import MemoryTransport, ScriptedLoader
 from tests.pauses import Pauses
 from tests.server import JOINTS, body, started
 
@@ -167,5 +166,5 @@ def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
 
 
 def test_a_server_can_listen_before_jax_is_imported() -> None:
-    code = "import sys, service.cli.serve, service.app; assert 'jax' not in sys.modules"
+    code = "import sys, robojax.cli.serve, service.app; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -14,12 +14,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from hooks.registry.registry import Registry
-from hooks.registry.settings import RegistrySettings
-from hooks.sending.schedule import Schedule
-from hooks.sending.sender import SenderSettings
+from hooks.registry.delivery import Schedule
+from hooks.registry.registry import Registry, RegistrySettings
+from hooks.registry.sender import SenderSettings
 
-POLICY = "service/demo/policy"
+POLICY = "robojax/sim/policy"
 TOKEN = "hf_" + "t" * 30
 TARGET = 18766  # of the registry's webhooks
 TINY = {
@@ -30,7 +29,7 @@ TINY = {
 
 def robojax(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "service.cli", *arguments], check=True, text=True, stdout=subprocess.PIPE, **how
+        [sys.executable, "-m", "robojax.cli", *arguments], check=True, text=True, stdout=subprocess.PIPE, **how
     )
 
 
@@ -56,7 +55,7 @@ def make_state(folder: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "service.cli",
+        "robojax.cli",
         "serve",
         "--port",
         port,

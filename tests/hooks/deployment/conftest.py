@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks.deployment import FolderSource, HubLimits, HubSource
+from service.rollout.sources import FolderSource, HubLimits, HubSource
 from tests.hooks.deployment.world import REPO, Robot, Robots, World, policy
 from tests.stub_hub import StubHub
 

@@ -1,6 +1,4 @@
-from hooks.deployment.debounce import DELIVERIES, Debounce, Hint
-from hooks.deployment.retries import Retries
-from hooks.deployment.trigger import Target
+from service.rollout.triggers import DELIVERIES, Debounce, Hint, Retries, Target
 
 MAIN, DEV = Target("a/b", "main"), Target("a/b", "dev")
 

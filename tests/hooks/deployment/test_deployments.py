@@ -11,9 +11,9 @@ import pytest
 from huggingface_hub import HfApi
 
 from hooks.database import Database
-from hooks.deployment import FolderSource, HubLimits, HubSource
-from hooks.deployment.debounce import DELIVERIES
 from hooks.errors import SourceError, StoreError
+from service.rollout.sources import FolderSource, HubLimits, HubSource
+from service.rollout.triggers import DELIVERIES
 from tests.hooks.deployment.world import REPO, SETTINGS, Robot, Verdict, World, policy, pushed, until
 from tests.stub_hub import DeliveryPlan, Failure, Receiver
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hooks.deployment import HubLimits, HubSource
 from hooks.errors import SourceError
+from service.rollout.sources import HubLimits, HubSource
 from tests.hooks.deployment.world import REPO, policy, until
 from tests.stub_hub import StubHub
 

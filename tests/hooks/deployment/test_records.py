@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from hooks.database import Database
-from hooks.deployment import Deployments, DeploymentSettings
-from hooks.deployment.journal import Journal
-from hooks.deployment.records import SCHEMA, Record, Records
+from service.rollout.config import DeploymentSettings
+from service.rollout.deployments import Deployments
+from service.rollout.records import SCHEMA, Journal, Record, Records
 from tests.hooks.deployment.world import REPO, Robots
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hooks.deployment.trigger import Target, is_about, read
+from service.rollout.triggers import Target, is_about, read
 from tests.hooks.deployment.world import REPO, Robot, pushed
 
 MAIN = Target(REPO, "main")

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hooks.deployment import Deployments, DeploymentSettings, Source
-from hooks.deployment.records import Record
 from hooks.payload import WebhookPayload
+from service.rollout.config import DeploymentSettings
+from service.rollout.deployments import Deployments
+from service.rollout.records import Record
+from service.rollout.sources import Source
 from tests import waiting
 from tests.stub_hub import StubHub
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-from hooks.limits import begin
-from hooks.management import WebhooksClient
+from hooks.client import WebhooksClient
+from hooks.threads import begin
 from tests.stub_hub import StubHub
 from tests.stub_hub.failures import Failure
 
@@ -22,7 +22,7 @@ def no_login(monkeypatch, tmp_path) -> None:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WEBHOOK_SECRET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr("hooks.management.client.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("hooks.client.client.FIRST_WAIT", 0.01)
 
 
 @pytest.fixture(params=[True, False], ids=["secret echoed", "has secret only"])
@@ -59,7 +59,7 @@ def limit_ends_at(monkeypatch) -> Callable[[Failure], None]:
                 time.sleep(0.002)
             return future.result()
 
-        monkeypatch.setattr("hooks.management.client.within", within)
+        monkeypatch.setattr("hooks.client.client.within", within)
 
     return set_limit
 

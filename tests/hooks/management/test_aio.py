@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hooks.management import AsyncWebhooksClient, HubSilent, WebhooksClient
+from hooks.client import AsyncWebhooksClient, HubSilent, WebhooksClient
 from tests import waiting
 
 
@@ -52,7 +52,7 @@ def test_a_program_ends_although_the_hub_still_hangs(stub):
     stub.script("GET", "hang", None)
     program = f"""
 import asyncio
-from hooks.management import AsyncWebhooksClient
+from hooks.client import AsyncWebhooksClient
 async def main():
     try:
         await asyncio.wait_for(AsyncWebhooksClient({stub.url!r}, "hf_token", timeout=60).list_webhooks(), 0.3)

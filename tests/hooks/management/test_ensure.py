@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from hooks.client import WebhooksClient
 from hooks.errors import HubTrouble, InvalidWebhook, UnknownWebhook
-from hooks.management import WebhooksClient
 
 URL, SECRET = "https://example.com/hook", "a-long-enough-secret"
 SUSPENDED = "suspended-after-failure"

@@ -8,10 +8,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import _http
 
+from hooks.client import HubRefused, HubSilent, HubUnreachable, WebhooksClient
+from hooks.client.client import asked_to_wait
 from hooks.errors import HubTrouble
-from hooks.limits import within
-from hooks.management import HubRefused, HubSilent, HubUnreachable, WebhooksClient
-from hooks.management.client import asked_to_wait
+from hooks.threads import within
 
 URL = "https://example.com/hook"
 DATE = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
@@ -46,7 +46,7 @@ def test_a_hub_that_gives_one_byte_at_a_time_is_an_error_within_the_limit(stub, 
         return httpx2.Response(200, stream=_Stream(read()), request=request)
 
     session = httpx2.Client(transport=httpx2.MockTransport(drip))
-    monkeypatch.setattr("hooks.management.client.get_session", lambda: session)
+    monkeypatch.setattr("hooks.client.client.get_session", lambda: session)
     began = time.monotonic()
     with pytest.raises(HubSilent):
         quick(stub).list_webhooks()

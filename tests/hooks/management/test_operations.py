@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-import hooks.management as management
+import hooks.client as management
+from hooks.client import AsyncWebhooksClient, HubRefused, WebhookInfo, WebhooksClient, WebhookWatchedItem
 from hooks.errors import HubTrouble, InvalidWebhook, UnknownWebhook
-from hooks.management import AsyncWebhooksClient, HubRefused, WebhookInfo, WebhooksClient, WebhookWatchedItem
 from tests.stub_hub.answers import Answer, Refusal
 
 URL, SECRET = "https://example.com/hook", "a-long-enough-secret"

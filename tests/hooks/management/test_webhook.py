@@ -9,9 +9,9 @@ from dataclasses import asdict
 import huggingface_hub
 import pytest
 
+from hooks.client import WebhookWatchedItem, find_secret, generate_secret
+from hooks.client.webhook import check_webhook_id, make_body, mask_url, read_domains, read_watched, read_webhook
 from hooks.errors import HubTrouble, InvalidWebhook
-from hooks.management import WebhookWatchedItem, find_secret, generate_secret
-from hooks.management.webhook import check_webhook_id, make_body, mask_url, read_domains, read_watched, read_webhook
 from hooks.signatures import is_standard, sign_standard
 
 URL = "https://example.com/hook"

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from sanic import Sanic
 
-from hooks.receiving.event import OPEN
-from hooks.receiving.receiver import Receiver
+from hooks.receiver.events import OPEN
+from hooks.receiver.receiver import Receiver
 
 
 @dataclass

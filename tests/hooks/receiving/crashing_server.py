@@ -11,9 +11,9 @@ from pathlib import Path
 from sanic import Sanic
 
 from hooks.errors import RetryableError
-from hooks.receiving.event import Event
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import ReceiverSettings
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.receiver.events import Event
+from hooks.receiver.receiver import Receiver
 
 
 class Outside:

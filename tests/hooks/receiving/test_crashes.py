@@ -15,8 +15,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from hooks.receiving.event import OPEN
-from hooks.receiving.inbox import Inbox
+from hooks.receiver.events import OPEN
+from hooks.receiver.inbox import Inbox
 
 SERVER = Path(__file__).with_name("crashing_server.py")
 PATHS = ("on_loop", "in_thread", "queued")

@@ -11,11 +11,10 @@ import sanic
 
 from hooks.errors import RetryableError, UnknownEvent
 from hooks.payload import WebhookPayload
-from hooks.receiving.endpoint import backoff
-from hooks.receiving.event import Event, Status
-from hooks.receiving.inbox import Inbox
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import ReceiverSettings
+from hooks.receiver.endpoint import ReceiverSettings, backoff
+from hooks.receiver.events import Event, Status
+from hooks.receiver.inbox import Inbox
+from hooks.receiver.receiver import Receiver
 from tests import waiting
 
 QUICK = {"backoff": 0.001, "longest_backoff": 0.002}

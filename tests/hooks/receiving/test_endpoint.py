@@ -10,10 +10,9 @@ from pydantic import BaseModel
 
 from hooks.errors import InvalidWebhook
 from hooks.payload import WebhookPayload
-from hooks.receiving.endpoint import Filter, Proofs, handler_of
-from hooks.receiving.event import Event, Status
-from hooks.receiving.payloads import Facts
-from hooks.receiving.settings import ReceiverSettings
+from hooks.receiver.endpoint import Filter, Proofs, ReceiverSettings, handler_of
+from hooks.receiver.events import Event, Status
+from hooks.receiver.filters import Facts
 from hooks.signatures import sign_github, sign_standard
 
 PUSH = Facts(

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from hooks.errors import StoreError, UnknownEvent
-from hooks.receiving import ledger
-from hooks.receiving.event import Answer, Event, Status
-from hooks.receiving.inbox import Inbox
-from hooks.receiving.ledger import Arrival, Verdict
-from hooks.receiving.settings import DAY
+from hooks.receiver import inbox as ledger
+from hooks.receiver.endpoint import DAY
+from hooks.receiver.events import Answer, Event, Status
+from hooks.receiver.inbox import Arrival, Inbox, Verdict
 
 NOW = 1_700_000_000.0
 

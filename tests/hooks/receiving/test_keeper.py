@@ -6,17 +6,17 @@ import time
 
 from hooks.errors import StoreError
 from hooks.queue import Runner
-from hooks.receiving import ledger
-from hooks.receiving.inbox import Inbox
-from hooks.receiving.intake import Keeper
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import DAY, ReceiverSettings
+from hooks.receiver import inbox as ledger
+from hooks.receiver.endpoint import DAY, ReceiverSettings
+from hooks.receiver.inbox import Inbox
+from hooks.receiver.intake import Keeper
+from hooks.receiver.receiver import Receiver
 
 
 async def test_a_webhook_near_the_hubs_daily_limit_is_warned_of_once_a_day(
     serving, make_payload, caplog, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hooks.receiving.intake.HUB_LIMIT", 5)
+    monkeypatch.setattr("hooks.receiver.intake.HUB_LIMIT", 5)
     receiver = Receiver()
     async with serving(receiver, lambda: None, "x") as sender:
         running = receiver._running
@@ -45,7 +45,7 @@ async def test_what_is_old_is_forgotten_while_it_runs(serving, make_payload) -> 
 
 
 async def test_what_keeps_it_from_its_work_is_logged_once_until_it_is_over(monkeypatch, caplog) -> None:
-    monkeypatch.setattr("hooks.receiving.intake.LOOK_EVERY", 0.0)
+    monkeypatch.setattr("hooks.receiver.intake.LOOK_EVERY", 0.0)
     troubles, is_over = ["full", "full", "", "full", "locked"], asyncio.Event()
 
     def version(connection: sqlite3.Connection) -> int:
@@ -58,7 +58,7 @@ async def test_what_keeps_it_from_its_work_is_logged_once_until_it_is_over(monke
     async def work(row: sqlite3.Row) -> None:
         pass
 
-    monkeypatch.setattr("hooks.receiving.ledger.version", version)
+    monkeypatch.setattr("hooks.receiver.inbox.version", version)
     with Inbox(None) as inbox:
         runner = Runner(inbox.database, ledger.QUEUE, work, lambda path: {})
         keeping = asyncio.create_task(Keeper(inbox, runner, ReceiverSettings()).run())

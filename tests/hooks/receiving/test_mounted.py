@@ -9,11 +9,11 @@ import pytest
 import sanic
 from sanic import Sanic
 
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import ReceiverSettings
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.receiver.receiver import Receiver
 from service.app import create_app
-from service.serving import listen
-from service.serving import serving as service_serving
+from service.http.server import listen
+from service.http.server import serving as service_serving
 from service.settings import Settings
 
 SIGNED = {"x-webhook-secret": "a-secret-of-sixteen"}

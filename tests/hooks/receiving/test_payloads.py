@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from hooks.payload import WebhookPayload
-from hooks.receiving.endpoint import Filter
-from hooks.receiving.payloads import Facts, Unusable, check, facts_of, parse, payload_of
+from hooks.receiver.endpoint import Filter
+from hooks.receiver.filters import Facts, Unusable, check, facts_of, parse, payload_of
 
 
 class Strict(BaseModel):

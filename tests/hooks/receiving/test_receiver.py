@@ -16,11 +16,11 @@ from pydantic import BaseModel
 
 from hooks.errors import HooksError, InvalidWebhook
 from hooks.payload import WebhookPayload
-from hooks.receiving import arrivals
-from hooks.receiving.arrivals import Rates
-from hooks.receiving.event import Event, Status
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import ReceiverSettings
+from hooks.receiver import intake
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.receiver.events import Event, Status
+from hooks.receiver.intake import Rates
+from hooks.receiver.receiver import Receiver
 from hooks.signatures import sign_github, sign_standard
 from tests.pauses import Pauses
 
@@ -149,7 +149,7 @@ async def test_other_methods_are_405(serving, method: str) -> None:
 # The peer: 200.
 async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
     # Where it takes longer to send, the connection may end before the answer is read.
-    monkeypatch.setattr("hooks.receiving.arrivals.DRAINED_WITHIN", 60.0)
+    monkeypatch.setattr("hooks.receiver.intake.DRAINED_WITHIN", 60.0)
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
     receiver.add(echo)
 
@@ -598,7 +598,7 @@ def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
 
 
 def test_sources_are_forgotten_before_they_fill_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr(arrivals, "SOURCES", 2)
+    monkeypatch.setattr(intake, "SOURCES", 2)
     limit = Rates(rate=1.0, burst=1)
     for source in ("a", "b", "c"):
         limit.take(source, 0.0)

@@ -7,11 +7,10 @@ from typing import Any
 
 from sanic import Sanic
 
-from hooks.registry.registry import Registry
-from hooks.registry.settings import RegistrySettings
-from hooks.sending.schedule import Schedule
-from hooks.sending.sender import SenderSettings
-from service.serving import listen, serving
+from hooks.registry.delivery import Schedule
+from hooks.registry.registry import Registry, RegistrySettings
+from hooks.registry.sender import SenderSettings
+from service.http.server import listen, serving
 from tests.waiting import until
 
 TOKEN = "hf_" + "t" * 30

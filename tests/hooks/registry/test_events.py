@@ -11,10 +11,10 @@ from aiohttp import web
 
 from hooks.errors import HooksError
 from hooks.payload import WebhookPayload
+from hooks.registry.delivery import Schedule
 from hooks.registry.registry import Registry
-from hooks.registry.webhook import Watched, Webhook
-from hooks.sending.schedule import Schedule
-from hooks.sending.sender import SenderSettings
+from hooks.registry.sender import SenderSettings
+from hooks.registry.store import Watched, Webhook
 from hooks.signatures import is_standard
 from tests.hooks.registry.serving import settings
 from tests.hooks.sending.target import TargetServer

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from watchfiles import awatch
 
-from hooks.deployment.folder_source import FolderSource
+from hooks.registry.folder_watcher import FolderWatcher, Quiet, Stopped, look_at, sha_of
 from hooks.registry.registry import Registry
-from hooks.registry.watcher import FolderWatcher, Quiet, Stopped, look_at, sha_of
+from service.rollout.sources import FolderSource
 from tests.hooks.registry.serving import settings, until_delivered, until_known
 from tests.hooks.sending.target import TargetServer, target_server
 from tests.pauses import Pauses
@@ -158,7 +158,7 @@ async def test_a_folder_that_moves_while_it_is_read_is_read_again(
             write_policy(folder, b"second")
         return read[-1]
 
-    monkeypatch.setattr("hooks.registry.watcher.sha_of", read_and_move)
+    monkeypatch.setattr("hooks.registry.folder_watcher.sha_of", read_and_move)
     running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=30.0).run())
     await until(lambda: heard)
     assert heard == [("act", sha_of(folder, GO_ON))]
@@ -177,7 +177,7 @@ async def test_a_folder_that_is_not_there_is_said_once_and_looked_at_now_and_the
         watched.append(path)
         return awatch(path, **options)
 
-    monkeypatch.setattr("hooks.registry.watcher.awatch", watch)
+    monkeypatch.setattr("hooks.registry.folder_watcher.awatch", watch)
     running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=0.02).run())
     await until(lambda: watched.count(folder) > 3)
     assert [line.count(f"{folder} is not there") for line in caplog.messages] == [1]

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from hooks.errors import InvalidSettings
-from hooks.registry.job_courier import MAX_VARIABLE, JobCourier, environment, run_process
-from hooks.registry.jobs import Job, load_jobs
+from hooks.registry.delivery import Destination, Outcome, Parcel
+from hooks.registry.jobs import MAX_VARIABLE, Job, JobCourier, environment, load_jobs, run_process
 from hooks.registry.registry import Registry
-from hooks.sending.outcome import Destination, Outcome, Parcel
 from tests.hooks.registry.serving import settings
 from tests.pauses import Pauses
 from tests.waiting import lives, until
@@ -135,7 +134,7 @@ time.sleep(60)
 
 
 def test_the_time_limit_ends_the_whole_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hooks.registry.job_courier.GRACE", 0.2)
+    monkeypatch.setattr("hooks.registry.jobs.GRACE", 0.2)
     (tmp_path / "marks").mkdir()
     both_sleep_since: list[float] = []
 
@@ -148,7 +147,7 @@ def test_the_time_limit_ends_the_whole_process_group(tmp_path: Path, monkeypatch
             both_sleep_since.append(now)
         return now - both_sleep_since[0]
 
-    monkeypatch.setattr("hooks.registry.job_courier.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+    monkeypatch.setattr("hooks.registry.jobs.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
     job = python(sleepers(tmp_path / "marks"), tmp_path)
     ended = run_process(job.argv, tmp_path, {}, timeout=0.5, max_output=100, stop=threading.Event())
     assert ended.error == "ended after its 0.5 s"

@@ -15,9 +15,8 @@ import pytest
 import uvloop
 
 from hooks.errors import InvalidSettings, StoreError
-from hooks.registry.registry import Registry
-from hooks.registry.settings import RegistrySettings
-from hooks.sending.post import resolve
+from hooks.registry.delivery import resolve
+from hooks.registry.registry import Registry, RegistrySettings
 from tests.hooks.registry.serving import TOKEN, serve, settings, until_known
 from tests.hooks.sending.target import Delivery, target_server
 from tests.pauses import Pauses
@@ -27,7 +26,7 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from hooks.registry.registry import Registry
-from hooks.registry.settings import RegistrySettings
+from hooks.registry.registry import RegistrySettings
 
 async def main(database, url, first, last):
     settings = RegistrySettings(tokens=("t" * 32,), database=Path(database), allowed_networks=("127.0.0.0/8",))
@@ -134,7 +133,7 @@ async def test_it_stops_in_time_while_a_target_hangs_and_a_folder_is_watched(tmp
 async def test_a_name_server_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     hang = threading.Event()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: hang.wait(30) and [])
-    monkeypatch.setattr("hooks.sending.post.RESOLVE_WITHIN", 0.05)
+    monkeypatch.setattr("hooks.registry.delivery.RESOLVE_WITHIN", 0.05)
     with pytest.raises(TimeoutError):
         await resolve("robot.example", 80)
     hang.set()

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from sanic import Sanic
 
-from hooks.registry import routes
+from hooks.registry import api
+from hooks.registry.delivery import Schedule
 from hooks.registry.jobs import load_jobs
-from hooks.registry.settings import RegistrySettings
-from hooks.sending.schedule import Schedule
-from hooks.sending.sender import SenderSettings
+from hooks.registry.registry import RegistrySettings
+from hooks.registry.sender import SenderSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "webhooks_registry.md").read_text()
 
@@ -40,4 +40,4 @@ def test_the_figures_on_the_page_are_the_defaults() -> None:
     assert (SenderSettings().per_webhook, SenderSettings().max_waiting) == (4, 1000)
     defaults = RegistrySettings(tokens=("t" * 16,))
     assert (defaults.quiet, defaults.suspend_after, defaults.jobs_at_once) == (2.0, 3, 2)
-    assert f"GET {routes.PREFIX}/{{id}}/deliveries" in PAGE
+    assert f"GET {api.PREFIX}/{{id}}/deliveries" in PAGE

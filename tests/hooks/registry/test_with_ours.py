@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from sanic import Sanic
 
+from hooks.client.client import WebhooksClient
 from hooks.errors import HubTrouble, UnknownWebhook
-from hooks.management.client import WebhooksClient
 from hooks.payload import WebhookPayload
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import ReceiverSettings
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.receiver.receiver import Receiver
 from hooks.registry.registry import Registry
-from service.serving import listen, serving
+from service.http.server import listen, serving
 from tests.hooks.registry.serving import READ_TOKEN, TOKEN, serve, settings
 
 SECRET = "a-secret-of-some-length"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hooks.sending.outcome import MAX_EXCERPT, MAX_SECRET, Destination, Outcome, excerpt
+from hooks.registry.delivery import MAX_EXCERPT, MAX_SECRET, Destination, Outcome, excerpt
 
 
 @pytest.mark.parametrize(

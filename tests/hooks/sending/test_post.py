@@ -14,9 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from hooks.sending.outcome import MAX_EXCERPT, Destination, Parcel
-from hooks.sending.post import PostCourier, headers
-from hooks.sending.targets import TargetRules
+from hooks.addresses import TargetRules
+from hooks.registry.delivery import MAX_EXCERPT, Destination, Parcel, PostCourier, headers
 from hooks.signatures import is_standard
 from tests.hooks.sending.target import TargetServer
 from tests.pauses import Pauses

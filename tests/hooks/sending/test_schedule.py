@@ -2,7 +2,7 @@
 
 import pytest
 
-from hooks.sending.schedule import HOUR, MINUTE, Schedule, iso, retry_after
+from hooks.registry.delivery import HOUR, MINUTE, Schedule, iso, retry_after
 
 NOW = 1_700_000_000.0
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from hooks.database import Database
-from hooks.sending import queue
-from hooks.sending.outcome import Destination, Outcome, Parcel
-from hooks.sending.queue import Message
-from hooks.sending.schedule import Schedule
-from hooks.sending.sender import Sender, SenderSettings
+from hooks.registry import delivery_queue
+from hooks.registry.delivery import Destination, Outcome, Parcel, Schedule
+from hooks.registry.delivery_queue import Message
+from hooks.registry.sender import Sender, SenderSettings
 from tests.waiting import until
 
 MINUTE = 60.0
@@ -69,7 +68,7 @@ class ScriptedCourier:
 
 class Sending:
     def __init__(self, path: Path | None = None, **settings: object):
-        self.database = Database(path, [queue.SCHEMA, queue.LANES])
+        self.database = Database(path, [delivery_queue.SCHEMA, delivery_queue.LANES])
         self.clock, self.book, self.courier = Clock(), Book(), ScriptedCourier()
         self.sender = Sender(
             self.database,
@@ -85,7 +84,7 @@ class Sending:
         return await self.sender.put(message, lambda connection: webhooks or ("one",))
 
     def log(self, webhook_id: str = "one") -> list[dict]:
-        return self.database.run_now(queue.entries, webhook_id, 100)
+        return self.database.run_now(delivery_queue.entries, webhook_id, 100)
 
     async def run(self, *numbers: int, after: float = 0.0, **more: Any) -> None:
         """Put these events and send all that is due after so many seconds."""
@@ -208,11 +207,11 @@ async def test_above_the_limit_the_oldest_are_dropped_and_counted_loudly(caplog:
 async def test_nothing_is_sent_to_a_held_webhook_and_all_of_it_when_it_is_released(sending: Sending) -> None:
     sending.courier.answers = [Outcome(status=500)]
     await sending.run(1)
-    sending.database.run_now(queue.hold, "one")
+    sending.database.run_now(delivery_queue.hold, "one")
     await sending.put(2)
     await sending.run(after=1000)
     assert len(sending.courier.got) == 1
-    sending.database.run_now(queue.release, "one", sending.clock())
+    sending.database.run_now(delivery_queue.release, "one", sending.clock())
     await sending.run()
     assert sending.bodies()[1:] == [b'{"number":1}', b'{"number":2}']
 
@@ -263,8 +262,8 @@ async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sendi
         sending.courier.answers = [Outcome(status=500, asked=1000.0)] if number == 0 else []
         await sending.run(number, subject=f"model:a/{number}")
         sending.clock.now += 1
-    assert sending.database.run_now(queue.prune, sending.clock() - 3.5, 100) == 2
-    assert sending.database.run_now(queue.prune, 0.0, 1) == 2
+    assert sending.database.run_now(delivery_queue.prune, sending.clock() - 3.5, 100) == 2
+    assert sending.database.run_now(delivery_queue.prune, 0.0, 1) == 2
     assert [entry["status"] for entry in sending.log()] == ["delivered", "waiting"]
     assert sending.messages() == 2
 
@@ -274,11 +273,11 @@ async def test_what_waits_too_long_for_a_webhook_that_is_off_is_forgotten_and_th
 ) -> None:
     sending.courier.answers = [Outcome(status=500)]
     await sending.run(1)
-    sending.database.run_now(queue.hold, "one")
+    sending.database.run_now(delivery_queue.hold, "one")
     sending.clock.now += 100
     await sending.put(2)
-    assert sending.database.run_now(queue.prune, sending.clock() - 50, 100) == 1
-    sending.database.run_now(queue.release, "one", sending.clock())
+    assert sending.database.run_now(delivery_queue.prune, sending.clock() - 50, 100) == 1
+    sending.database.run_now(delivery_queue.release, "one", sending.clock())
     await sending.run()
     assert sending.bodies()[1:] == [b'{"number":2}']
 
@@ -286,10 +285,10 @@ async def test_what_waits_too_long_for_a_webhook_that_is_off_is_forgotten_and_th
 async def test_the_log_is_paged(sending: Sending) -> None:
     for number in range(5):
         await sending.put(number)
-    newest = sending.database.run_now(queue.entries, "one", 2)
-    older = sending.database.run_now(queue.entries, "one", 2, newest[-1]["id"])
+    newest = sending.database.run_now(delivery_queue.entries, "one", 2)
+    older = sending.database.run_now(delivery_queue.entries, "one", 2, newest[-1]["id"])
     assert [entry["id"] for entry in newest + older] == [entry["id"] for entry in sending.log()][:4]
-    assert sending.database.run_now(queue.entries, "one", 2, "unknown") == []
+    assert sending.database.run_now(delivery_queue.entries, "one", 2, "unknown") == []
     # The others of a lane have no time of their own: they wait for the oldest.
     assert [entry["nextAttemptAt"] is None for entry in sending.log()] == [True] * 4 + [False]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hooks.addresses import TargetRules
 from hooks.errors import UnsafeTarget
-from hooks.sending.targets import TargetRules
 
 PUBLIC = "93.184.215.14"
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hooks.serving import at_exit, background, configuration
-from hooks.serving.server import WebhooksServer
+from hooks.server import lifecycle, serving
+from hooks.server.server import WebhooksServer
 
 SWITCHES = (
-    *(configuration.SECRET, configuration.DATABASE, background.HOST, background.PORT, at_exit.SWITCH),
+    *(lifecycle.SECRET, lifecycle.DATABASE, serving.HOST, serving.PORT, lifecycle.SWITCH),
     *("GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT", "SPACE_ID", "SPACE_HOST", "PYTHONPATH"),
 )
 
@@ -74,7 +74,7 @@ Script = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]
 def environment(tmp_path: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in SWITCHES}
     kept = {name: value for name, value in kept.items() if not name.startswith("PYTEST")}
-    return kept | {background.PORT: "0", "XDG_STATE_HOME": str(tmp_path / "state")}
+    return kept | {serving.PORT: "0", "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
 @pytest.fixture

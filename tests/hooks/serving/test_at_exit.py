@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks.samples import sample
+from hooks.payload import sample
 from tests.hooks.serving.conftest import ask, end
 
 # As documented, and nothing else is imported.
@@ -40,7 +40,9 @@ def sync():
         return [threads.submit(abs, -1).result(), processes.submit(abs, -2).result()]
 """
 # As on 3.12.0 and 3.12.1, which have the hook but can start no thread in it.
-WITHOUT_HOOK = "from hooks.serving import at_exit\nat_exit.TOO_LATE = (__import__('sys').version_info[:3],)\n"
+WITHOUT_HOOK = (
+    "from hooks.server import lifecycle as at_exit\nat_exit.TOO_LATE = (__import__('sys').version_info[:3],)\n"
+)
 
 
 def run(tmp_path: Path, environment: dict[str, str], text: str, *flags: str, **more: str) -> tuple[int, str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks.samples import sample
+from hooks.payload import sample
 from tests.hooks.serving.conftest import ask, end
 from tests.stub_hub import StubHub
 
@@ -94,7 +94,7 @@ def test_the_commands_run_beside_what_they_start(hub, surroundings, tmp_path):
 
 
 def test_every_other_command_has_the_options_that_are_shown():
-    from service.cli.commands import COMMANDS as KNOWN
+    from robojax.cli.app import COMMANDS as KNOWN
     from service.settings import Settings
 
     for line in COMMANDS:

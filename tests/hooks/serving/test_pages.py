@@ -7,16 +7,13 @@ import subprocess
 import pytest
 from openapi_spec_validator import validate
 
-from hooks.payload import WebhookPayload
-from hooks.receiving.endpoint import Filter
-from hooks.receiving.payloads import facts_of
-from hooks.receiving.receiver import Receiver
-from hooks.receiving.settings import ReceiverSettings
-from hooks.samples import sample
-from hooks.serving import event_routes, pages
-from hooks.serving.application import new_app
-from hooks.serving.background import Background, listen, url_of
-from hooks.serving.landing import EndpointInfo, page
+from hooks.payload import WebhookPayload, sample
+from hooks.receiver.endpoint import Filter, ReceiverSettings
+from hooks.receiver.filters import facts_of
+from hooks.receiver.receiver import Receiver
+from hooks.server import event_routes, pages
+from hooks.server.landing_page import EndpointInfo, page
+from hooks.server.serving import Background, listen, new_app, url_of
 from tests.hooks.serving.conftest import ask
 
 SECRET = "a-secret-that-nobody-shows"

@@ -11,14 +11,12 @@ from sanic import Blueprint, HTTPResponse, Request
 from sanic.response import text
 
 from hooks.errors import HooksError, InvalidWebhook, StoreError
-from hooks.payload import WebhookPayload
-from hooks.receiving.settings import ReceiverSettings
-from hooks.samples import sample
-from hooks.serving import application
-from hooks.serving.background import CannotListen, chosen, listen, serving
-from hooks.serving.endpoint import the_server, webhook_endpoint
-from hooks.serving.pages import UnusableInterface
-from hooks.serving.server import WebhooksServer
+from hooks.payload import WebhookPayload, sample
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.server import serving as application
+from hooks.server.pages import UnusableInterface
+from hooks.server.server import WebhooksServer, the_server, webhook_endpoint
+from hooks.server.serving import CannotListen, chosen, listen, serving
 from tests.hooks.serving.conftest import ask
 
 SECRET = {"x_webhook_secret": "my_webhook_secret"}

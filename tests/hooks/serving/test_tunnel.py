@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hooks.errors import TunnelFailed
-from hooks.samples import sample
-from hooks.serving import tunnel as tunnels
-from hooks.serving.tunnel import Program, choose, tunnel
+from hooks.payload import sample
+from hooks.server import tunnel as tunnels
+from hooks.server.tunnel import Program, choose, tunnel
 from tests.hooks.serving.conftest import ask
 
 # Greets as cloudflared does, with links that are no address of a tunnel, and tells when it is ended.
@@ -94,7 +94,7 @@ async def test_the_end_of_a_tunnel_is_told(install):
 
 WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)"
 KILLED = """
-from hooks.serving.server import WebhooksServer
+from hooks.server.server import WebhooksServer
 server = WebhooksServer(port=0, share=True)
 server.launch(prevent_thread_lock=True)
 print("up", flush=True)

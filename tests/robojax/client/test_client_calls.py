@@ -9,9 +9,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from robojax.client import AsyncClient, Client, Command, Garbled, Refused, Unreachable, Unusable, calls, messages
-from robojax.client.arrays import packed, unpacked
-from robojax.client.observation import observation
+from robojax.client import AsyncClient, Client, Command, Garbled, Refused, Unreachable, Unusable, http, stream
+from robojax.client.codec import observation, packed, unpacked
 
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
@@ -68,29 +67,29 @@ def test_what_is_no_array_is_not_taken_for_one(bad) -> None:
 
 
 def test_actions_that_are_not_finite_are_never_handed_over() -> None:
-    call = calls.act("arm", {})
+    call = http.act("arm", {})
     body = msgpack.packb({"actions": packed(np.array([[np.nan]], np.float32)), "joint_names": ["a"]})
     with pytest.raises(Garbled, match="not finite"):
-        calls.result(call, 200, {"content-type": "application/msgpack"}, body or b"")
+        http.result(call, 200, {"content-type": "application/msgpack"}, body or b"")
     with pytest.raises(Garbled, match="not finite"):
-        messages.read(msgpack.packb({"kind": "command", "joints": {"a": float("inf")}}) or b"")
+        stream.read(msgpack.packb({"kind": "command", "joints": {"a": float("inf")}}) or b"")
 
 
 def test_messages_of_the_stream_are_read_in_both_forms() -> None:
-    assert messages.read('{"kind": "command", "joints": {"a": 1}, "number": 3}') == Command({"a": 1.0}, 3)
-    assert messages.read(messages.write("news", {})) is None
+    assert stream.read('{"kind": "command", "joints": {"a": 1}, "number": 3}') == Command({"a": 1.0}, 3)
+    assert stream.read(stream.write("news", {})) is None
     for bad in (b"\xc1", b"\x01", "[", '{"kind": "command"}', '{"kind": "welcome"}'):
         with pytest.raises(Garbled):
-            messages.read(bad)
+            stream.read(bad)
 
 
 def test_a_refusal_carries_the_servers_code_and_text() -> None:
-    found = calls.refusal(409, {"retry-after": "2"}, b'{"detail": "it runs", "code": "move_refused"}')
+    found = http.refusal(409, {"retry-after": "2"}, b'{"detail": "it runs", "code": "move_refused"}')
     assert (found.status, found.code, found.text, found.retry_after) == (409, "move_refused", "it runs", 2.0)
-    found = calls.refusal(422, {}, b'{"detail": [{"loc": ["body", "rate"], "msg": "too low", "type": "x"}]}')
+    found = http.refusal(422, {}, b'{"detail": [{"loc": ["body", "rate"], "msg": "too low", "type": "x"}]}')
     assert (found.code, found.text) == ("invalid", "rate: too low")
-    assert calls.refusal(502, {}, b"<html>").text == "status 502"
-    assert "final address" in calls.refusal(302, {"location": "http://else"}, b"").text
+    assert http.refusal(502, {}, b"<html>").text == "status 502"
+    assert "final address" in http.refusal(302, {"location": "http://else"}, b"").text
 
 
 @pytest.mark.parametrize(

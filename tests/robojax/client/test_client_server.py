@@ -22,7 +22,7 @@ from robojax.client import (
     Unreachable,
 )
 from robojax.client.stream import open_async_stream
-from service.auth.roles import Role
+from service.auth.caller import Role
 from tests.server import REAL, started
 
 PICTURES = {"front": np.zeros((48, 64, 3), np.uint8)}

@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("scservo_sdk", reason="the extra 'robot' is not installed")
 
-from robojax.robot import registers, serial_port
-from robojax.robot.arm import JOINTS, Arm
+from robojax.robot import _scservo
+from robojax.robot import bus as registers
+from robojax.robot.arm import JOINTS, Arm, JointCalibration
 from robojax.robot.bus import Bus
-from robojax.robot.calibration import JointCalibration
-from robojax.robot.simulated import Servo, SimulatedBus
+from robojax.robot.simulated_bus import Servo, SimulatedBus
 
 LOW, HIGH = 700, 3395
 CALIBRATION = {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in JOINTS.items()}
@@ -19,7 +19,7 @@ CALIBRATION = {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in
 @pytest.fixture
 def servos(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedBus]:
     # The servos are a thread of this machine, which may stand still for longer than real ones ever take to answer.
-    monkeypatch.setattr(serial_port, "PATIENCE", 1000.0)
+    monkeypatch.setattr(_scservo, "PATIENCE", 1000.0)
     made = {servo: Servo() for servo in JOINTS.values()}
     for servo in made.values():
         servo[registers.MIN_POSITION], servo[registers.MAX_POSITION] = LOW, HIGH

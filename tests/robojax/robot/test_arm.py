@@ -4,12 +4,11 @@ import time
 
 import pytest
 
-from robojax.robot import registers
+from robojax.robot import bus
 from robojax.robot.arm import JOINTS, Arm
-from robojax.robot.body import Body
+from robojax.robot.arm_thread import Body, Follower
 from robojax.robot.errors import BusLost, RobotError
-from robojax.robot.follower import Follower
-from robojax.robot.simulated import SimulatedBus
+from robojax.robot.simulated_bus import SimulatedBus
 
 ALL = tuple(JOINTS.values())
 
@@ -17,22 +16,22 @@ ALL = tuple(JOINTS.values())
 def test_a_limp_arm_is_set_up_as_lerobot_does_and_held_where_it_lies(arm: Arm, servos: SimulatedBus) -> None:
     for servo in ALL:
         servos.servo(servo).place(1000 + servo)
-        servos.servo(servo)[registers.GOAL_POSITION] = 3000  # of another day
+        servos.servo(servo)[bus.GOAL_POSITION] = 3000  # of another day
     arm.engage()
     for servo in ALL:
         memory = servos.servo(servo)
-        assert (memory[registers.P_COEFFICIENT], memory[registers.RETURN_DELAY]) == (16, 0)
-        assert memory[registers.TORQUE_ENABLE] == 1
-        assert memory[registers.GOAL_POSITION] == 1000 + servo
+        assert (memory[bus.P_COEFFICIENT], memory[bus.RETURN_DELAY]) == (16, 0)
+        assert memory[bus.TORQUE_ENABLE] == 1
+        assert memory[bus.GOAL_POSITION] == 1000 + servo
         assert all(goal == 1000 + servo for _, goal in memory.written)
-    assert servos.servo(6)[registers.MAX_TORQUE] == 500
+    assert servos.servo(6)[bus.MAX_TORQUE] == 500
 
 
 def test_an_arm_that_is_held_already_is_not_let_go(arm: Arm, servos: SimulatedBus) -> None:
-    servos.servo(2)[registers.TORQUE_ENABLE] = 1
+    servos.servo(2)[bus.TORQUE_ENABLE] = 1
     arm.engage()
     # Its torque was never off, so nothing was set up there, and its goal is what it was.
-    assert servos.servo(2)[registers.P_COEFFICIENT] == 32
+    assert servos.servo(2)[bus.P_COEFFICIENT] == 32
     assert servos.servo(2).written == []
     assert arm.held == list(JOINTS)
 
@@ -41,9 +40,9 @@ def test_the_pose_and_targets_are_in_the_units_of_the_policy(arm: Arm, servos: S
     arm.engage()
     arm.move({"shoulder_pan": 100.0, "gripper": 0.0})
     arm.pose()  # nobody confirms a target; what is asked after it is answered after it
-    assert servos.servo(1)[registers.GOAL_POSITION] == 3395
-    assert servos.servo(6)[registers.GOAL_POSITION] == 700
-    assert servos.servo(3)[registers.GOAL_POSITION] == 2048
+    assert servos.servo(1)[bus.GOAL_POSITION] == 3395
+    assert servos.servo(6)[bus.GOAL_POSITION] == 700
+    assert servos.servo(3)[bus.GOAL_POSITION] == 2048
     arm.move({"wrist_roll": -100.0})
     servos.servo(5).place(700)
     assert (arm.pose() or {})["wrist_roll"] == pytest.approx(-100.0, abs=0.5)
@@ -54,12 +53,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_held(arm: Arm, servos: 
     if what == "missing":
         servos.line.silent.add(3)
     elif what == "model":
-        servos.servo(3)[registers.MODEL] = 2825
+        servos.servo(3)[bus.MODEL] = 2825
     else:
-        servos.servo(3)[registers.HOMING_OFFSET] = 5
+        servos.servo(3)[bus.HOMING_OFFSET] = 5
     with pytest.raises(RobotError, match="elbow_flex"):
         arm.engage()
-    assert all(servos.servo(servo)[registers.TORQUE_ENABLE] == 0 for servo in ALL)
+    assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in ALL)
 
 
 def test_one_lost_reading_is_no_lost_servo_but_three_are(arm: Arm, servos: SimulatedBus) -> None:
@@ -92,8 +91,8 @@ def test_a_servo_that_does_not_know_where_it_is_is_not_told_to_stay_there(
 
 
 def test_a_servo_that_is_on_in_another_mode_is_refused(arm: Arm, servos: SimulatedBus) -> None:
-    servos.servo(1)[registers.TORQUE_ENABLE] = 1
-    servos.servo(1)[registers.OPERATING_MODE] = 1
+    servos.servo(1)[bus.TORQUE_ENABLE] = 1
+    servos.servo(1)[bus.OPERATING_MODE] = 1
     with pytest.raises(RobotError, match="not in position mode"):
         arm.engage()
 
@@ -124,10 +123,10 @@ def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, serv
     with body:
         body.command({"shoulder_pan": 100.0})
         deadline = time.monotonic() + 60
-        while shoulder[registers.GOAL_POSITION] < 3395 and time.monotonic() < deadline:
+        while shoulder[bus.GOAL_POSITION] < 3395 and time.monotonic() < deadline:
             time.sleep(0.005)
     assert unread
     assert body.failure is None
-    while shoulder[registers.GOAL_POSITION] == 3395 and time.monotonic() < deadline:
+    while shoulder[bus.GOAL_POSITION] == 3395 and time.monotonic() < deadline:
         time.sleep(0.005)  # no servo confirms a target, and these have a thread of their own
-    assert shoulder[registers.GOAL_POSITION] < 3395
+    assert shoulder[bus.GOAL_POSITION] < 3395

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robojax.robot import registers, serial_port
-from robojax.robot.bus import Bus
+from robojax.robot import _scservo
+from robojax.robot import bus as registers
+from robojax.robot.bus import Bus, Register
 from robojax.robot.errors import BusLost, RobotError
-from robojax.robot.registers import Register
-from robojax.robot.simulated import Servo, ServoLine, SimulatedBus, checksum
+from robojax.robot.simulated_bus import Servo, ServoLine, SimulatedBus, checksum
 
 ALL = range(1, 7)
 
@@ -57,7 +57,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(bus: Bus, servo
 
 
 def test_an_answer_that_came_while_this_process_stood_still_is_taken(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serial_port, "PATIENCE", 50.0)
+    monkeypatch.setattr(_scservo, "PATIENCE", 50.0)
     read, stood_still = bus._handler.ser.read, list[bool]()
 
     def late(length: int) -> bytes:

@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from robojax.robot.arm import JOINTS
-from robojax.robot.calibration import JointCalibration, calibration_folder, find_calibration, read_calibration
+from robojax.robot.arm import (
+    JOINTS,
+    JointCalibration,
+    Unit,
+    calibration_folder,
+    find_calibration,
+    from_steps,
+    read_calibration,
+    to_steps,
+)
 from robojax.robot.errors import RobotError
-from robojax.robot.units import Unit, from_steps, to_steps
 
 # As LeRobot writes them.
 GOOD = {

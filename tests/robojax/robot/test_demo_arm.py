@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from robojax.robot import registers
-from robojax.robot.arm import JOINTS, Arm
-from robojax.robot.follower import Follower, plain
-from robojax.robot.simulated import SimulatedBus
-from robojax.robot.units import Unit, from_steps, to_steps
+from robojax.robot import bus
+from robojax.robot.arm import JOINTS, Arm, Unit, from_steps, to_steps
+from robojax.robot.arm_thread import Follower, plain
+from robojax.robot.simulated_bus import SimulatedBus
 from tests.robojax.robot.conftest import CALIBRATION
 
 pytest.importorskip("mujoco", reason="the extra 'sim' is not installed")
@@ -16,9 +15,9 @@ UNITS = {name: Unit.GRIPPER if name == "gripper" else Unit.PERCENT for name in J
 
 
 def test_the_demos_cube_is_lifted_through_the_bus(arm: Arm, servos: SimulatedBus) -> None:
-    from service.demo.arm import Arm as Simulation
-    from service.demo.expert import Kinematics, plan, targets
-    from service.demo.units import JOINTS as WIRE
+    from robojax.sim.arm import JOINTS as WIRE
+    from robojax.sim.arm import Arm as Simulation
+    from robojax.sim.expert import Kinematics, plan, targets
 
     simulation = Simulation()
     simulation.reset(5)
@@ -46,7 +45,7 @@ def test_the_demos_cube_is_lifted_through_the_bus(arm: Arm, servos: SimulatedBus
         assert arm.status("gripper") == []  # nobody confirms a target; what is asked after it is answered after it
         with servos.lock:
             told = [
-                from_steps(servos.servo(servo)[registers.GOAL_POSITION], CALIBRATION[name], UNITS[name])
+                from_steps(servos.servo(servo)[bus.GOAL_POSITION], CALIBRATION[name], UNITS[name])
                 for name, servo in JOINTS.items()
             ]
         farthest = max(farthest, *(abs(each - goal[name]) for each, name in zip(told, names, strict=True)))

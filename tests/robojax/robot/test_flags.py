@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from robojax.robot.arm import JOINTS
+from robojax.robot.config import read_cameras, read_cap, robot_config
 from robojax.robot.errors import RobotError
-from robojax.robot.flags import read_cameras, read_cap, robot_config
 
 LEROBOT = "{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"
 REAL = {"type": "so101_follower", "port": "/dev/ttyACM0", "id": "mine", "use_degrees": "true"}

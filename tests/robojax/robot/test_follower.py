@@ -5,7 +5,7 @@ import math
 import pytest
 
 from robojax.robot.arm import JOINTS
-from robojax.robot.follower import Follower, plain
+from robojax.robot.arm_thread import Follower, plain
 
 POSE = dict.fromkeys(JOINTS, 10.0)
 

@@ -13,15 +13,14 @@ from typing import TypeVar
 import pytest
 
 from robojax.client import AsyncClient
-from robojax.robot import program as program_module
-from robojax.robot import registers
+from robojax.robot import bus, runner
 from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
+from robojax.robot.checks import findings
+from robojax.robot.config import RobotConfig
 from robojax.robot.errors import ArmLost
-from robojax.robot.findings import findings
-from robojax.robot.flags import RobotConfig
-from robojax.robot.program import Program, run
-from robojax.robot.simulated import SimulatedBus
+from robojax.robot.runner import Program, run
+from robojax.robot.simulated_bus import SimulatedBus
 from tests.faults import processes
 from tests.faults.script import Script
 from tests.robojax.robot.conftest import CALIBRATION
@@ -50,15 +49,15 @@ async def until(claim: Callable[[], Found | None], what: str, within: float = 60
 async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
     config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program_module, "LEAVE", 30.0)  # a busy machine's server takes longer to let a session go
+    monkeypatch.setattr(runner, "LEAVE", 30.0)  # a busy machine's server takes longer to let a session go
     told: list[str] = []
     shoulder = servos.servo(1)
 
     async def moves() -> None:
         """The policy moves every joint up, a little at each action."""
-        before, first = len(shoulder.written), shoulder[registers.GOAL_POSITION]
+        before, first = len(shoulder.written), shoulder[bus.GOAL_POSITION]
         await until(lambda: len(shoulder.written) > before + 20, f"moving; {told}")
-        await until(lambda: shoulder[registers.GOAL_POSITION] > first, f"upwards; {told}")
+        await until(lambda: shoulder[bus.GOAL_POSITION] > first, f"upwards; {told}")
 
     def standing() -> list[tuple[float, int, int]] | None:
         """Of each servo how long it was told nothing, how far it is from its goal, and its torque, at one moment."""
@@ -70,8 +69,8 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
             return [
                 (
                     now - servo.written[-1][0],
-                    abs(servo.written[-1][1] - servo[registers.PRESENT_POSITION]),
-                    servo[registers.TORQUE_ENABLE],
+                    abs(servo.written[-1][1] - servo[bus.PRESENT_POSITION]),
+                    servo[bus.TORQUE_ENABLE],
                 )
                 for servo in each
             ]
@@ -111,7 +110,7 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
                 await asyncio.wait_for(robot, 60)
             assert "held are shoulder_pan, shoulder_lift, wrist_flex" in str(lost.value)
             count = len(shoulder.written)
-            assert abs(shoulder.written[-1][1] - shoulder[registers.PRESENT_POSITION]) <= 4
+            assert abs(shoulder.written[-1][1] - shoulder[bus.PRESENT_POSITION]) <= 4
             assert await client.sessions() == []
             assert len(shoulder.written) == count
 
@@ -143,7 +142,7 @@ async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(robot, 60)
     assert told == ["ended; the arm was told nothing"]
-    assert all(servos.servo(servo)[registers.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
+    assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
 
 @pytest.mark.usefixtures("even_cameras")
@@ -155,10 +154,10 @@ def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
         return {each.name: (each.level, each.found) for each in findings(program)}
 
     before = {servo: bytes(servos.servo(servo).memory) for servo in JOINTS.values()}
-    servos.servo(2)[registers.PRESENT_VOLTAGE] = 30
-    servos.servo(4)[registers.HOMING_OFFSET] = 9
+    servos.servo(2)[bus.PRESENT_VOLTAGE] = 30
+    servos.servo(4)[bus.HOMING_OFFSET] = 9
     servos.servo(5).status = 4
-    servos.servo(6)[registers.PRESENT_TEMPERATURE] = 65
+    servos.servo(6)[bus.PRESENT_TEMPERATURE] = 65
     found = look()
     levels = {name: level for name, (level, _) in found.items()}
     assert levels == {"calibration": "ok", "port": "ok", "shoulder_pan": "ok", "shoulder_lift": "fail"} | {

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.arrays import npz, packed, text
-from service.arrays.forms import FORMS, form_of_answer, form_of_body
-from service.arrays.limits import DTYPES, ArrayLimits
 from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
+from service.http import array_formats, msgpack_arrays
+from service.http.array_formats import FORMS, form_of_answer, form_of_body
+from service.http.array_limits import DTYPES, ArrayLimits
 
 LIMITS = ArrayLimits(bytes=1 << 16, arrays=4)
 
@@ -46,7 +46,11 @@ def to_json(**arrays: np.ndarray) -> bytes:
     ).encode()
 
 
-READERS = {"npz": (npz.decode, to_npz), "msgpack": (packed.decode, to_msgpack), "json": (text.decode, to_json)}
+READERS = {
+    "npz": (array_formats.decode_npz, to_npz),
+    "msgpack": (msgpack_arrays.decode, to_msgpack),
+    "json": (array_formats.decode_json, to_json),
+}
 both = pytest.mark.parametrize(("decode", "write"), READERS.values(), ids=READERS)
 
 
@@ -63,7 +67,7 @@ def npy(header: str, data: bytes = b"", name: str = "x.npy", **more) -> bytes:
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_allowed_dtype_comes_through(decode, write, dtype):
-    if decode is npz.decode and dtype == "bfloat16":
+    if decode is array_formats.decode_npz and dtype == "bfloat16":
         with pytest.raises(InvalidRequest, match="dtype"):  # NumPy's files have no name for it
             decode(write(x=np.ones(2, DTYPES[dtype])), LIMITS, {})
         return
@@ -149,7 +153,7 @@ def test_what_is_written_can_be_read_back(form, shape):
 
 def test_json_has_no_nan_to_answer_with():
     with pytest.raises(ValueError, match="not JSON compliant"):
-        text.encode({"sample": np.array([np.nan], np.float32)}, {})
+        array_formats.encode_json({"sample": np.array([np.nan], np.float32)}, {})
 
 
 # JSON
@@ -157,7 +161,7 @@ def test_json_has_no_nan_to_answer_with():
 
 def test_plain_numbers_and_lists_get_the_dtype_that_the_model_takes():
     body = b'{"inputs": {"x": [[1, 2], [3, 4]], "t": 7, "m": [true, false], "other": [1, 2.5]}, "unknown": 1}'
-    found = text.decode(body, LIMITS, {"x": "float32", "t": "int32", "m": "float32"})
+    found = array_formats.decode_json(body, LIMITS, {"x": "float32", "t": "int32", "m": "float32"})
     assert {name: (str(array.dtype), array.shape) for name, array in found.items()} == {
         "x": ("float32", (2, 2)),
         "t": ("int32", ()),
@@ -167,7 +171,9 @@ def test_plain_numbers_and_lists_get_the_dtype_that_the_model_takes():
 
 
 def test_data_may_be_flat_beside_a_shape():
-    found = text.decode(b'{"inputs": {"x": {"dtype": "int8", "shape": [2, 2], "data": [1, 2, 3, -4]}}}', LIMITS, {})
+    found = array_formats.decode_json(
+        b'{"inputs": {"x": {"dtype": "int8", "shape": [2, 2], "data": [1, 2, 3, -4]}}}', LIMITS, {}
+    )
     assert found["x"].tolist() == [[1, 2], [3, -4]]
 
 
@@ -202,19 +208,19 @@ def test_data_may_be_flat_beside_a_shape():
 )
 def test_what_is_no_array_of_finite_numbers_is_refused_in_json(value):
     with pytest.raises(InvalidRequest):
-        text.decode(f'{{"inputs": {{"x": {value}}}}}'.encode(), LIMITS, {})
+        array_formats.decode_json(f'{{"inputs": {{"x": {value}}}}}'.encode(), LIMITS, {})
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"inputs": []}', b'{"inputs": 1}', b"\xff\xfe", b"nope"])
 def test_json_of_another_form_is_told_the_form(body):
     with pytest.raises(InvalidRequest, match="wanted"):
-        text.decode(body, LIMITS, {})
+        array_formats.decode_json(body, LIMITS, {})
 
 
 def test_names_that_are_not_plain_are_not_repeated():
     for name in ("<script>", "x" * 200, ""):
         with pytest.raises(InvalidRequest) as caught:
-            text.decode(json.dumps({"inputs": {name: "y"}}).encode(), LIMITS, {})
+            array_formats.decode_json(json.dumps({"inputs": {name: "y"}}).encode(), LIMITS, {})
         assert name == "" or name not in str(caught.value)
 
 
@@ -223,7 +229,7 @@ def test_names_that_are_not_plain_are_not_repeated():
 
 def test_both_orders_of_axes_and_both_orders_of_bytes_are_read():
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    found = npz.decode(to_npz(c=array, f=np.asfortranarray(array), big=array.astype(">f4")), LIMITS, {})
+    found = array_formats.decode_npz(to_npz(c=array, f=np.asfortranarray(array), big=array.astype(">f4")), LIMITS, {})
     for read in found.values():
         np.testing.assert_array_equal(read, array)
         assert read.dtype.isnative
@@ -232,7 +238,7 @@ def test_both_orders_of_axes_and_both_orders_of_bytes_are_read():
 def test_packed_npz_is_read():
     buffer = io.BytesIO()
     np.savez_compressed(buffer, x=np.zeros(1000, np.float32))
-    assert npz.decode(buffer.getvalue(), LIMITS, {})["x"].shape == (1000,)
+    assert array_formats.decode_npz(buffer.getvalue(), LIMITS, {})["x"].shape == (1000,)
 
 
 def test_a_bomb_is_refused_by_what_it_claims():
@@ -240,7 +246,7 @@ def test_a_bomb_is_refused_by_what_it_claims():
     np.savez_compressed(buffer, x=np.zeros(50_000_000, np.uint8))
     assert len(buffer.getvalue()) < 60_000
     with pytest.raises(TooLarge, match="when unpacked"):
-        npz.decode(buffer.getvalue(), LIMITS, {})
+        array_formats.decode_npz(buffer.getvalue(), LIMITS, {})
 
 
 def test_a_bomb_that_claims_little_is_refused_too():
@@ -248,7 +254,7 @@ def test_a_bomb_that_claims_little_is_refused_too():
     start = body.rindex(b"PK\x01\x02")
     struct.pack_into("<II", body, start + 20, 600, 600)  # sizes in the directory
     with pytest.raises((InvalidRequest, TooLarge)):
-        npz.decode(bytes(body), LIMITS, {})
+        array_formats.decode_npz(bytes(body), LIMITS, {})
 
 
 @pytest.mark.parametrize(
@@ -276,7 +282,7 @@ def test_a_bomb_that_claims_little_is_refused_too():
 )
 def test_headers_that_are_not_of_plain_numbers_are_refused(header, data):
     with pytest.raises((InvalidRequest, TooLarge)):
-        npz.decode(npy(header, data), LIMITS, {})
+        array_formats.decode_npz(npy(header, data), LIMITS, {})
 
 
 GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,)}"
@@ -285,11 +291,11 @@ GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,)}"
 def test_members_that_are_no_npy_are_refused():
     for name in ("x", "x.txt", ".npy"):
         with pytest.raises(InvalidRequest):
-            npz.decode(npy(GOOD, bytes(4), name), LIMITS, {})
-    assert npz.decode(npy(GOOD, bytes(4)), LIMITS, {})["x"].tolist() == [0]
+            array_formats.decode_npz(npy(GOOD, bytes(4), name), LIMITS, {})
+    assert array_formats.decode_npz(npy(GOOD, bytes(4)), LIMITS, {})["x"].tolist() == [0]
     for method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
         with pytest.raises(InvalidRequest, match="packed in a way"):
-            npz.decode(npy(GOOD, bytes(4), compress_type=method), LIMITS, {})
+            array_formats.decode_npz(npy(GOOD, bytes(4), compress_type=method), LIMITS, {})
 
 
 def test_a_name_twice_is_refused():
@@ -300,7 +306,7 @@ def test_a_name_twice_is_refused():
         with pytest.warns(UserWarning, match="Duplicate"):
             archive.writestr("x.npy", source.read("x.npy"))
     with pytest.raises(InvalidRequest, match="twice"):
-        npz.decode(buffer.getvalue(), LIMITS, {})
+        array_formats.decode_npz(buffer.getvalue(), LIMITS, {})
 
 
 def test_a_directory_of_many_members_is_refused_before_it_is_read():
@@ -310,16 +316,16 @@ def test_a_directory_of_many_members_is_refused_before_it_is_read():
             archive.writestr(f"{number}.npy", b"")
     body = bytearray(buffer.getvalue())
     with pytest.raises(TooLarge, match="more than 4 arrays"):
-        npz.decode(bytes(body), LIMITS, {})
+        array_formats.decode_npz(bytes(body), LIMITS, {})
     struct.pack_into("<2H", body, len(body) - 14, 1, 1)  # a count that lies; the size of the directory does not
     with pytest.raises(TooLarge, match="more than 4 arrays"):
-        npz.decode(bytes(body), LIMITS, {})
+        array_formats.decode_npz(bytes(body), LIMITS, {})
 
 
 @pytest.mark.parametrize("body", [b"", b"PK", b"x" * 1000, b"\x80\x04\x95" + b"." * 100])
 def test_what_is_no_zip_is_refused(body):
     with pytest.raises(InvalidRequest, match=r"numpy\.savez"):
-        npz.decode(body, LIMITS, {})
+        array_formats.decode_npz(body, LIMITS, {})
 
 
 def test_a_directory_that_points_elsewhere_is_refused():
@@ -334,30 +340,30 @@ def test_a_directory_that_points_elsewhere_is_refused():
         damaged[directory + 9] |= 0x08  # ... which this bit says it is in
         damaged[place : place + len(found)] = found
         with pytest.raises(InvalidRequest, match=r"numpy\.savez"):
-            npz.decode(bytes(damaged), LIMITS, {})
+            array_formats.decode_npz(bytes(damaged), LIMITS, {})
 
 
 def test_zips_with_a_comment_or_in_the_large_form_are_refused():
     body = npy(GOOD, bytes(4))
     with pytest.raises(InvalidRequest):
-        npz.decode(body[:-2] + b"\x05\x00hello", LIMITS, {})
+        array_formats.decode_npz(body[:-2] + b"\x05\x00hello", LIMITS, {})
     large = body[:-22] + b"PK\x06\x07" + bytes(16) + body[-22:]
     with pytest.raises(InvalidRequest, match="extras"):
-        npz.decode(large, LIMITS, {})
+        array_formats.decode_npz(large, LIMITS, {})
 
 
 # msgpack
 
 
 def test_plain_numbers_do_for_single_numbers_in_msgpack():
-    found = packed.decode(msgpack.packb({"inputs": {"t": 7, "u": 2.5, "f": 3}}), LIMITS, {"f": "float32"})
+    found = msgpack_arrays.decode(msgpack.packb({"inputs": {"t": 7, "u": 2.5, "f": 3}}), LIMITS, {"f": "float32"})
     assert {name: array.tolist() for name, array in found.items()} == {"t": 7, "u": 2.5, "f": 3.0}
     assert found["f"].dtype.kind == "f"
 
 
 def test_bfloat16_comes_as_its_bytes():
     array = np.array([1.5, -2], ml_dtypes.bfloat16)
-    found = packed.decode(to_msgpack(x=array), LIMITS, {})["x"]
+    found = msgpack_arrays.decode(to_msgpack(x=array), LIMITS, {})["x"]
     assert (found.dtype, found.tolist()) == (array.dtype, [1.5, -2])
 
 
@@ -402,7 +408,7 @@ X = {"dtype": "float32", "shape": [1], "data": bytes(4)}
 )
 def test_msgpack_of_another_form_is_refused(value):
     with pytest.raises((InvalidRequest, TooLarge)):
-        packed.decode(msgpack.packb(value), LIMITS, {})
+        msgpack_arrays.decode(msgpack.packb(value), LIMITS, {})
 
 
 def test_msgpack_that_claims_what_is_not_there_is_refused():
@@ -415,25 +421,25 @@ def test_msgpack_that_claims_what_is_not_there_is_refused():
         b"\x91" * 5000,
     ):
         with pytest.raises((InvalidRequest, TooLarge)):
-            packed.decode(body, LIMITS, {})
+            msgpack_arrays.decode(body, LIMITS, {})
 
 
 def test_a_key_twice_is_refused_in_msgpack():
     entry = msgpack.packb("x") + msgpack.packb(X)
     with pytest.raises(InvalidRequest, match="twice"):
-        packed.decode(b"\x81" + msgpack.packb("inputs") + b"\x82" + entry * 2, LIMITS, {})
+        msgpack_arrays.decode(b"\x81" + msgpack.packb("inputs") + b"\x82" + entry * 2, LIMITS, {})
     inner = b"\x84" + msgpack.packb(X)[1:] + msgpack.packb("dtype") + msgpack.packb("float32")
     with pytest.raises(InvalidRequest, match="each once"):
-        packed.decode(b"\x81" + msgpack.packb("inputs") + b"\x81" + msgpack.packb("x") + inner, LIMITS, {})
+        msgpack_arrays.decode(b"\x81" + msgpack.packb("inputs") + b"\x81" + msgpack.packb("x") + inner, LIMITS, {})
 
 
 # content types
 
 
 def test_the_form_of_a_body_is_named_by_its_content_type():
-    assert form_of_body("application/x-npz").decode is npz.decode
-    assert form_of_body("Application/JSON; charset=utf-8").decode is text.decode
-    assert form_of_body("application/x-msgpack").decode is packed.decode
+    assert form_of_body("application/x-npz").decode is array_formats.decode_npz
+    assert form_of_body("Application/JSON; charset=utf-8").decode is array_formats.decode_json
+    assert form_of_body("application/x-msgpack").decode is msgpack_arrays.decode
     for other in (None, "", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
         with pytest.raises(UnknownForm, match="application/json, application/x-npz, application/msgpack"):
             form_of_body(other)

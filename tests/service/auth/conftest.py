@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.auth.roles import Role
+from service.auth.caller import Role
 from tests.server import REAL, Server, started
 
 Serve = Callable[..., AbstractAsyncContextManager[Server]]

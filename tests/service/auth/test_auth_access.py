@@ -5,9 +5,9 @@ import logging
 import re
 import time
 
-from service.api import ROUTES
+from service.api.blueprint import ROUTES
+from service.auth.caller import Role
 from service.auth.guard import REFUSALS
-from service.auth.roles import Role
 from service.auth.tokens import SecretFile
 
 OPEN = {"/", "/health", "/ready", "/openapi.json", "/openapi-full.json", "/docs", "/ui", "/ui/{name}"}

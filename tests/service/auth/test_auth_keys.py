@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from service.auth.caller import Role
 from service.auth.keys import KeyFile, KeyRefused
-from service.auth.roles import Role
-from service.auth.watched import FileUnusable
+from service.reloading_file import FileUnusable
 
 NOW = 1_000_000.0
 

@@ -6,21 +6,19 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from service.auth.admission import Admissions
-from service.auth.guard import Guard
-from service.auth.keys import KeyFile
-from service.auth.own_key import OwnKey
-from service.auth.roles import Role
-from service.auth.room_keys import RoomKeys
-from service.auth.watched import FileUnusable
+from service.auth.caller import Role
+from service.auth.guard import Admissions, Guard
+from service.auth.keys import KeyFile, OwnKey
 from service.errors import TransportError
-from service.transport import sockets
+from service.reloading_file import FileUnusable
 from service.transport.address import Address
-from service.transport.base import Rooms
-from service.transport.client import RoomsTransport
-from service.transport.credentials import headers_of
-from service.transport.robot import connect_robot
-from service.transport.server import serve_transport
+from service.transport.client.rest import headers_of
+from service.transport.client.robot import connect_robot
+from service.transport.client.room_keys import RoomKeys
+from service.transport.client.rooms_link import RoomsTransport
+from service.transport.link import Rooms
+from service.transport.server import websocket
+from service.transport.server.app import serve_transport
 
 
 class Deaf:
@@ -131,7 +129,7 @@ async def test_viewers_look_operators_move_and_nobody_speaks_for_another(server)
 
 
 async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
-    monkeypatch.setattr(sockets, "LOOK", 0.01)
+    monkeypatch.setattr(websocket, "LOOK", 0.01)
     await server.call("POST", "/robotics/workspaces/w/rooms", "alice", json={"room_id": "r"})
     async with joined(server, "/robotics/workspaces/w/rooms/r", "alice") as (_, socket):
         assert socket is not None

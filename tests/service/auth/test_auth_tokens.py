@@ -7,11 +7,9 @@ import time
 import jwt
 import pytest
 
-from service.auth.caller import Caller
-from service.auth.roles import Role
-from service.auth.tickets import MOST_OF_ONE, Tickets
-from service.auth.tokens import BadToken, SecretFile, Tokens
-from service.auth.watched import FileUnusable
+from service.auth.caller import Caller, Role
+from service.auth.tokens import MOST_OF_ONE, BadToken, SecretFile, Tickets, Tokens
+from service.reloading_file import FileUnusable
 
 NOW = 1_700_000_000.0
 SECRET = b"0123456789abcdef" * 3

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from service.cli.commands import main
+from robojax.cli.app import main
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Started = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
@@ -24,7 +24,7 @@ def environment(tmp_path) -> dict[str, str]:
 def robojax(environment, tmp_path) -> Run:
     def run(*arguments: str, timeout: float = 110, **more: str) -> subprocess.CompletedProcess[str]:
         told = subprocess.run(
-            [sys.executable, "-m", "service.cli", *arguments],
+            [sys.executable, "-m", "robojax.cli", *arguments],
             env=environment | more,
             cwd=tmp_path,
             capture_output=True,
@@ -70,7 +70,7 @@ def serve(environment, tmp_path) -> Started:
     @contextmanager
     def start(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", *arguments],
             env=environment,
             cwd=tmp_path,
             stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ import typer
 
 from benchmarks import report
 from benchmarks.catalogue import ALL, FOLDER, Benchmark, wanted
-from service.cli import bench as command
+from robojax.cli import bench
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 HERE = [one for one in ALL if one.script.is_file()]
@@ -100,14 +100,14 @@ def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(KeyError, match="nobody"):
         wanted(["nobody"])
     with pytest.raises(typer.Exit) as ended:
-        command._chosen(["nobody"], quick=False)
+        bench._chosen(["nobody"], quick=False)
     assert ended.value.exit_code == 2
 
 
 def test_without_a_checkout_it_says_what_to_do(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
     with pytest.raises(typer.Exit) as ended:
-        command.bench([], page_only=True, into=tmp_path)
+        bench.bench([], page_only=True, into=tmp_path)
     assert ended.value.exit_code == 2
     assert "git clone" in capsys.readouterr().err
 
@@ -118,9 +118,9 @@ def test_one_that_fails_is_named_with_what_it_said_and_the_page_is_written(tmp_p
 
     monkeypatch.setattr(Benchmark, "script", script)
     one = Benchmark("broken", "Does it work?", "It does not.", (0.01, 0.01), quick=())
-    monkeypatch.setattr(command, "_chosen", lambda names, quick: [one])
+    monkeypatch.setattr(bench, "_chosen", lambda names, quick: [one])
     with pytest.raises(typer.Exit) as ended:
-        command.bench([], quick=True, into=tmp_path / "out")
+        bench.bench([], quick=True, into=tmp_path / "out")
     assert ended.value.exit_code == 1
     assert "no such policy" in capfd.readouterr().err
     assert (tmp_path / "out" / "index.html").is_file()
@@ -128,5 +128,5 @@ def test_one_that_fails_is_named_with_what_it_said_and_the_page_is_written(tmp_p
 
 def test_what_only_compares_is_left_out_without_its_peer(capsys) -> None:
     compares = next(one for one in ALL if not one.is_peerless)
-    assert command._possible([compares, ALL[0]], {"--openpi-python": None, "--lerobot-python": None}) == [ALL[0]]
+    assert bench._possible([compares, ALL[0]], {"--openpi-python": None, "--lerobot-python": None}) == [ALL[0]]
     assert "--openpi-python" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from service.cli.commands import COMMANDS
+from robojax.cli.app import COMMANDS
 from service.settings import Settings
 
 HEAVY = ("jax", "numpy", "aiortc", "av", "sanic", "pydantic", "aiohttp", "mujoco")
@@ -17,7 +17,7 @@ HEAVY = ("jax", "numpy", "aiortc", "av", "sanic", "pydantic", "aiohttp", "mujoco
 
 def test_help_imports_nothing_heavy(environment):
     probe = (
-        "import sys\nsys.argv = ['robojax', '--help']\nfrom service.cli import main\n"
+        "import sys\nsys.argv = ['robojax', '--help']\nfrom robojax.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    print(*sorted(sys.modules), sep='\\n')"
     )
     done = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, check=True)
@@ -27,7 +27,7 @@ def test_help_imports_nothing_heavy(environment):
 # One process for all of them: what none of them imports is not there at the end of it either.
 HELP_OF_EACH = """
 import sys
-from service.cli import main
+from robojax.cli import main
 for command in sys.argv[1:]:
     before = set(sys.modules)
     sys.argv = ["robojax", command, "--help"]
@@ -76,7 +76,7 @@ WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None
 sys.argv = ["robojax", *sys.argv[2:]]
-from service.cli import main
+from robojax.cli import main
 main()
 """
 

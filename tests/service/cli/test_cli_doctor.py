@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from service import diagnosis
+from service import doctor
+from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.auth.roles import Role
-from service.diagnosis import Finding, diagnose
+from service.doctor import Finding, diagnose
 from service.settings import Settings
 
 
@@ -15,7 +15,7 @@ def only(monkeypatch, *names):
     """Leave out the checks that start other processes."""
     for name in ("_devices", "_rendering"):
         if name not in names:
-            monkeypatch.setattr(diagnosis, name, lambda settings: iter(()))
+            monkeypatch.setattr(doctor, name, lambda settings: iter(()))
 
 
 def found(name: str, **settings) -> Finding:
@@ -72,20 +72,20 @@ def test_a_folder_that_cannot_be_written_is_told(monkeypatch):
 @pytest.mark.parametrize(("free", "level"), [(1e8, "fail"), (1e9, "warn"), (1e11, "ok")])
 def test_disk_space_is_judged(monkeypatch, tmp_path, free, level):
     only(monkeypatch)
-    monkeypatch.setattr(diagnosis.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
     assert found("Hub cache", port=0, policy_cache=str(tmp_path)).level == level
 
 
 def test_a_probe_that_dies_is_told_by_its_last_words():
-    error, _ = diagnosis._run("import sys; sys.exit('no such driver')", {})
+    error, _ = doctor._run("import sys; sys.exit('no such driver')", {})
     assert error == "no such driver"
-    error, _ = diagnosis._run("import os; os.kill(os.getpid(), 9)", {})
+    error, _ = doctor._run("import os; os.kill(os.getpid(), 9)", {})
     assert error == "exit code -9"
 
 
 def test_a_probe_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(diagnosis, "_PROBE_SECONDS", 0.2)
-    assert diagnosis._run("import time; time.sleep(60)", {})[0] == "no answer in 0.2 s"
+    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 0.2)
+    assert doctor._run("import time; time.sleep(60)", {})[0] == "no answer in 0.2 s"
 
 
 def test_doctor_tells_all_of_it_and_ends_with_1_when_something_is_missing(robojax):

@@ -84,7 +84,7 @@ def test_a_name_that_is_none_ends_with_2(call):
 def test_a_start_that_is_ended_while_it_loads_ends_with_0(environment, tmp_path, model_folder, pauses, after):
     models = [part for number in range(30) for part in ("--model", f"m{number}={model_folder}")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "service.cli", "serve", "--port", "0", *models],
+        [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", *models],
         env=environment | {"ROBOJAX_COMPILE_CACHE": "off"},
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -8,8 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from service.cli import moves, policies, recordings, sessions
-from service.cli.token import app as token_app
+from robojax.cli import recordings, sessions
+from robojax.cli.token import app as token_app
 
 KEY = re.compile(r"rjk_[A-Za-z0-9_-]{43}")
 
@@ -34,8 +34,8 @@ def run(tmp_path, monkeypatch):
         app = typer.Typer(pretty_exceptions_enable=False)
         app.add_typer(token_app, name="token")
         app.add_typer(recordings.app, name="recordings")
-        by_hand = (moves.start, moves.restart, moves.reset, moves.delete)
-        for command in (sessions.sessions, sessions.stop, policies.rollback, *by_hand):
+        by_hand = (sessions.start, sessions.restart, sessions.reset, sessions.delete)
+        for command in (sessions.sessions, sessions.stop, sessions.rollback, *by_hand):
             app.command()(command)
         return CliRunner().invoke(app, arguments, env=environment)
 

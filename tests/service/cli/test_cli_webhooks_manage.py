@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner, Result
 
-from service.cli import webhooks
+from robojax.cli import webhooks
 from tests.stub_hub import StubHub
 
 URL, SECRET, TOKEN = "https://example.com/hook", "a-long-enough-secret", "hf_token_of_the_tests"
@@ -276,7 +276,7 @@ def test_letters_that_steer_a_terminal_are_written_out(call, hub, made):
 
 def test_the_command_as_people_start_it(environment, hub, tmp_path):
     environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path)}
-    line = [sys.executable, "-m", "service.cli", "webhooks", "create", "--url", URL, "--watch", "model:someone/arm"]
+    line = [sys.executable, "-m", "robojax.cli", "webhooks", "create", "--url", URL, "--watch", "model:someone/arm"]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"id:      {the_one(hub).id}" in done.stdout

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from hooks.samples import SCOPES
+from hooks.payload import SAMPLE_SCOPES
 
 MODULE = """
 from hooks.payload import WebhookPayload
-from hooks.serving.server import WebhooksServer
+from hooks.server.server import WebhooksServer
 
 app = WebhooksServer()
 
@@ -49,7 +49,7 @@ def receive(environment, tmp_path):
     @contextmanager
     def start(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "webhooks", "serve", *arguments, "--port", "0"],
+            [sys.executable, "-m", "robojax.cli", "webhooks", "serve", *arguments, "--port", "0"],
             env=environment,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
@@ -78,8 +78,8 @@ def test_a_module_is_served_sent_to_and_looked_at(receive, robojax, call):
         options = ("--all-scopes", "--dup", "2", "--reorder", "--json")
         sent = robojax("webhooks", "send", f"{url}/webhooks/hello", "--secret-file", "secret", *options)
         rows = [json.loads(line) for line in sent.stdout.splitlines()]
-        assert (sent.returncode, len(rows)) == (0, 2 * len(SCOPES))
-        assert {row["scope"] for row in rows} == set(SCOPES)
+        assert (sent.returncode, len(rows)) == (0, 2 * len(SAMPLE_SCOPES))
+        assert {row["scope"] for row in rows} == set(SAMPLE_SCOPES)
         assert {row["status"] for row in rows} == {200}
 
         wrong = call("webhooks", "send", f"{url}/webhooks/hello", "--bad-secret")
@@ -97,7 +97,7 @@ def test_a_module_is_served_sent_to_and_looked_at(receive, robojax, call):
             newest = events[0]
             if newest["status"] == "dead" or time.monotonic() > end:
                 break
-        assert len(events) == len(SCOPES) + 1
+        assert len(events) == len(SAMPLE_SCOPES) + 1
         assert (newest["repo"], newest["scope"], newest["status"]) == ("lab/arm", "repo.content", "dead")
 
         # The file is the same: webhooks.sqlite where it was started.

@@ -6,9 +6,8 @@ from typing import Literal
 import pytest
 import typer
 
-from service.cli.findings import show_findings
-from service.cli.table import print_table
-from service.diagnosis import Finding
+from robojax.cli.app import print_table, show_findings
+from service.doctor import Finding
 
 
 @pytest.fixture(autouse=True)

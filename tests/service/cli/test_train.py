@@ -3,9 +3,9 @@
 import pytest
 from typer.testing import CliRunner
 
-from service.cli import train_progress
-from service.cli.train import app
-from service.cli.train_flags import WrongFlags, policy_values, read_flags
+from robojax.cli import train
+from robojax.cli.train import app
+from robojax.cli.train_flags import WrongFlags, policy_values, read_flags
 
 
 def test_values_come_after_an_equals_sign_or_a_blank_and_flags_may_stand_alone() -> None:
@@ -119,8 +119,8 @@ def test_a_log_is_told_of_long_decoding_at_times_and_not_at_each_frame(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(train_progress.time, "monotonic", lambda: now)
-    with train_progress.Shown(is_shown=True) as shown:
+    monkeypatch.setattr(train.time, "monotonic", lambda: now)
+    with train.Shown(is_shown=True) as shown:
         for done in range(0, 3000, 100):
             now = done / 100  # seconds
             shown.decoding(done, 3000)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from service.cli.train import app
+from robojax.cli.train import app
 from tests.compiling import compiling_quickly
 
 # Programs are compiled here, which takes a slow machine a minute each.

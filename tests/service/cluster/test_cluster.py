@@ -19,21 +19,21 @@ pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from service.cluster import cluster as cluster_module
-from service.cluster import connection, lacking
-from service.cluster.cluster import REJOINING, Cluster
-from service.cluster.connection import CannotJoin, Connection, NoAnswer, ask
-from service.cluster.messages import Begun, EngineFacts, EngineOptions, Loaded, Refusal
-from service.cluster.parcels import Parcel
-from service.cluster.pool import Listed, Listing
-from service.cluster.remote_policy import RemoteLoader
-from service.cluster.scaling import Bounds
-from service.engine.device_lane import DeviceGone
-from service.engine.engine import Engine, Policy, Served
-from service.engine.scripted_policy import SO100_REQUIREMENTS
-from service.engine.served import Inference
+from service.distributed import cluster as cluster_module
+from service.distributed import cluster as lacking
+from service.distributed import ray_connection
+from service.distributed.artifacts import Listing as Files
+from service.distributed.artifacts import Parcel
+from service.distributed.cluster import REJOINING, Cluster
+from service.distributed.engine_actor import Begun, EngineFacts, EngineOptions, Loaded, Refusal
+from service.distributed.pool import Bounds, Listed, Listing
+from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, ask
+from service.distributed.remote_engine import RemoteLoader
 from service.errors import PolicyError
-from service.policy_files.listing import Listing as Files
+from service.inference.device_worker import DeviceGone
+from service.inference.engine import Engine, Policy, Served
+from service.inference.loaded_policy import Inference
+from service.testing import SO100_REQUIREMENTS
 from tests.pauses import Pauses
 from tests.server import OBSERVATION
 from tests.waiting import until
@@ -205,7 +205,7 @@ def where(served: Served) -> list[str]:
 @pytest.fixture
 async def begin(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[House], Awaitable[Front]]]:
     monkeypatch.setattr(cluster_module, "PERIOD", 0.1)
-    monkeypatch.setattr(connection.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_connection.ray, "shutdown", lambda: None)
     async with AsyncExitStack() as stack:
 
         async def begin(house: House) -> Front:
@@ -256,7 +256,7 @@ async def test_an_update_is_loaded_into_one_after_the_other(begin: Any, folder: 
 async def test_an_update_that_one_engine_cannot_have_is_refused_and_what_runs_goes_on(
     begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "FIRST", 0.05)
+    monkeypatch.setattr(lacking, "FIRST_RETRY", 0.05)
     front = await begin(House(3))
     first = await front.load(folder)
     front.house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
@@ -278,7 +278,7 @@ async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> N
 async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "FIRST", 0.05)
+    monkeypatch.setattr(lacking, "FIRST_RETRY", 0.05)
     house = House(3)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 4
     front = await begin(house)
@@ -305,7 +305,7 @@ async def test_whichever_engine_cannot_have_it_the_others_do(begin: Any, folder:
 async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_again(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "FIRST", 0.02)
+    monkeypatch.setattr(lacking, "FIRST_RETRY", 0.02)
     house = House(2)
     house.refusals = {name: [Refusal("policy", "config.json: no such type")] * 1000 for name in house.names}
     front = await begin(house)
@@ -319,7 +319,7 @@ async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_
 async def test_what_nobody_wants_any_more_is_neither_tried_nor_spoken_of(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "FIRST", 0.3)
+    monkeypatch.setattr(lacking, "FIRST_RETRY", 0.3)
     house = House(2)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
     front = await begin(house)
@@ -392,7 +392,7 @@ async def test_what_ray_says_of_a_cluster_that_cannot_be_joined_is_told_without_
     def init(*args: object, **more: object) -> None:
         raise raised
 
-    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setattr(ray_connection.ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(CannotJoin) as error:
         await Cluster("auto", "front", EngineOptions(), Bounds()).open(Engine(switch_interval=None, are_elsewhere=True))
@@ -404,7 +404,7 @@ async def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pyte
     def init(*args: object, **more: object) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")
 
-    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setattr(ray_connection.ray, "init", init)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(CannotJoin, match=r"Failed to connect to Ray cluster, though something listens.*TOKEN_PATH"):

@@ -42,7 +42,7 @@ def test_resources_are_read_from_a_flag() -> None:
 
 
 def test_without_its_driver_a_database_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("service.cluster")]:
+    for name in [name for name in sys.modules if name.startswith("service.distributed")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "asyncpg", None)
     with pytest.raises(SettingsError, match=r"database: PostgreSQL needs asyncpg.*pip install 'robojax\[postgres\]'"):
@@ -50,7 +50,7 @@ def test_without_its_driver_a_database_says_how_to_get_it(monkeypatch: pytest.Mo
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("service.cluster")]:
+    for name in [name for name in sys.modules if name.startswith("service.distributed")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SettingsError, match=r"engine: ray-local needs Ray .*pip install 'robojax\[ray\]'"):

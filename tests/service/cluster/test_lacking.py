@@ -1,6 +1,6 @@
 """What an engine could not have is tried again, ever more rarely, and is spoken of until it is well."""
 
-from service.cluster.lacking import FIRST, MOST, Lacking
+from service.distributed.cluster import FIRST_RETRY, LONGEST_RETRY, Lacking
 
 HANDLE = "0123456789abcdef"
 
@@ -13,19 +13,19 @@ def test_what_failed_is_due_after_a_while_that_doubles_up_to_an_end() -> None:
         while not lacking.due(now):
             now += 0.5
         pauses.append(now - begun)
-    assert pauses[:4] == [FIRST, 2 * FIRST, 4 * FIRST, 8 * FIRST]
-    assert pauses[-2:] == [MOST, MOST]
+    assert pauses[:4] == [FIRST_RETRY, 2 * FIRST_RETRY, 4 * FIRST_RETRY, 8 * FIRST_RETRY]
+    assert pauses[-2:] == [LONGEST_RETRY, LONGEST_RETRY]
     for _ in range(1100):  # four days
         lacking.failed("b", HANDLE, "out of memory", now)
-    assert (lacking.due(now + MOST - 1), lacking.due(now + MOST)) == ([], ["b"])
+    assert (lacking.due(now + LONGEST_RETRY - 1), lacking.due(now + LONGEST_RETRY)) == ([], ["b"])
 
 
 def test_each_engine_is_due_once_for_all_that_it_lacks() -> None:
     lacking = Lacking()
     for engine, handle in (("b", HANDLE), ("b", "other"), ("a", HANDLE)):
         lacking.failed(engine, handle, "out of memory", 0.0)
-    assert lacking.due(FIRST - 0.1) == []
-    assert lacking.due(FIRST) == ["a", "b"]
+    assert lacking.due(FIRST_RETRY - 0.1) == []
+    assert lacking.due(FIRST_RETRY) == ["a", "b"]
 
 
 def test_it_is_said_which_engine_lacks_what_why_and_when_it_is_tried_again() -> None:
@@ -46,9 +46,9 @@ def test_nothing_is_said_any_more_when_it_has_it_or_it_is_not_wanted() -> None:
     lacking.has("a", HANDLE)
     lacking.has("a", "never heard of")
     lacking.keep(["a", "b"], [HANDLE])
-    assert lacking.due(MOST) == ["b"]
+    assert lacking.due(LONGEST_RETRY) == ["b"]
     lacking.keep(["a", "b"], ["other"])
-    assert (lacking.due(MOST), lacking.words(MOST)) == ([], "")
+    assert (lacking.due(LONGEST_RETRY), lacking.words(LONGEST_RETRY)) == ([], "")
 
 
 def test_what_was_tried_again_without_a_word_is_not_wanted() -> None:
@@ -67,4 +67,4 @@ def test_one_that_has_it_again_begins_anew() -> None:
         lacking.failed("b", HANDLE, "out of memory", 0.0)
     lacking.has("b", HANDLE)
     lacking.failed("b", HANDLE, "out of memory", 0.0)
-    assert lacking.due(FIRST) == ["b"]
+    assert lacking.due(FIRST_RETRY) == ["b"]

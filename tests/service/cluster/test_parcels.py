@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxmodels.errors import CheckpointError
-from service.cluster import parcels
-from service.cluster.parcels import Parcel, pack, unpack
+from service.distributed import artifacts
+from service.distributed.artifacts import Parcel, pack, unpack
 from tests.service.policy_files import files
 from tests.service.policy_files.files import FILES, read
 
@@ -23,7 +23,7 @@ def same(piece: bytes) -> bytes:
 
 def test_files_of_many_pieces_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack(folder, same).sha
-    monkeypatch.setattr(parcels, "PIECE", 100)
+    monkeypatch.setattr(artifacts, "PIECE", 100)
     parcel = pack(folder, same)
     assert {name: len(pieces) for name, pieces in parcel.pieces.items()} == {"config.json": 1, "model.safetensors": 21}
     assert parcel.sha == whole

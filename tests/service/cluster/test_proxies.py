@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient
-from service.cluster.peers import NAME
+from service.distributed.peers import NAME
 from tests.server import started
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "proxy"

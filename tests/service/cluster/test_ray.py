@@ -32,7 +32,7 @@ class Server:
     def __init__(self, *flags: str):
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "JAX_PLATFORMS": "cpu"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--state", "off", *flags],
+            [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--state", "off", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

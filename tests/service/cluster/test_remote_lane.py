@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster import remote_lane
-from service.cluster.messages import EngineFacts, Loaded, Refusal
-from service.cluster.remote_lane import RemoteLane
-from service.cluster.remote_policy import RemotePolicy
-from service.cluster.shipment import Copy
-from service.engine.device_lane import DeviceGone, InputRefused, LaneClosed, Overdue
-from service.engine.scripted_policy import SO100_REQUIREMENTS
-from service.engine.served import Inference, InferenceStuck, Replica
+from service.distributed import remote_engine
+from service.distributed.engine_actor import EngineFacts, Loaded, Refusal
+from service.distributed.remote_engine import RemoteLane, RemotePolicy
+from service.distributed.replication import Copy
 from service.errors import PolicyFailed
+from service.inference.device_worker import DeviceGone, InputRefused, LaneClosed, Overdue
+from service.inference.loaded_policy import Inference, InferenceStuck, Replica
+from service.testing import SO100_REQUIREMENTS
 from tests.waiting import until
 
 OBSERVATION = {"observation.state": np.zeros((1, 6), np.float32)}
@@ -157,7 +156,7 @@ async def test_an_error_on_the_way_is_raised(engine: Engine, lane: RemoteLane, r
 async def test_where_another_engine_may_be_asked_it_soon_is(
     engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lane, "UNKNOWN", 0.02)
+    monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     with pytest.raises(Overdue, match=r"one has not answered for 0.02 s"):
         await lane.ask(replica, OBSERVATION, None, may_move=True)
     assert lane.asked == 1, "it owes an answer"
@@ -169,7 +168,7 @@ async def test_where_another_engine_may_be_asked_it_soon_is(
 async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_first_until_then(
     engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lane, "UNKNOWN", 0.02)
+    monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     assert not lane.is_late
     with pytest.raises(Overdue) as late:
         await lane.ask(replica, OBSERVATION, None, may_move=True)
@@ -185,7 +184,7 @@ async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_firs
 async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
     engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lane, "UNKNOWN", 0.02)
+    monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     lane._stuck_after = 0.3
     with pytest.raises(Overdue) as late:
         await lane.ask(replica, OBSERVATION, None, may_move=True)
@@ -198,8 +197,8 @@ async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
 async def test_what_it_usually_takes_says_what_is_late(
     engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lane, "OVERDUE", 0.02)
-    monkeypatch.setattr(remote_lane, "UNKNOWN", 60.0)
+    monkeypatch.setattr(remote_engine, "OVERDUE", 0.02)
+    monkeypatch.setattr(remote_engine, "UNKNOWN", 60.0)
     engine.answers = [answered() for _ in range(8)]
     for _ in range(8):
         await lane.ask(replica, OBSERVATION, None)
@@ -282,5 +281,5 @@ async def test_it_says_what_the_engine_said_last(lane: RemoteLane) -> None:
 
 def test_what_needs_no_ray_does_not_import_it() -> None:
     modules = ("scaling", "parcels", "messages", "remote_lane", "remote_policy", "shipment", "lacking")
-    program = "import sys\n" + "".join(f"import service.cluster.{name}\n" for name in modules)
+    program = "import sys\n" + "".join(f"import service.distributed.{name}\n" for name in modules)
     subprocess.run([sys.executable, "-c", f"{program}assert 'ray' not in sys.modules"], check=True)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
-from service.cluster import shipment
-from service.cluster.messages import Loaded, Refusal
-from service.cluster.parcels import Parcel
-from service.cluster.remote_policy import RemoteLoader, RemotePolicy
-from service.cluster.shipment import Copy, answered
-from service.engine.device_lane import DeviceGone
-from service.engine.scripted_policy import SO100_REQUIREMENTS
+from service.distributed import replication
+from service.distributed.artifacts import Parcel
+from service.distributed.engine_actor import Loaded, Refusal
+from service.distributed.remote_engine import RemoteLoader, RemotePolicy
+from service.distributed.replication import Copy, answered
 from service.errors import PolicyFailed
+from service.inference.device_worker import DeviceGone
+from service.testing import SO100_REQUIREMENTS
 
 SIZES = {"front": (48, 64)}
 
@@ -175,7 +175,7 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
 def test_it_is_said_what_the_slowest_engine_does(
     engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipment, "LOOK", 0.001)
+    monkeypatch.setattr(replication, "LOOK", 0.001)
     engines.idle, told = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
     stages = iter([("reading", "reading"), ("compiling", "reading"), ("compiling", "compiling"), (None, "compiling")])

@@ -5,9 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from service.cluster.messages import EngineFacts
-from service.cluster.places import NO_PLACE, SLOW, lack
-from service.cluster.scaling import Bounds, Scaling
+from service.distributed.engine_actor import EngineFacts
+from service.distributed.pool import NO_PLACE, SLOW, Bounds, Scaling, lack
 
 BOUNDS = Bounds(least=1, most=4)
 

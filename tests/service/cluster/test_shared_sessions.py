@@ -14,18 +14,17 @@ import pytest
 from benchmarks import database_away, database_kills
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient, Client, Refused
+from service.api.redirects import ADDRESS, CODE
+from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.auth.roles import Role
-from service.cluster import front, peers, session_table
-from service.cluster.front import FrontOfCluster
-from service.cluster.peers import NAME, PASSED
-from service.cluster.postgres import DatabaseUnusable, Postgres
-from service.cluster.redirects import ADDRESS, CODE
+from service.distributed import peers, session_table
+from service.distributed.peers import NAME, PASSED, FrontOfCluster
+from service.distributed.postgres import DatabaseUnusable, Postgres
 from service.errors import FrontNameTaken, NoDatabase
 from service.sessions.request import DIRECT
 from service.transport.address import Address
-from service.transport.rest import RoomsApi, http_session
-from service.transport.robot import Answer, SessionLatch
+from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.robot import Answer, SessionLatch
 from tests import server as server_of_tests
 from tests.server import started
 
@@ -113,8 +112,8 @@ def where(name: str) -> str:
 
 @pytest.fixture
 async def bare(database: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
-    monkeypatch.setattr(front, "PERIOD", 3600.0)  # they speak when the test says so
-    for module, name in ((front, "ANSWER"), (peers, "STOPPING"), (peers, "PATIENCE")):
+    monkeypatch.setattr(peers, "PERIOD", 3600.0)  # they speak when the test says so
+    for module, name in ((peers, "ANSWER"), (peers, "STOPPING"), (peers, "PATIENCE")):
         monkeypatch.setattr(module, name, 30.0)  # all of them are there; a busy machine only takes longer to answer
     async with AsyncExitStack() as stack:
         yield Servers(stack, database, tmp_path)
@@ -399,8 +398,8 @@ async def test_a_record_that_cannot_be_read_keeps_no_server_from_starting(server
 
 async def test_a_second_server_of_one_name_does_not_start(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     await servers.a.create("arm")
-    monkeypatch.setattr(front, "LEASE", 0.0)
-    monkeypatch.setattr(front, "PERIOD", 0.01)
+    monkeypatch.setattr(peers, "LEASE", 0.0)
+    monkeypatch.setattr(peers, "PERIOD", 0.01)
     for url in (servers.b.url, servers.a.front.url):  # another address: a is asked; the same one: its heartbeat tells
         await servers.a.front._beat()
         twin = servers.another("a", url, servers.b)
@@ -418,8 +417,8 @@ async def test_a_second_server_of_one_name_does_not_start(servers: Servers, monk
 async def test_a_server_that_is_started_again_waits_for_its_name(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "PERIOD", 0.01)
-    monkeypatch.setattr(front, "LEASE", 60.0)  # for as long it waits
+    monkeypatch.setattr(peers, "PERIOD", 0.01)
+    monkeypatch.setattr(peers, "LEASE", 60.0)  # for as long it waits
     again = servers.another("a", servers.a.front.url, servers.b)  # as after a kill: nothing was said
     await servers.a.front._beat()
     starting = asyncio.create_task(again.open())
@@ -497,7 +496,7 @@ async def test_without_the_database_own_sessions_go_on_and_it_hears_of_all_after
         assert "other servers do not know" in told["warning"]
         assert (await servers.a.call("POST", "/debug/sessions/old/reset"))[0] == 200
         assert (await servers.a.call("DELETE", "/sessions/older"))[0] == 200
-        assert (await servers.a.call("GET", "/cluster"))[1]["front"]["trouble"] == front.AWAY
+        assert (await servers.a.call("GET", "/cluster"))[1]["front"]["trouble"] == peers.AWAY
     finally:
         servers.database.start()
     await servers.beat()

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-import service.demo  # noqa: F401  before MuJoCo, for which it chooses the way to draw
+import robojax.sim  # noqa: F401  before MuJoCo, for which it chooses the way to draw
 
 pytest.importorskip("mujoco", reason="the simulated arm needs the extra `sim`")
 pytest.importorskip("PIL", reason="the simulated arm needs the extra `sim`")
 
-from service.demo.arm import Arm
+from robojax.sim.arm import Arm
 
 
 @pytest.fixture(scope="session")

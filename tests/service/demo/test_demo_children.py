@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service.demo import children
-from service.demo.children import ChildDied, child
+from service import processes
+from service.processes import ChildDied, child
 from tests.waiting import lives
 
 SLEEPER = "import time\nprint('up')\ntime.sleep(60)\n"
@@ -62,7 +62,7 @@ async def test_a_child_is_ended_also_when_the_context_fails(modules: Path):
 
 
 async def test_a_child_that_will_not_end_is_killed(modules: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(children, "GRACE", 0.3)
+    monkeypatch.setattr(processes, "GRACE", 0.3)
     (modules / "stubborn.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)\n"
     )
@@ -78,7 +78,7 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(modules: Path):
     (modules / "sleeper.py").write_text("import os, time\nprint(os.getpid())\ntime.sleep(60)\n")
     (modules / "parent.py").write_text(
         "import asyncio\n"
-        "from service.demo.children import child\n"
+        "from service.processes import child\n"
         "async def main():\n"
         "    async with child('a sleeper', 'sleeper') as running:\n"
         "        print(await running.next_line(), flush=True)\n"

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from service.cli.demo import app
+from robojax.cli.sim import app
 from tests.pauses import Pauses
 
 pytestmark = pytest.mark.usefixtures("can_draw")
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli", "demo", "--headless", *arguments]
+    command = [sys.executable, "-m", "robojax.cli", "demo", "--headless", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
@@ -53,7 +53,7 @@ def test_too_few_cubes_are_a_failure(
     async def watched(*_: object) -> int:
         return lifted
 
-    monkeypatch.setattr("service.cli.demo._watch", watched)
+    monkeypatch.setattr("robojax.cli.sim._watch", watched)
     ended = CliRunner().invoke(app, ["--headless", *arguments])
     assert ended.exit_code == (0 if wanted is None else 1)
     assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} cubes wanted\n")

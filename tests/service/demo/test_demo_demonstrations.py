@@ -14,10 +14,9 @@ import pytest
 
 from jaxmodels.data import open_dataset
 from jaxmodels.errors import DatasetError
-from service.demo.arm import CAMERA, FRAME, RATE, Arm
-from service.demo.demonstrations import Demonstration, demonstrate, demonstrations
-from service.demo.tasks import PICK, TWO_CUBES, TaskName
-from service.demo.units import JOINTS
+from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE, Arm
+from robojax.sim.expert import Demonstration, demonstrate, demonstrations
+from robojax.sim.tasks import PICK, TWO_CUBES, TaskName
 
 pytestmark = pytest.mark.usefixtures("can_draw")
 PICTURES = f"observation.images.{CAMERA}"
@@ -97,7 +96,7 @@ def test_a_recording_that_fails_leaves_nothing(tmp_path: Path):
 
 
 def test_a_recording_that_is_asked_to_end_leaves_nothing(tmp_path: Path):
-    command = [sys.executable, "-m", "service.cli", "record-demo", str(tmp_path / "pick"), "--episodes", "400"]
+    command = [sys.executable, "-m", "robojax.cli", "record-demo", str(tmp_path / "pick"), "--episodes", "400"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         deadline = time.monotonic() + 60
         while not [*tmp_path.glob("pick.*.partial/**/*.mp4")]:  # its workers are at work
@@ -113,7 +112,7 @@ def test_a_recording_that_is_asked_to_end_leaves_nothing(tmp_path: Path):
 
 
 def test_ctrl_c_while_its_workers_begin_is_no_traceback(tmp_path: Path):
-    command = [sys.executable, "-m", "service.cli", "record-demo", str(tmp_path / "pick"), "--workers", "2"]
+    command = [sys.executable, "-m", "robojax.cli", "record-demo", str(tmp_path / "pick"), "--workers", "2"]
     # What a shell starts in the background ignores Ctrl-C, and so does what that starts.
     here = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -143,7 +142,7 @@ def _command_line(process: psutil.Process) -> str:
 
 def test_the_command_says_what_it_recorded(tmp_path: Path):
     folder = tmp_path / "pick"
-    command = [sys.executable, "-m", "service.cli", "record-demo", str(folder), "--episodes", "1", "--workers", "1"]
+    command = [sys.executable, "-m", "robojax.cli", "record-demo", str(folder), "--episodes", "1", "--workers", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "1 demonstrations, seeds 0 to 0" in ended.stdout

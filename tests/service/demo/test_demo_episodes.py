@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.demo.episodes import Outcome, Score, wilson
+from robojax.sim.tasks import Outcome, Score, wilson
 
 RED, BLUE = "pick up the red cube", "pick up the blue cube"
 

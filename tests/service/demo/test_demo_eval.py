@@ -12,15 +12,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from service.cli.demo_options import policy_of
-from service.cli.evaluate import evaluate as command
-from service.demo.episodes import Outcome
-from service.demo.report import Evaluation, digests
-from service.demo.tasks import PICK, TWO_CUBES
+from robojax.cli.sim import evaluate as command
+from robojax.cli.sim import policy_of
+from robojax.sim.evaluation import Evaluation, digests
+from robojax.sim.tasks import PICK, TWO_CUBES, Outcome
 
 
 def evaluate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli", "eval", *arguments]
+    command = [sys.executable, "-m", "robojax.cli", "eval", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 

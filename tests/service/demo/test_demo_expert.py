@@ -2,10 +2,9 @@ import mujoco
 import numpy as np
 import pytest
 
-from service.demo import scene
-from service.demo.arm import HOME, HORIZON, Arm
-from service.demo.expert import HOVER, UP, Kinematics, plan, targets
-from service.demo.units import HIGH, LOW, to_wire
+from robojax.sim import arm as scene
+from robojax.sim.arm import HIGH, HOME, HORIZON, LOW, Arm, to_wire
+from robojax.sim.expert import HOVER, UP, Kinematics, plan, targets
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
 from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint
-from service.demo.arm import CAMERA, HORIZON, RATE
-from service.demo.request import Request
-from service.demo.units import JOINTS
+from robojax.sim.arm import CAMERA, HORIZON, JOINTS, RATE
+from robojax.sim.demo import Request
 
 CONFIG = Diffusion2dConfig(
     input_features=(
@@ -50,7 +49,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def robojax(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli", *arguments]
+    command = [sys.executable, "-m", "robojax.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 

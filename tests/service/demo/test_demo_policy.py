@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from service.cli.demo_options import FIRST_SEED, policy_of
-from service.demo.arm import CAMERA, FRAME, RATE
-from service.demo.episodes import Score
-from service.demo.evaluate import evaluate
-from service.demo.film import STRIP
-from service.demo.tasks import PICK, TWO_CUBES
-from service.demo.units import JOINTS
+from robojax.cli.sim import FIRST_SEED, policy_of
+from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE
+from robojax.sim.evaluation import evaluate
+from robojax.sim.tasks import PICK, TWO_CUBES, Score
+from robojax.sim.videos import STRIP
 
 CUBES = 5
 

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.demo import scene
-from service.demo.arm import HOME, LIFTED, RATE, Arm
-from service.demo.tasks import BEARING, RADIUS, RED
-from service.demo.units import HIGH, JOINTS, LOW, to_radians, to_wire
-from service.motion.joints import SO100
+from robojax.sim import arm as scene
+from robojax.sim.arm import HIGH, HOME, JOINTS, LIFTED, LOW, RATE, Arm, to_radians, to_wire
+from robojax.sim.tasks import BEARING, RADIUS, RED
+from service.control.joints import SO100
 
 HEIGHT, WIDTH = 120, 120
 
@@ -102,7 +101,7 @@ def test_the_front_camera_sees_the_cube_where_it_lies(arm: Arm, seed: int):
 
 def test_without_a_way_to_draw_the_arm_moves_and_drawing_says_what_to_install():
     code = (
-        "from service.demo.arm import Arm\n"
+        "from robojax.sim.arm import Arm\n"
         "arm = Arm(); arm.reset(0); arm.step(arm.joints); print('moved')\n"
         "try: arm.picture('front', 32, 32)\n"
         "except RuntimeError as error: print(error)\n"

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from service.demo import scene
-from service.demo.arm import LIFTED, Arm
-from service.demo.expert import Kinematics, plan, targets
-from service.demo.tasks import BEARING, BLUE, PICK, RADIUS, RED, TASKS, TWO_CUBES
-from service.demo.units import JOINTS
+from robojax.sim import arm as scene
+from robojax.sim.arm import JOINTS, LIFTED, Arm
+from robojax.sim.expert import Kinematics, plan, targets
+from robojax.sim.tasks import BEARING, BLUE, PICK, RADIUS, RED, TASKS, TWO_CUBES
 
 
 @pytest.fixture(scope="module")

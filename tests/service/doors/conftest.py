@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import websockets
 
-from service.doors import packing
-from service.doors.sockets import openpi_app
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
-from service.serving import listen, serving
+from service.api.websockets import openpi_app
+from service.http.server import listen, serving
+from service.streaming import codec
+from service.testing import ScriptedLoader, ScriptedPolicy
 from tests import server as server_of_tests
 
 
@@ -40,12 +40,12 @@ class Server(server_of_tests.Server):
 
     async def act(self, message: Any, session_id: str = "arm", **more: Any) -> tuple[int, Any]:
         """One act in msgpack."""
-        body = packing.pack(message) if isinstance(message, dict) else message
+        body = codec.pack(message) if isinstance(message, dict) else message
         headers = {"content-type": "application/msgpack"} | more.pop("headers", {})
         async with self.http.post(f"/sessions/{session_id}/act", data=body, headers=headers, **more) as answer:
             told = await answer.read()
             is_packed = answer.content_type == "application/msgpack"
-            return answer.status, packing.unpack(told) if is_packed else packing.unpack_json(told)
+            return answer.status, codec.unpack(told) if is_packed else codec.unpack_json(told)
 
     def stream(self, path: str = "/sessions/arm/stream", **more: Any) -> Any:
         """A client of a library that is not ours."""

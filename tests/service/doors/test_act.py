@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from jaxmodels import Requirements
-from service.engine.scripted_policy import ScriptedPolicy
+from service.testing import ScriptedPolicy
 
 
 def jpeg(height: int = 48, width: int = 64, form: str = "JPEG") -> bytes:

@@ -9,10 +9,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from robojax.cli import sessions
 from robojax.client import AsyncClient
-from service.cli import moves
-from service.doors import packing
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
+from service.streaming import codec
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
 READS = replace(SO100_REQUIREMENTS, language=True)
 
@@ -65,7 +65,7 @@ async def test_a_session_is_told_something_else_over_http_too(reading):
 async def test_the_command_tells_it_too(reading):
     def run(*arguments: str):
         app = typer.Typer()
-        app.command()(moves.adjust)
+        app.command()(sessions.adjust)
         return CliRunner().invoke(app, [*arguments, "--url", reading.url, "--json"])
 
     told = await asyncio.to_thread(run, "arm", "--language-instruction", "turn it round")
@@ -86,22 +86,22 @@ async def test_a_client_in_python_tells_it_too(reading):
 
 async def test_the_stream_tells_the_control_loop(reading):
     async with reading.stream() as socket:
-        assert packing.unpack(await socket.recv())["reads_prompt"] is True
+        assert codec.unpack(await socket.recv())["reads_prompt"] is True
         await reading.call("POST", "/sessions/arm/start")
-        await socket.send(packing.pack({"kind": "observation"} | reading.seen(language_instruction="lift")))
+        await socket.send(codec.pack({"kind": "observation"} | reading.seen(language_instruction="lift")))
         kinds = []
         while "command" not in kinds:
-            kinds.append(packing.unpack(await socket.recv())["kind"])
+            kinds.append(codec.unpack(await socket.recv())["kind"])
         assert set(reading.policy.told) == {("lift",)}
         assert instruction_of(reading) == "lift"
 
 
 async def test_openpis_client_is_told_that_its_prompt_is_read(reading):
     async with reading.stream("/sessions/arm/openpi") as socket:
-        assert packing.unpack(await socket.recv())["reads_prompt"] is True
+        assert codec.unpack(await socket.recv())["reads_prompt"] is True
         image, state = np.zeros((48, 64, 3), np.uint8), np.array(reading.pose)
-        await socket.send(packing.pack_openpi({"observation/image": image, "state": state, "prompt": "lift"}))
-        assert packing.unpack(await socket.recv())["actions"].shape == (20, 6)
-        await socket.send(packing.pack_openpi({"observation/image": image, "state": state, "prompt": "gibberish"}))
+        await socket.send(codec.pack_openpi({"observation/image": image, "state": state, "prompt": "lift"}))
+        assert codec.unpack(await socket.recv())["actions"].shape == (20, 6)
+        await socket.send(codec.pack_openpi({"observation/image": image, "state": state, "prompt": "gibberish"}))
         assert "is no instruction" in str(await socket.recv())
     assert reading.policy.told == [("lift",)]

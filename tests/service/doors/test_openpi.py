@@ -14,18 +14,17 @@ import numpy as np
 import pytest
 import websockets
 
+from robojax.sim.arm import CAMERA, FRAME, HORIZON, Arm
+from service.api.websockets import openpi_app
+from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.auth.roles import Role
-from service.demo.arm import CAMERA, FRAME, HORIZON, Arm
-from service.doors import packing
-from service.doors.naming import Naming
-from service.doors.observation import Wanted
-from service.doors.openpi import ObservationReader
-from service.doors.sockets import openpi_app
+from service.control.joints import Joint, JointTable
 from service.errors import InvalidRequest
-from service.motion.joints import Joint, JointTable
-from service.serving import listen, serving
+from service.http.server import listen, serving
 from service.sessions.request import DIRECT, NewSession
+from service.streaming import codec
+from service.streaming.observation import Wanted
+from service.streaming.openpi import Naming, ObservationReader
 from tests.server import started
 from tests.waiting import until
 
@@ -36,9 +35,9 @@ STATE = np.array([0.0, 10.0, -20.0, 30.0, 0.0, 50.0])
 
 
 async def infer(client, **observation):
-    await client.send(packing.pack_openpi(observation))
+    await client.send(codec.pack_openpi(observation))
     told = await client.recv()
-    return told if isinstance(told, str) else packing.unpack(told)
+    return told if isinstance(told, str) else codec.unpack(told)
 
 
 NAMED = [
@@ -52,7 +51,7 @@ NAMED = [
 async def test_an_observation_is_found_under_the_names_that_openpis_clients_use(server):
     for named in NAMED:
         async with server.stream("/sessions/arm/openpi") as socket:
-            metadata = packing.unpack(await socket.recv())
+            metadata = codec.unpack(await socket.recv())
             assert (metadata["action_steps"], metadata["cameras"]) == (20, {"front": [48, 64]})
             first = await infer(socket, **named)
             again = await infer(socket, **named)
@@ -108,7 +107,7 @@ async def test_a_port_of_its_own_is_for_the_only_direct_session_with_the_clients
             await socket.recv()
             assert (await infer(socket, image=IMAGE, state=STATE))["actions"].shape == (20, 6)
             # Parts, pings in between, and one more at a time than is read at once.
-            body = packing.pack_openpi({"image": IMAGE, "state": STATE})
+            body = codec.pack_openpi({"image": IMAGE, "state": STATE})
             await socket.send([body[:50], body[50:5000], body[5000:]])
             await (await socket.ping())
             assert not isinstance(await socket.recv(), str)
@@ -146,12 +145,12 @@ def test_openpis_own_client_picks_up_a_cube():
         held.bind(("127.0.0.1", 0))
         port = str(held.getsockname()[1])
     assert OPENPI is not None
-    serve = [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--openpi-port", port, "--state", "off"]
+    serve = [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--openpi-port", port, "--state", "off"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server, closing(Arm()) as arm:
         try:
             assert server.stdout is not None
             url = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
-            new = {"session_id": "arm", "policy_path": "service/demo/policy", "transport_server_url": "direct"}
+            new = {"session_id": "arm", "policy_path": "robojax/sim/policy", "transport_server_url": "direct"}
             body = json.dumps(new).encode()
             asked = urllib.request.Request(f"{url}/sessions", body, {"content-type": "application/json"})
             urllib.request.urlopen(asked, timeout=60).close()
@@ -165,14 +164,14 @@ def test_openpis_own_client_picks_up_a_cube():
 
 def play(arm, client) -> bool:
     def read():
-        return packing.unpack(client.stdout.read(*struct.unpack(">I", client.stdout.read(4))))
+        return codec.unpack(client.stdout.read(*struct.unpack(">I", client.stdout.read(4))))
 
     arm.reset(5000)
     steps, plan = read()["action_steps"], np.zeros((0, 6))
     for tick in range(HORIZON):
         if tick % steps == 0:
             observation = {f"observation.images.{CAMERA}": arm.picture(CAMERA, *FRAME), "observation/state": arm.joints}
-            packed = packing.pack_openpi(observation)
+            packed = codec.pack_openpi(observation)
             client.stdin.write(struct.pack(">I", len(packed)) + packed)
             client.stdin.flush()
             plan = read()["actions"]
@@ -233,7 +232,7 @@ def test_what_a_known_client_sends_is_looked_at_each_time() -> None:
 
 
 def sent(message: dict) -> memoryview:
-    return memoryview(bytearray(packing.pack_openpi(message)))
+    return memoryview(bytearray(codec.pack_openpi(message)))
 
 
 @pytest.mark.parametrize(
@@ -284,11 +283,11 @@ async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_k
     recent = server.app.ctx.sessions.get("arm").drive.thinking.recent
     async with server.stream("/sessions/arm/openpi") as socket:
         await socket.recv()
-        monkeypatch.setattr("service.doors.consultation._SHOWN", 60.0)
+        monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 60.0)
         for value in range(3):
             await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
         await until(lambda: [_brightness(one) for one, _ in recent] == [2])
-        monkeypatch.setattr("service.doors.consultation._SHOWN", 0.0)
+        monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 0.0)
         for value in range(3, 5):
             await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
         await until(lambda: [_brightness(one) for one, _ in recent] == [2, 3, 4])

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from service.doors import packing, pictures
 from service.errors import InvalidRequest, ServiceError, TooLarge
+from service.streaming import codec, observation
 
 
 def openpis(array: np.ndarray) -> dict:
@@ -27,14 +27,14 @@ DTYPES = st.sampled_from(["|u1", "<i4", ">i4", "<i8", "<f4", ">f8", "<f2", "|b1"
 @settings(max_examples=40)
 @given(DTYPES.flatmap(lambda dtype: arrays.arrays(dtype, arrays.array_shapes(max_dims=3, max_side=4, min_side=0))))
 def test_arrays_come_back_from_openpis_form_and_from_ours(array):
-    for found in (packing.unpack(packed(openpis(array))), packing.unpack(packing.pack({"a": array}))["a"]):
+    for found in (codec.unpack(packed(openpis(array))), codec.unpack(codec.pack({"a": array}))["a"]):
         np.testing.assert_array_equal(found, array)
         assert found.dtype.isnative
 
 
 def test_data_is_not_copied():
-    body = packing.pack({"a": np.arange(100, dtype=np.uint8)})
-    assert np.shares_memory(packing.unpack(body)["a"], np.frombuffer(body, np.uint8))
+    body = codec.pack({"a": np.arange(100, dtype=np.uint8)})
+    assert np.shares_memory(codec.unpack(body)["a"], np.frombuffer(body, np.uint8))
 
 
 ARRAY = openpis(np.zeros(2, np.float32))
@@ -70,22 +70,22 @@ ARRAY = openpis(np.zeros(2, np.float32))
 )
 def test_what_is_no_plain_array_is_refused(wrong):
     with pytest.raises(ServiceError) as refused:
-        packing.unpack(packed(wrong))
+        codec.unpack(packed(wrong))
     assert refused.value.status in (413, 422)
 
 
 def test_a_message_ends_where_it_ends():
     with pytest.raises(InvalidRequest, match="goes on after its end"):
-        packing.unpack(msgpack.packb({"a": 1}) + b"\xc0")
+        codec.unpack(msgpack.packb({"a": 1}) + b"\xc0")
 
 
 def test_neither_depth_nor_count_builds_much():
     with pytest.raises(ServiceError):
-        packing.unpack(b"\x91" * 100_000)
+        codec.unpack(b"\x91" * 100_000)
     with pytest.raises(ServiceError):
-        packing.unpack(b"\x81" * 100_000)
+        codec.unpack(b"\x81" * 100_000)
     with pytest.raises(ServiceError, match="too many values"):
-        packing.unpack(msgpack.packb(list(range(100)) * 6))
+        codec.unpack(msgpack.packb(list(range(100)) * 6))
 
 
 VALUES = st.recursive(
@@ -100,7 +100,7 @@ MARKED = st.sampled_from([b"__ndarray__", b"__npgeneric__", b"data", b"dtype", b
 @given(st.binary(max_size=64) | (VALUES | st.dictionaries(MARKED, VALUES, max_size=4)).map(msgpack.packb))
 def test_whatever_comes_is_read_or_refused(body):
     with suppress(InvalidRequest, TooLarge):
-        packing.unpack(body)
+        codec.unpack(body)
 
 
 @settings(max_examples=60)
@@ -117,13 +117,13 @@ def test_messages_of_one_client_are_read_as_if_each_were_the_first(kinds, place,
         {"images": {"front": np.ones((3, 4, 4), np.uint8)}, "state": np.zeros(6), "number": 1},
         {"images": {"front": b"a picture"}, "state": [1.0, 2.0], "prompt": "go"},
     ]
-    unpacker = packing.Unpacker()
+    unpacker = codec.Unpacker()
     for kind in kinds:
-        body = bytearray(packing.pack(messages[kind]))
+        body = bytearray(codec.pack(messages[kind]))
         if kind == kinds[-1]:
             body[place % len(body)] = value
         try:
-            wanted = repr(packing.unpack(bytes(body)))
+            wanted = repr(codec.unpack(bytes(body)))
         except ServiceError as error:
             with pytest.raises(type(error)):
                 unpacker.unpack(memoryview(bytes(body)))
@@ -135,8 +135,8 @@ def test_messages_of_one_client_are_read_as_if_each_were_the_first(kinds, place,
 def test_json_of_many_small_values_is_refused_before_it_is_parsed():
     for text in ("[" + "{}," * 5000 + "1]", '{"a":' + "[1]," * 5000, b"[" + b"0," * 5000 + b"0]"):
         with pytest.raises(TooLarge, match="too many values"):
-            packing.unpack_json(text)
-    assert packing.unpack_json(json.dumps({"images": {"front": "A" * (1 << 20)}, "state": [0.5] * 1000}))
+            codec.unpack_json(text)
+    assert codec.unpack_json(json.dumps({"images": {"front": "A" * (1 << 20)}, "state": [0.5] * 1000}))
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_json_of_many_small_values_is_refused_before_it_is_parsed():
 )
 def test_what_is_no_json_is_refused(text):
     with pytest.raises(ServiceError):
-        packing.unpack_json(text)
-    assert packing.unpack_json(packing.pack_json({"a": np.eye(2)})) == json.loads('{"a": [[1, 0], [0, 1]]}')
+        codec.unpack_json(text)
+    assert codec.unpack_json(codec.pack_json({"a": np.eye(2)})) == json.loads('{"a": [[1, 0], [0, 1]]}')
 
 
 @pytest.mark.parametrize(
@@ -159,26 +159,26 @@ def test_what_is_no_json_is_refused(text):
 )
 async def test_a_long_text_that_is_none_of_pictures_is_refused_before_it_is_parsed(text, what):
     with pytest.raises(TooLarge, match=what):
-        packing.unpack_json(text)
+        codec.unpack_json(text)
     with pytest.raises(TooLarge, match=what):
-        await packing.read_json(text)
+        await codec.read_json(text)
 
 
 async def test_a_long_text_of_pictures_is_read():
     told = {"images": {"front": 'a "\\" ' + "A/" * (1 << 19)}, "state": [0.5, 1]}
-    assert await packing.read_json(json.dumps(told)) == told
-    assert await packing.read_json(json.dumps(told).replace("/", "\\/", 60_000).encode("utf-16")) == told
+    assert await codec.read_json(json.dumps(told)) == told
+    assert await codec.read_json(json.dumps(told).replace("/", "\\/", 60_000).encode("utf-16")) == told
 
 
 @pytest.mark.parametrize("length", [0, 3, 1000, 3 << 16, 300_001])
 def test_base64_is_read_in_pieces(length):
     data = np.random.default_rng(length).bytes(length)
     text = base64.b64encode(data).decode()
-    assert pictures.from_base64("front", text) == data
-    assert pictures.from_base64("front", "data:image/png;base64," + text) == data
+    assert observation.image_from_base64("front", text) == data
+    assert observation.image_from_base64("front", "data:image/png;base64," + text) == data
     for wrong in (text + "\n", "=" + text, "====" + text if length else "A", text + "\u00e9"):
         with pytest.raises(InvalidRequest):
-            pictures.from_base64("front", wrong)
+            observation.image_from_base64("front", wrong)
 
 
 JPEG_HEAD = b"\xff\xd8"
@@ -198,4 +198,4 @@ JPEG_HEAD = b"\xff\xd8"
 )
 def test_a_picture_of_thousands_of_parts_is_not_looked_at(file):
     with pytest.raises(InvalidRequest, match=r"decoded \(ValueError\)"):
-        pictures.decode("front", file, 1 << 20)
+        observation.decode_image("front", file, 1 << 20)

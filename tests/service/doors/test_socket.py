@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from service.doors.socket import DoorSocket, SocketClosed, SocketLimits
+from service.streaming.websocket import DoorSocket, SocketClosed, SocketLimits
 
 MASK = b"\1\2\3\4"
 PING = b'{"kind":"ping","number":1}'

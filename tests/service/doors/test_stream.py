@@ -10,10 +10,10 @@ import pytest
 import websockets
 from PIL import Image
 
+from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.auth.roles import Role
-from service.doors import packing, pictures
-from service.transport.base import JointValue
+from service.streaming import codec, observation
+from service.transport.link import JointValue
 
 
 class Client:
@@ -23,14 +23,14 @@ class Client:
         self.socket = socket
 
     async def say(self, kind: str, **fields) -> None:
-        await self.socket.send(packing.pack({"kind": kind} | fields))
+        await self.socket.send(codec.pack({"kind": kind} | fields))
 
     async def hear(self, kind: str):
         """The next message of this kind."""
         async with asyncio.timeout(30):
             while True:
                 raw = await self.socket.recv()
-                told = packing.unpack_json(raw) if isinstance(raw, str) else packing.unpack(raw)
+                told = codec.unpack_json(raw) if isinstance(raw, str) else codec.unpack(raw)
                 if told["kind"] == kind:
                     return told
 
@@ -120,7 +120,7 @@ async def socket_text(socket):
 async def test_nonsense_is_answered_and_too_much_of_it_ends_the_socket(server):
     async with server.stream() as socket:
         client = Client(socket)
-        for wrong in (b"\xc1", packing.pack({"kind": 1}), packing.pack({"kind": "observation", "age_ms": -1})):
+        for wrong in (b"\xc1", codec.pack({"kind": 1}), codec.pack({"kind": "observation", "age_ms": -1})):
             await socket.send(wrong)
             assert (await client.hear("error"))["code"] == "invalid"
         await client.say("observation", state=np.full(6, np.nan))
@@ -187,8 +187,8 @@ async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
 
 async def test_a_picture_that_takes_long_to_decode_does_not_bring_back_older_joints(server, monkeypatch):
     gate = threading.Event()
-    decode = pictures.decode
-    monkeypatch.setattr(pictures, "decode", lambda *told: gate.wait(30) and decode(*told))
+    decode = observation.decode_image
+    monkeypatch.setattr(observation, "decode_image", lambda *told: gate.wait(30) and decode(*told))
     async with server.stream() as socket:
         client = Client(socket)
         held = io.BytesIO()

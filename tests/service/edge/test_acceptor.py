@@ -5,10 +5,9 @@ import errno
 import socket
 from typing import Any, cast
 
-from service.edge import acceptor as module
-from service.edge.acceptor import MAKES, Acceptor
-from service.edge.limits import ConnectionLimits, Connections
-from service.serving import listen
+from service.http import server
+from service.http.limits import ConnectionLimits, Connections
+from service.http.server import MAKES, Acceptor, listen
 
 STOP = b"POST /sessions/a/emergency_stop HTTP/1.1\r\nHost: x\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -84,7 +83,7 @@ async def test_a_stop_that_comes_last_of_hundreds_is_the_first_and_few_are_made_
 
 
 async def test_who_says_nothing_costs_no_connection_is_counted_and_is_let_go(monkeypatch):
-    monkeypatch.setattr(module, "SWEEP", 0.05)
+    monkeypatch.setattr(server, "SWEEP", 0.05)
     port = Port(patience=0.2)
     silent, gone, late = await port.call(b"", b"", b"")
     gone.close()
@@ -122,8 +121,8 @@ async def test_one_too_many_is_told_so_and_may_stop_robots_where_there_is_a_plac
 
 
 async def test_of_one_caller_so_many_wait_and_its_stops_are_not_among_them(monkeypatch):
-    monkeypatch.setattr(module, "READY", 20)
-    monkeypatch.setattr(module, "TURN", 5.0)  # all are accepted in one
+    monkeypatch.setattr(server, "READY", 20)
+    monkeypatch.setattr(server, "TURN", 5.0)  # all are accepted in one
     port = Port()
     sockets = await port.call(*[GET] * 60, STOP)
     await port.until(lambda: len(port.heard) == 21)
@@ -154,7 +153,7 @@ async def test_without_descriptors_it_tries_again_and_does_not_spin(monkeypatch,
                 raise OSError(errno.EMFILE, "Too many open files")
             return self.real.accept()
 
-    monkeypatch.setattr(module, "AGAIN", 0.1)
+    monkeypatch.setattr(server, "AGAIN", 0.1)
     listener = Exhausted(listen("127.0.0.1", 0))
     port = Port(listener=listener)
     [one] = await port.call(GET)

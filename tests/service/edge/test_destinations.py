@@ -5,15 +5,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hooks.sending.post import PinnedResolver
-from hooks.sending.targets import danger, layers
+from hooks.addresses import danger, layers
+from hooks.registry.delivery import PinnedResolver
 from service.app import create_app
-from service.edge.destinations import AddressRules, Destinations, Listed
-from service.engine.scripted_policy import ScriptedLoader
 from service.errors import InvalidRequest, TransportError
 from service.settings import Settings, SettingsError
-from service.transport.rest import http_session
-from service.transport.server import serve_transport
+from service.testing import ScriptedLoader
+from service.transport.address import AddressRules, Destinations, Listed
+from service.transport.client.rest import http_session
+from service.transport.server.app import serve_transport
 from tests.server import REAL, started
 
 NAMES = {

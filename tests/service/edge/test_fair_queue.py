@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.edge.fair_queue import (
+from service.http.fair_queue import (
     BUDGET,
     BURST,
     CREDIT,

@@ -5,8 +5,8 @@ import time
 import pytest
 from sanic.response import text
 
-from service.edge.limits import ConnectionLimits, Connections, Creates, Rates, is_local, source_of
 from service.errors import TooManyRequests
+from service.http.limits import ConnectionLimits, Connections, Creates, Rates, is_local, source_of
 from tests.server import body, started
 
 

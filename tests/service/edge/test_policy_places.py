@@ -5,9 +5,9 @@ import pytest
 
 from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError
-from service.edge.policy_places import PolicyPlaces, copies_in
-from service.engine.scripted_policy import ScriptedLoader
 from service.errors import InvalidRequest, PolicyError
+from service.inference.policy_sources import PolicyPlaces, copies_in
+from service.testing import ScriptedLoader
 from tests.server import body, started
 
 

@@ -5,15 +5,13 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
-from service.engine.admission import judge
-from service.engine.claims import Claims
-from service.engine.engine import Engine
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
-from service.engine.served import Replica, Served
 from service.errors import Overloaded
-from service.sessions.sessions import NewSession, Sessions
+from service.inference.admission import Claims, judge
+from service.inference.engine import Engine
+from service.inference.loaded_policy import Replica, Served
+from service.sessions.store import NewSession, Sessions
 from service.stage import Stage
-from service.transport.memory import MemoryTransport
+from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.waiting import until
 
 NEEDS = Requirements(

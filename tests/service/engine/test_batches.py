@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ObservationError
-from service.engine.engine import Engine, Inference, InferenceStuck, Served
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
-from service.engine.stacking import ALIGNMENT, Stacks, shape_of
 from service.errors import PolicyFailed
+from service.inference.batching import ALIGNMENT, Stacks, shape_of
+from service.inference.engine import Engine, Inference, InferenceStuck, Served
+from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.waiting import until
 
 Ask = tuple[dict[str, np.ndarray], object]
@@ -62,7 +62,7 @@ class Held(ScriptedPolicy):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy with something else leaves no batch aside."""
-    monkeypatch.setattr("service.engine.lane.OVERDUE", 10.0)
+    monkeypatch.setattr("service.inference.device_worker.OVERDUE", 10.0)
 
 
 def ignore(stage: str) -> None:
@@ -141,7 +141,7 @@ async def test_a_batch_that_does_not_come_back_is_left_and_only_who_it_is_due_to
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # That a machine stood still for a tenth of `stuck_after` is noticed; less than that makes nobody overdue.
-    monkeypatch.setattr("service.engine.lane.OVERDUE", 0.3)
+    monkeypatch.setattr("service.inference.device_worker.OVERDUE", 0.3)
     policy = Held()
     async with running(policy, stuck_after=2.0) as (engine, served):
         chunks = await together(engine, served, policy, [0, 1, 666, 3])
@@ -189,8 +189,8 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
 async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.engine.engine.QUIET", 0.2)
-    monkeypatch.setattr("service.engine.growth.PAUSE", 0.01)
+    monkeypatch.setattr("service.inference.engine.QUIET", 0.2)
+    monkeypatch.setattr("service.inference.policy_cache.PAUSE", 0.01)
     policy = ScriptedPolicy()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2))
     engine.has_running_robot = lambda: True

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.batching import Batching, Chosen
-from service.engine.costs import KEPT, OLD, Costs
+from service.inference.batching import Batching, Chosen
+from service.inference.latency_model import KEPT, OLD, Costs
 from tests.service.engine.test_costs import costs
 
 SIZES = (1, 2, 4, 8)

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from service.engine.costs import KEPT, OLD, PACE, Costs
+from service.inference.latency_model import KEPT, OLD, PACE, Costs
 
 
 def costs(**seconds: float) -> Costs:
@@ -120,7 +120,7 @@ def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest
         known.learn(2, 0.002)
         other_is_through.set()
 
-    monkeypatch.setattr("service.engine.costs.median", interrupted)
+    monkeypatch.setattr("service.inference.latency_model.median", interrupted)
     other = threading.Thread(target=learn_another)
     other.start()
     known.learn(1, 0.001)

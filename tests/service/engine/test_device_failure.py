@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from service.engine.device_health import ALLOWED
-from service.engine.engine import Engine, Served
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.errors import PolicyFailed
+from service.inference.engine import Engine, Served
+from service.inference.replicas import ALLOWED
+from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.pauses import Pauses
 from tests.server import OBSERVATION
 from tests.waiting import until
@@ -24,7 +24,7 @@ DEAD = RuntimeError("device halted: /root/secret")
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a machine stood still for a tenth of `STUCK` is noticed; less than that makes no device late."""
-    monkeypatch.setattr("service.engine.lane.OVERDUE", STUCK / 10)
+    monkeypatch.setattr("service.inference.device_worker.OVERDUE", STUCK / 10)
 
 
 class House:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.engine import Engine
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
+from service.inference.engine import Engine
+from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.policy import Policy
 from jaxmodels.weights import blueprint
-from service.engine.engine import Engine
+from service.inference.engine import Engine
 from tests.pauses import Pauses
 from tests.server import OBSERVATION
 
@@ -135,7 +135,9 @@ def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
 async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.engine.lane.OVERDUE", 60.0)  # what the test holds is not asked of the other device
+    monkeypatch.setattr(
+        "service.inference.device_worker.OVERDUE", 60.0
+    )  # what the test holds is not asked of the other device
     made: list[ScriptedPolicy] = []
     gate = threading.Event()
 

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from service.engine.device_lane import DeviceGone, LaneClosed, Overdue
-from service.engine.engine import Engine, Served
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
-from service.engine.served import Inference, InferenceStuck, Replica
 from service.errors import PolicyError, PolicyFailed
+from service.inference.device_worker import DeviceGone, LaneClosed, Overdue
+from service.inference.engine import Engine, Served
+from service.inference.loaded_policy import Inference, InferenceStuck, Replica
+from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.server import OBSERVATION
 from tests.waiting import until
 

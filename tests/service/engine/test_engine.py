@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ConfigError, ObservationError
-from service.engine.device_lane import LaneClosed
-from service.engine.engine import Engine, InferenceStuck, in_words
-from service.engine.lane import Lane
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
-from service.engine.worker import Worker, call_in_thread
 from service.errors import PolicyError, PolicyFailed
+from service.inference.device_worker import Lane, LaneClosed
+from service.inference.engine import Engine, InferenceStuck, in_words
+from service.testing import ScriptedLoader, ScriptedPolicy
+from service.threads import Worker, call_in_thread
 from tests.server import OBSERVATION
 from tests.waiting import until
 
@@ -311,7 +310,9 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
 
 
 async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.lane.OVERDUE", 60.0)  # nobody goes on in another thread before it ends
+    monkeypatch.setattr(
+        "service.inference.device_worker.OVERDUE", 60.0
+    )  # nobody goes on in another thread before it ends
     engine, never = Engine(stuck_after=60, switch_interval=None), threading.Event()
     policy = ScriptedPolicy(failures=[never])
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
@@ -327,7 +328,9 @@ async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.M
 
 
 async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.lane.OVERDUE", 60.0)  # what a busy machine makes late is left aside by nobody
+    monkeypatch.setattr(
+        "service.inference.device_worker.OVERDUE", 60.0
+    )  # what a busy machine makes late is left aside by nobody
     engine, gate = Engine(stuck_after=1.2, switch_interval=None), threading.Event()
     slow, quick = ScriptedPolicy(latency=0.15, failures=[gate]), ScriptedPolicy()
     async with (
@@ -350,7 +353,7 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: p
 
 async def test_policies_of_several_sessions_take_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both take equally long, whatever a busy machine makes of it: who takes longer would be due later.
-    monkeypatch.setattr("service.engine.costs.Costs.learn", lambda costs, size, seconds: None)
+    monkeypatch.setattr("service.inference.latency_model.Costs.learn", lambda costs, size, seconds: None)
     order: list[str] = []
     both = asyncio.Barrier(2)
     policies = {name: ScriptedPolicy(latency=0.005) for name in "ab"}
@@ -397,7 +400,7 @@ async def test_a_policy_is_tried_out_away_from_the_device_thread(engine: Engine)
 async def test_a_policy_is_tried_out_even_when_robots_never_leave_the_device_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.engine.engine.TRIAL_WAIT", 0.05)
+    monkeypatch.setattr("service.inference.engine.TRIAL_WAIT", 0.05)
     gate, policy = threading.Event(), ScriptedPolicy()
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.failures.append(gate)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
-from service.engine.costs import Costs
-from service.engine.engine import Engine, Served
-from service.engine.lane import Batch, Lane
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
-from service.engine.served import frames_of
+from service.inference.device_worker import Batch, Lane
+from service.inference.engine import Engine, Served
+from service.inference.latency_model import Costs
+from service.inference.loaded_policy import frames_of
+from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.waiting import until
 
 Sizes = Mapping[str, tuple[int, int]]

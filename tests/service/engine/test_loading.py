@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError
-from service.engine.loading import Inspection
-from service.engine.scripted_policy import ScriptedLoader
+from service.inference.sandbox import Inspection
+from service.testing import ScriptedLoader
 from tests.server import started
 
 DEMO = Path(__file__).parents[3] / "service" / "demo" / "policy"

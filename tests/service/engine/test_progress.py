@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmodels.hub import Downloading
-from service.engine.progress import KEPT, Durations, Progress
+from service.inference.progress import KEPT, Durations, Progress
 
 
 class Clock:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ObservationError
-from service.engine.costs import KEPT
-from service.engine.engine import Engine, Served
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
-from service.engine.served import Replica
-from service.engine.store import Store
+from service.inference.engine import Engine, Served
+from service.inference.latency_model import KEPT
+from service.inference.loaded_policy import Replica
+from service.inference.policy_cache import Store
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.waiting import until
 
 Sizes = Mapping[str, tuple[int, int]]

@@ -20,10 +20,10 @@ from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import ACTION, PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, STATE, Feature
 from jaxmodels.weights import blueprint, flatten
-from service.engine.engine import Engine
-from service.sessions.sessions import NewSession, Sessions
+from service.inference.engine import Engine
+from service.sessions.store import NewSession, Sessions
 from service.stage import Stage
-from service.transport.memory import MemoryLink, MemoryTransport
+from service.testing import MemoryLink, MemoryTransport
 from tests import waiting
 
 pytestmark = pytest.mark.usefixtures("no_compile_cache")

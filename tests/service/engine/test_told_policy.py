@@ -15,13 +15,13 @@ from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
 from jaxmodels.types import ACTION, STATE, Feature
 from jaxmodels.weights import blueprint
-from service.engine.engine import Engine
-from service.engine.stacking import Stacks, shape_of
 from service.errors import InvalidRequest
-from service.measurement import observation_of
-from service.motion.telling import told
-from service.sessions.sessions import NewSession, Sessions
-from service.transport.memory import MemoryTransport
+from service.inference.batching import Stacks, shape_of
+from service.inference.engine import Engine
+from service.inference.loaded_policy import told
+from service.inference.measurement import observation_of
+from service.sessions.store import NewSession, Sessions
+from service.testing import MemoryTransport
 
 # Programs are compiled here, which takes a slow machine a minute each.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("no_compile_cache")]

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from robojax.client import AsyncClient
-from robojax.client.messages import Command, Status
+from robojax.client.stream import Command, Status
 
 PERIOD = 0.04
 PATIENCE = 60.0

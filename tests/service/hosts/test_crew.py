@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ObservationError
-from service.engine.scripted_policy import ScriptedPolicy
-from service.hosts.crew import Arrays, Crew, Words
-from service.hosts.errors import HostFailed, HostGone, HostRefused, HostSilent, HostsLost
-from service.hosts.shared_policy import SharedPolicy
+from service.distributed.host_group import (
+    Arrays,
+    Crew,
+    HostFailed,
+    HostGone,
+    HostRefused,
+    HostSilent,
+    HostsLost,
+    SharedPolicy,
+    Words,
+)
+from service.testing import ScriptedPolicy
 
 NEVER: Future[Any] = Future()
 
@@ -156,7 +164,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun_when_a_silent_host_is_back(
 
 
 def test_a_program_that_does_not_end_ends_it_though_all_hosts_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.hosts.crew.BEAT", 0.02)
+    monkeypatch.setattr("service.distributed.host_group.BEAT", 0.02)
     scene, never = Scene(), threading.Event()
     with pytest.raises(HostsLost, match=r"a program of all hosts has not ended for 0.1 s: a host hangs in it, or"):
         scene.crew.run({"do": "act"}, lambda: never.wait(60), limit=0.1)
@@ -166,9 +174,9 @@ def test_a_program_that_does_not_end_ends_it_though_all_hosts_live(monkeypatch: 
 
 
 def test_a_host_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.hosts.crew.BEAT", 0.02)
-    monkeypatch.setattr("service.hosts.crew.SILENCE", 0.1)
-    monkeypatch.setattr("service.hosts.crew.PARTING", 0.01)
+    monkeypatch.setattr("service.distributed.host_group.BEAT", 0.02)
+    monkeypatch.setattr("service.distributed.host_group.SILENCE", 0.1)
+    monkeypatch.setattr("service.distributed.host_group.PARTING", 0.01)
     scene, never = Scene(), threading.Event()
     scene.hosts[1].is_silent = True
     scene.hosts[1].ended = lambda: NEVER  # nor does it hear that it is over
@@ -205,7 +213,7 @@ def test_a_host_that_fails_ends_it_for_all_and_is_named(scene: Scene) -> None:
 
 
 def test_an_error_of_this_host_is_put_down_to_the_one_that_caused_it(scene: Scene, monkeypatch) -> None:
-    monkeypatch.setattr("service.hosts.crew.CAUSE", 30.0)  # a busy machine hears of it late
+    monkeypatch.setattr("service.distributed.host_group.CAUSE", 30.0)  # a busy machine hears of it late
 
     def fail() -> None:
         scene.hosts[0].die()
@@ -216,7 +224,7 @@ def test_an_error_of_this_host_is_put_down_to_the_one_that_caused_it(scene: Scen
 
 
 def test_an_error_of_this_host_alone_ends_it_too(scene: Scene, monkeypatch) -> None:
-    monkeypatch.setattr("service.hosts.crew.CAUSE", 0.01)
+    monkeypatch.setattr("service.distributed.host_group.CAUSE", 0.01)
 
     def fail() -> None:
         raise RuntimeError("secret")
@@ -230,7 +238,7 @@ def refused(number: int, words: Words) -> Future[Any]:
 
 
 def test_what_all_hosts_refuse_harms_nobody(scene: Scene, monkeypatch) -> None:
-    monkeypatch.setattr("service.hosts.crew.CAUSE", 30.0)  # a busy machine refuses it late
+    monkeypatch.setattr("service.distributed.host_group.CAUSE", 30.0)  # a busy machine refuses it late
 
     def refuse() -> None:
         raise ObservationError("state is missing")
@@ -242,7 +250,7 @@ def test_what_all_hosts_refuse_harms_nobody(scene: Scene, monkeypatch) -> None:
 
 
 def test_what_only_another_host_refuses_is_no_run_any_more(scene: Scene, monkeypatch) -> None:
-    monkeypatch.setattr("service.hosts.crew.CAUSE", 0.05)
+    monkeypatch.setattr("service.distributed.host_group.CAUSE", 0.05)
     scene.hosts[0].ran = refused
     never = threading.Event()
     with pytest.raises(HostsLost, match="host 1 refused what this host did not: state is missing"):

@@ -13,12 +13,10 @@ import pytest
 pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 
 from jaxmodels.errors import ObservationError
-from service.cluster.parcels import pack
-from service.hosts import host_actor
-from service.hosts.following import follow_front
-from service.hosts.host_actor import MISSING, HostActor
-from service.hosts.ray_node import Credentials, RayNode
-from service.policy_files.listing import listing_of
+from service.distributed import host_worker
+from service.distributed.artifacts import listing_of, pack
+from service.distributed.host_worker import MISSING, HostActor
+from service.distributed.ray_node import Credentials, RayNode, follow_front
 
 SECRET, OTHER = b"a secret of some length", b"another one of that length"
 HERE = "127.0.0.1"
@@ -100,7 +98,7 @@ def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Without Ray, and without JAX."""
     made: Any = object.__new__(HostActor)
     made._policies, made._early, made._next, made._place, made._cache = {}, {}, 1, "", tmp_path / "cache"
-    monkeypatch.setattr(host_actor.ray, "get", lambda piece: piece)
+    monkeypatch.setattr(host_worker.ray, "get", lambda piece: piece)
     return made
 
 
@@ -125,7 +123,7 @@ def test_files_are_sent_to_a_host_that_has_none_like_them(
     actor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[Path] = []
-    monkeypatch.setattr(host_actor.jaxmodels, "load_policy", lambda folder, *_, **__: loaded.append(folder))
+    monkeypatch.setattr(host_worker.jaxmodels, "load_policy", lambda folder, *_, **__: loaded.append(folder))
     folder = tmp_path / "policy"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

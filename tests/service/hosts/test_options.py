@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.hosts.options import host_options, read_address
+from service.distributed.host_coordinator import host_options, read_address
 from service.settings import Settings, SettingsError, load_settings
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from service.hosts import patience
-from service.hosts.errors import HostSilent
-from service.hosts.patience import QUIET, wait_for
+from service.distributed import host_group
+from service.distributed.host_group import QUIET, HostSilent, wait_for
 
 
 def channels(**heard_at: Callable[[], float]) -> Any:
@@ -25,7 +24,7 @@ def channels(**heard_at: Callable[[], float]) -> Any:
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.hosts.patience.LOOK", 0.05)
+    monkeypatch.setattr("service.distributed.host_group.LOOK", 0.05)
 
 
 def test_the_host_that_says_nothing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +38,7 @@ def test_the_host_that_says_nothing_is_named_with_what_to_do(monkeypatch: pytest
             now += timeout or 0.0
             raise TimeoutError
 
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(host_group, "time", SimpleNamespace(monotonic=lambda: now))
     hosts = channels(one=lambda: now, two=lambda: began - 3.9, three=lambda: began - 1)
     with pytest.raises(HostSilent, match=r"^two has said nothing for 4 s, .*After 10 s it is given up; if it is back"):
         wait_for(Unanswered(), hosts, QUIET)

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from service.hosts.patience import QUIET
+from service.distributed.host_group import QUIET
 from tests.compiling import FLAGS
 from tests.pauses import Pauses
 from tests.service.hosts.robot import slow_robot
@@ -50,13 +50,13 @@ from jaxmodels.normalization import from_stats
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.weights import blueprint
-from service.hosts.errors import HostsLost
-from service.hosts.front import Front
-from service.hosts.options import HostOptions
+from service.distributed.host_group import HostsLost
+from service.distributed.host_coordinator import Front
+from service.distributed.host_coordinator import HostOptions
 
 port, coordinator, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 secret = Path(os.environ["ROBOJAX_HOSTS_SECRET_FILE"]).read_bytes().strip()
-follower = subprocess.Popen([sys.executable, "-m", "service.cli", "follow", f"127.0.0.1:{port}"])
+follower = subprocess.Popen([sys.executable, "-m", "robojax.cli", "follow", f"127.0.0.1:{port}"])
 lost = []
 try:
     front = Front(HostOptions(2, "127.0.0.1", port, f"127.0.0.1:{coordinator}", secret, 60.0), lambda folder: None)
@@ -210,7 +210,7 @@ class Hosts:
     def _start(self, environment: dict[str, str], arguments: list[str]) -> subprocess.Popen[bytes]:
         with self.log.open("a") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "service.cli", *arguments], env=environment, stdout=log, stderr=log
+                [sys.executable, "-m", "robojax.cli", *arguments], env=environment, stdout=log, stderr=log
             )
 
     def signal_follower(self, number: signal.Signals) -> None:

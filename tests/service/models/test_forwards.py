@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, InputError
-from service.arrays.forms import FORMS, Form
-from service.arrays.limits import ArrayLimits
-from service.engine.engine import Engine, Served
-from service.engine.scripted_policy import ScriptedPolicy
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, TooLarge, UnknownModel
-from service.models.forwards import Ask, Forwarded, ForwardLimits
-from service.models.models import Models
-from service.models.served_model import ServedModel
+from service.http.array_formats import FORMS, Form
+from service.http.array_limits import ArrayLimits
+from service.inference.engine import Engine, Served
+from service.inference.model_server import Ask, Forwarded, ForwardLimits, Models, ServedModel
+from service.testing import ScriptedPolicy
 from tests.server import OBSERVATION
 from tests.waiting import until
 

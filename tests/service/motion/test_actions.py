@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmodels import TemporalEnsembler
-from service.motion.actions import ActionQueue
-from service.motion.overlap import Ensembled
+from service.control.action_queue import ActionQueue
+from service.control.aggregation import Ensembled
 
 PERIOD = 0.05
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.motion.asking import Expected
-from service.motion.buffer import Snapshot
-from service.motion.overlap import OVERLAPS
+from service.control.aggregation import OVERLAPS
+from service.control.chunk_scheduler import Expected
+from service.control.observation_buffer import Snapshot
 from tests.service.motion.test_control import FRAME, PACE, POSE, World
 
 STEADY = replace(PACE, action_steps=8)

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from service.motion.buffer import Buffer, Lack, Snapshot
-from service.motion.joints import SO100, JointTable
+from service.control.joints import SO100, JointTable
+from service.control.observation_buffer import Buffer, Lack, Snapshot
 
 FRAME = np.zeros((48, 64, 3), np.uint8)
 POSE = {joint.name: float(joint.index) for joint in SO100}

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.motion.buffer import Buffer, Snapshot
-from service.motion.control import Control, Step
-from service.motion.control_loop import ControlLoop
-from service.motion.joints import SO100, JointTable
-from service.motion.overlap import Ensembled
-from service.motion.pace import Pace
-from service.safety.limits import Asked, motion_limits
+from service.control.aggregation import Ensembled
+from service.control.config import Pace
+from service.control.controller import Control, Step
+from service.control.joints import SO100, JointTable
+from service.control.limits import Asked, motion_limits
+from service.control.observation_buffer import Buffer, Snapshot
+from service.control.robot_io import ControlLoop
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.control.joints import SO100, Joint, JointTable, table_for
 from service.errors import InvalidRequest, PolicyError
-from service.motion.joints import SO100, Joint, JointTable, table_for
 
 WIRE = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 STANDARD = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")

@@ -8,10 +8,10 @@ import pytest
 
 from jaxmodels import Requirements
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
-from service.motion.actions import ActionQueue
-from service.motion.buffer import Snapshot
-from service.motion.overlap import DEFAULT, OVERLAPS, Crossfaded, Ensembled, Overlap, Weighted, overlap_of
-from service.motion.prefix import prefix_of
+from service.control.action_queue import ActionQueue
+from service.control.aggregation import DEFAULT, OVERLAPS, Crossfaded, Ensembled, Overlap, Weighted, overlap_of
+from service.control.chunk_scheduler import prefix_of
+from service.control.observation_buffer import Snapshot
 from tests.service.motion.test_control import PACE, POSE, World, plan
 
 # lerobot/async_inference/configs.py, AGGREGATE_FUNCTIONS, of 1 (old) and 2 (new).

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from service.policy_files import cache as cache_module
-from service.policy_files.cache import find_kept
-from service.policy_files.listing import Listing, listing_of
+from service.distributed import artifacts
+from service.distributed.artifacts import Listing, find_kept, listing_of
 from tests.service.policy_files.files import FILES, read
 
 
@@ -74,7 +73,7 @@ def kept(cache: Path, name: str, size: int, age: float) -> Path:
 
 
 def test_those_longest_unused_make_room(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "KEPT", 1000)
+    monkeypatch.setattr(artifacts, "KEPT", 1000)
     cache = tmp_path / "cache"
     oldest, older, old = (kept(cache, f"{age}" * 64, 450, age * 1000.0) for age in (3, 2, 1))
     find(folder, cache)
@@ -84,7 +83,7 @@ def test_those_longest_unused_make_room(folder: Path, tmp_path: Path, monkeypatc
 def test_what_another_process_may_be_writing_or_reading_stays(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "KEPT", 0)
+    monkeypatch.setattr(artifacts, "KEPT", 0)
     cache = tmp_path / "cache"
     writing, reading = kept(cache, ".part-1", 10, 5.0), kept(cache, "1" * 64, 10, 300.0)
     died = kept(cache, ".part-2", 10, 86400.0)

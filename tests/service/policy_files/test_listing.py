@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxmodels.errors import CheckpointError
-from service.policy_files.listing import Digest, Listing, files_of, is_like, is_policy_file, listing_of, pieces_of
+from service.distributed.artifacts import Digest, Listing, files_of, is_like, is_policy_file, listing_of, pieces_of
 from tests.service.policy_files.files import FILES
 
 

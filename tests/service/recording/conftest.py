@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from service.recording.mcap_format import Subject
 from service.recording.recorder import Recorder
-from service.recording.subject import Subject
 from tests.service.recording.robot import play, subject
 
 Record = Callable[..., Path]

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from service.transport.memory import MemoryLink
+from service.testing import MemoryLink
 from tests.server import JOINTS, started
 from tests.service.recording.robot import noise
 

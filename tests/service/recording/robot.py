@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from service.motion.joints import SO100
-from service.motion.tap import Tick
+from service.control.joints import SO100
+from service.control.observers import Tick
+from service.recording.mcap_format import Subject, bounds, feature_names
 from service.recording.recorder import Recorder
-from service.recording.subject import Subject, bounds, feature_names
 
 RATE = 20.0
 

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 
-from service.recording.dataset_writer import write_dataset
-from service.recording.sources import open_source
+from service.recording.dataset import write_dataset
+from service.recording.library import open_source
 from service.recording.steps import RecordingError
 from tests.jaxmodels.lerobots_python import LEROBOT, WITHOUT, lerobot
 from tests.service.recording.robot import level, subject

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
-from service.engine.scripted_policy import ScriptedPolicy
-from service.recording.open_loop import Misfit, play
-from service.recording.plot import save_plot
-from service.recording.sources import open_source
+from service.recording.library import open_source
+from service.recording.replay import Misfit, play, save_plot
+from service.testing import ScriptedPolicy
 from tests.service.recording.robot import subject
 
 NEEDS = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=8, action_steps=4)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mcap.reader import make_reader
 
-from service.recording.mcap_reader import McapSource
+from service.recording.mcap_files import McapSource
 from service.recording.recorder import Recorder, RecorderLimits, open_new
 from tests.service.recording.disk_full import LARGEST, RATE, SECONDS
 from tests.service.recording.robot import noise, subject, tick
@@ -215,7 +215,7 @@ def test_a_recording_has_a_limit_and_ends_whole(tmp_path):
 KILLED = """
     import pathlib, sys, time
     from service.recording import recorder
-    from service.recording.mcap_reader import McapSource
+    from service.recording.mcap_files import McapSource
     from service.recording.steps import RecordingError
     from tests.service.recording.robot import play, subject
     recorder._FLUSH = 0.0

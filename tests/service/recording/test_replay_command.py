@@ -3,10 +3,9 @@ from typer.testing import CliRunner
 
 import jaxmodels
 from jaxmodels import Requirements
-from service.cli.commands import COMMANDS
-from service.cli.recordings import app
-from service.cli.replay import replay
-from service.engine.scripted_policy import ScriptedPolicy
+from robojax.cli.app import COMMANDS
+from robojax.cli.recordings import app, replay
+from service.testing import ScriptedPolicy
 
 WIDTH = {"COLUMNS": "200"}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from service.api.openapi import full_document, specified_document
 from service.app import PREFIXES, ROUTES, create_app
-from service.openapi import full_document, specified_document
 from service.settings import Settings
 
 GOLDEN = Path(__file__).parent / "openapi.golden.json"

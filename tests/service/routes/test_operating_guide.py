@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from service.api import ROUTES
+from service.api.blueprint import ROUTES
 from service.settings import Settings
 from service.stage import Stage
 
@@ -43,7 +43,7 @@ def test_the_routes_are_there() -> None:
 
 
 def test_the_commands_are_there() -> None:
-    from service.cli.commands import Commands
+    from robojax.cli.app import Commands
 
     names = set(Commands(name="robojax").list_commands(None))  # pyright: ignore[reportArgumentType]
     for name in re.findall(r"(?:^|bin/)robojax ([a-z]+)", GUIDE, re.MULTILINE):

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.cli import demo as cli
-from service.cli.commands import Commands
+from robojax.cli import sim
+from robojax.cli.app import Commands
 from service.recording.recorder import Recorder
 from tests.service.recording.robot import RATE, play, subject
 
@@ -57,7 +57,7 @@ async def test_the_commands_run(serve, tmp_path, monkeypatch):
     lines = [line for line in lines if not line.startswith("pip install")]
     # Simulating takes half a minute: here only that the demo has the options.
     (demo,) = (line for line in lines if line.startswith("robojax demo"))
-    assert {"episodes", "record"} <= set(inspect.signature(cli.demo).parameters)
+    assert {"episodes", "record"} <= set(inspect.signature(sim.demo).parameters)
     said = {}
     async with serve(recordings=str(folder), recording_free=0, recording_datasets=False) as server:
         monkeypatch.setenv("ROBOJAX_PORT", str(server.address[1]))

@@ -13,11 +13,11 @@ import aiohttp.web
 import numpy as np
 import pytest
 
-from service.engine.scripted_policy import ScriptedPolicy
+from service.api.schemas import Deployment, Quarantined
 from service.errors import TransportError
-from service.schemas import Deployment, Quarantined
-from service.updates import webhooks
-from service.updates.probation import ProbationSettings
+from service.rollout import webhooks
+from service.rollout.gates import ProbationSettings
+from service.testing import ScriptedPolicy
 from tests.server import POSE, Server, started
 from tests.stub_hub import StubHub
 from tests.waiting import until
@@ -86,7 +86,7 @@ async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncItera
 
 @pytest.fixture(autouse=True)
 def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("service.updates.webhooks.FOLDER_LOOK", 0.05)
+    monkeypatch.setattr("service.rollout.webhooks.FOLDER_LOOK", 0.05)
     look_at = webhooks._look_at
     LOOKS.clear()
 
@@ -98,7 +98,7 @@ def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(webhooks, "_look_at", looked_at)
     # What a busy machine misses takes no policy back here; tests/service/updates/test_rollout.py has that.
     monkeypatch.setattr(
-        "service.updates.webhooks.ProbationSettings", partial(ProbationSettings, missed=1e3, starvations=1000)
+        "service.rollout.webhooks.ProbationSettings", partial(ProbationSettings, missed=1e3, starvations=1000)
     )
     monkeypatch.delenv("WEBHOOK_SECRET", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -232,7 +232,7 @@ async def test_deliveries_need_the_secret_or_come_from_here(tmp_path: Path, monk
 
 
 async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> None:
-    from hooks.management import WebhooksClient
+    from hooks.client import WebhooksClient
 
     heard: list[dict[str, Any]] = []
 

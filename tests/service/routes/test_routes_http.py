@@ -7,7 +7,7 @@ import pytest
 from sanic.response import text
 
 from service.app import PREFIXES, ROUTES
-from service.edge.origins import Origins
+from service.http.origins import Origins
 
 
 class Wire:

@@ -1,6 +1,6 @@
 import pytest
 
-DEMO = {"policy_path": "service/demo/policy"}
+DEMO = {"policy_path": "robojax/sim/policy"}
 
 
 async def test_what_a_policy_needs_is_told_before_anything_is_loaded(server):

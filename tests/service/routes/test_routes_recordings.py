@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from service.auth.roles import Role
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
-from service.recording.mcap_reader import McapSource
+from service.auth.caller import Role
+from service.recording.library import open_source
+from service.recording.mcap_files import McapSource
 from service.recording.recordings import run_process
-from service.recording.sources import open_source
+from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.server import JOINTS
 
 

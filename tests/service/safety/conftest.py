@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ConfigError
-from service.engine.engine import Engine
-from service.engine.scripted_policy import ScriptedPolicy
-from service.safety.watchdog import Patience
-from service.sessions.sessions import NewSession, Session, Sessions, SessionSettings
-from service.transport.memory import MemoryLink, MemoryTransport
+from service.control.watchdog import Patience
+from service.inference.engine import Engine
+from service.sessions.store import NewSession, Session, Sessions, SessionSettings
+from service.testing import MemoryLink, MemoryTransport, ScriptedPolicy
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 # The facts' times, ten times as quick, so that a test does not wait for them.

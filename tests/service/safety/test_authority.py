@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
+from service.control.lease import Leases, robot_of
+from service.control.observers import Tick
 from service.errors import RobotTaken
-from service.motion.tap import Tick
-from service.safety.lease import Leases, robot_of
 from service.sessions.request import NewSession
 from service.sessions.session import Session
 from service.stage import Stage
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
 
 class Onlooker:

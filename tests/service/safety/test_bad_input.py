@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.motion.buffer import Buffer
-from service.motion.joints import SO100, JointTable
-from service.transport.base import BadInput, LinkEvent, Rooms
-from service.transport.joint_rooms import JointInput
-from service.transport.wire import WireError, parse
+from service.control.joints import SO100, JointTable
+from service.control.observation_buffer import Buffer
+from service.transport.client.joint_rooms import JointInput
+from service.transport.link import BadInput, LinkEvent, Rooms
+from service.transport.protocol import WireError, parse
 
 NAMES = [name for joint in SO100 for name in (joint.name, joint.alias)]
 POSE = {joint.name: 7.0 + position for position, joint in enumerate(SO100)}

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.motion.joints import SO100, Joint, JointTable
-from service.safety.clamping import Clamping
-from service.safety.guard import Guard, Motion
-from service.safety.limits import Asked, Mode, MotionLimits, motion_limits
-from service.safety.sources import LimitsFile, Said
+from service.control.guard import Clamping, Guard, Motion
+from service.control.joints import SO100, Joint, JointTable
+from service.control.limits import Asked, LimitsFile, Mode, MotionLimits, Said, motion_limits
 
 TABLE = JointTable(SO100)
 HOME = np.array([0, 0, 0, 0, 0, 50], np.float32)

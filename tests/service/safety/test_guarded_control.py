@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.control.aggregation import Ensembled
+from service.control.config import Pace
+from service.control.controller import Control, Step
+from service.control.hold import Ramp
+from service.control.joints import SO100, JointTable
+from service.control.limits import Asked, LimitsFile, Said, motion_limits
+from service.control.observation_buffer import Buffer, Snapshot
 from service.errors import InvalidRequest
-from service.motion.buffer import Buffer, Snapshot
-from service.motion.control import Control, Step
-from service.motion.joints import SO100, JointTable
-from service.motion.overlap import Ensembled
-from service.motion.pace import Pace
-from service.safety.limits import Asked, motion_limits
-from service.safety.ramp import Ramp
-from service.safety.sources import LimitsFile, Said
 from tests.service.safety.conftest import POSE
 
 FRAME = np.zeros((8, 8, 3), np.uint8)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from service.control.lease import Leases, robot_of
 from service.errors import RobotTaken
-from service.safety.lease import Leases, robot_of
 
 
 @dataclass(frozen=True)

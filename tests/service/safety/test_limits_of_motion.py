@@ -10,15 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from service.engine.scripted_policy import SO100_REQUIREMENTS
+from service.control.joints import SO100, Joint, JointTable, table_for
+from service.control.limits import Asked, LimitsError, LimitsFile, MotionLimits, Said, motion_limits, read_limits
 from service.errors import InvalidRequest
-from service.motion.joints import SO100, Joint, JointTable, table_for
-from service.safety.limits import Asked, MotionLimits, motion_limits
-from service.safety.sources import LimitsError, LimitsFile, Said, read_limits
-from service.sessions.changeover import differences
-from service.sessions.fit import limits_of
+from service.sessions.compatibility import limits_of
+from service.sessions.policy_slots import differences
 from service.sessions.request import NewSession, SessionSettings
 from service.settings import SettingsError, load_settings
+from service.testing import SO100_REQUIREMENTS
 
 TABLE = JointTable(SO100)
 UNKNOWN = table_for(3, requested=["waist", "elbow", "finger"])

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.motion.buffer import Buffer
-from service.motion.joints import SO100, JointTable
-from service.safety.authority import Authority
-from service.safety.limits import motion_limits
-from service.sessions.latch import Latch
+from service.control.joints import SO100, JointTable
+from service.control.limits import motion_limits
+from service.control.observation_buffer import Buffer
+from service.sessions.records import Latch
+from service.sessions.room_authority import Authority
 from service.stage import MOVING, Stage
 from service.stats import Tally
-from service.transport import conversation, messages
+from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.messages import Join, JointUpdate, Role
-from service.transport.rooms import CommandRefused, Place, RoomTable, Send
+from service.transport.protocol import Join, JointUpdate, Role
+from service.transport.server import websocket
+from service.transport.server.rooms import CommandRefused, Place, RoomTable, Send
 
 ARM = Place(Kind.ROBOTICS, "w", "arm-joint-output")
 NAMES = [joint.name for joint in SO100]
@@ -64,7 +65,7 @@ class Arena:
         for who, message in sent:
             if who == "robot" and isinstance(message, JointUpdate):
                 self.heard.append(message.values)
-            if who == "robot" and isinstance(message, messages.StateSync):
+            if who == "robot" and isinstance(message, protocol.StateSync):
                 self.heard.append(dict(message.data))
         return [message for _, message in sent]
 
@@ -74,12 +75,12 @@ class Arena:
 
     def say(self, who: str, values: dict[str, float]) -> list[Any]:
         data = tuple({"name": name, "value": value} for name, value in values.items())
-        return self.perform(conversation.receive(self.table, who, JointUpdate(data), 0.0))
+        return self.perform(websocket.receive_message(self.table, who, JointUpdate(data), 0.0))
 
     def over_rest(self, values: dict[str, float], claim: str | None = None) -> str | None:
         data = tuple({"name": name, "value": value} for name, value in values.items())
         try:
-            self.perform(conversation.command(self.table, ARM, data, 0.0, claim)[1])
+            self.perform(websocket.publish_command(self.table, ARM, data, 0.0, claim)[1])
         except CommandRefused as refused:
             return refused.code
         return None
@@ -109,8 +110,8 @@ def test_what_somebody_commanded_before_the_session_did_is_told_to_nobody() -> N
     arena.session = Double()
     assert arena.seat("session", OWN)
     joined = arena.perform(arena.table.join("late", ARM, Join("late", Role.CONSUMER), 0.0))
-    assert messages.StateSync({}) in joined
-    assert not [message for message in joined if isinstance(message, messages.StateSync) and message.data]
+    assert protocol.StateSync({}) in joined
+    assert not [message for message in joined if isinstance(message, protocol.StateSync) and message.data]
 
 
 def test_nobody_else_makes_the_room_anew_and_what_was_commanded_is_told_to_nobody_while_it_does_not_move() -> None:
@@ -118,10 +119,10 @@ def test_nobody_else_makes_the_room_anew_and_what_was_commanded_is_told_to_nobod
     assert arena.session is not None
     arena.say("session", {"Jaw": 50.0})
     join = Join("late", Role.CONSUMER)
-    assert messages.StateSync({"Jaw": 50.0}) in arena.perform(arena.table.join("late", ARM, join, 0.0))
+    assert protocol.StateSync({"Jaw": 50.0}) in arena.perform(arena.table.join("late", ARM, join, 0.0))
     arena.table.leave("late")
     arena.session.stage = Stage.STOPPED
-    assert messages.StateSync({}) in arena.perform(arena.table.join("late", ARM, join, 0.0))
+    assert protocol.StateSync({}) in arena.perform(arena.table.join("late", ARM, join, 0.0))
     for who in ("late", "robot", "session"):
         arena.table.leave(who)
     with pytest.raises(CommandRefused):
@@ -136,7 +137,7 @@ def test_what_a_session_must_not_send_is_refused_with_its_code_and_counted_and_n
     assert arena.session is not None
     for values in ({"Rotation": 100.1}, {"Jaw": -0.1}, {"Tail": 1.0}, {"Pitch": float("nan")}, {"Elbow": 1e300}):
         [error] = arena.say("session", {"Wrist_Roll": 3.0} | values)
-        assert isinstance(error, messages.VideoError)
+        assert isinstance(error, protocol.VideoError)
     assert arena.session.refused.by_reason() == {"not_finite": 1, "position": 3, "unknown_joint": 1}
     assert arena.heard == []
     assert arena.table.get(ARM).joints == {}
@@ -175,7 +176,7 @@ def test_a_latch_outlives_its_session_and_another_owners_room_is_none_of_its_bus
     arena.session, arena.latch = None, Latch("smoke", "ann")
     assert arena.over_rest({"Jaw": 1.0}, OWN) == "latched"
     told = arena.perform(arena.table.join("late", ARM, Join("late", Role.CONSUMER), 0.0))
-    assert told[-1] == messages.EmergencyStop("smoke", "arm")
+    assert told[-1] == protocol.EmergencyStop("smoke", "arm")
     arena.table.get(ARM).owner = "bob"
     assert arena.over_rest({"Jaw": 1.0}) is None
     arena.table.get(ARM).owner = arena.latch = None

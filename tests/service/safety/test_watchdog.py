@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from service.safety.watchdog import Looked, Patience, Watchdog
+from service.control.watchdog import Looked, Patience, Watchdog
 
 PERIOD = 0.02
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
+from service.control.observers import Tick
+from service.control.watchdog import Patience
 from service.errors import MoveRefused
-from service.motion.tap import Tick
-from service.safety.watchdog import Patience
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Stage
-from service.transport.base import BadInput, RobotLeft
-from service.transport.memory import MemoryLink
+from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
+from service.transport.link import BadInput, RobotLeft
 from tests.service.safety.conftest import LENIENT, POSE
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
-from service.engine.scripted_policy import ScriptedPolicy
 from service.errors import InvalidRequest, MoveRefused
+from service.testing import ScriptedPolicy
 from tests.service.sessions.test_interrupted import NEW as KEPT
 from tests.service.sessions.test_interrupted import after_a_kill, serving
 from tests.service.sessions.test_sessions import LONG, NEW, PATIENT, rigged

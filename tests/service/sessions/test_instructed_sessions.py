@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from jaxmodels.types import TASK
-from service.engine.engine import Engine
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
+from service.api.schemas import AdjustRequest, NewSessionRequest
 from service.errors import InvalidRequest
-from service.motion.telling import LONGEST, readable, told
-from service.schemas import AdjustRequest, NewSessionRequest
-from service.sessions.sessions import Sessions
-from service.transport.memory import MemoryTransport
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LONGEST, readable, told
+from service.sessions.store import Sessions
+from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.service.sessions.test_sessions import LONG, NEW, Rig, rigged
 from tests.waiting import until
 

@@ -14,12 +14,11 @@ from benchmarks.session_cycles import COUNTED, measure
 from hooks.database import Database
 from hooks.errors import StoreError
 from jaxmodels.errors import ConfigError
-from service.engine.engine import Engine
-from service.engine.scripted_policy import ScriptedLoader
 from service.errors import MoveRefused, PolicyError, SessionExists, TransportError, UnknownSession
+from service.inference.engine import Engine
 from service.sessions.records import SCHEMA, SessionRecords
-from service.sessions.sessions import NewSession, Sessions, SessionSettings
-from service.transport.memory import MemoryTransport
+from service.sessions.store import NewSession, Sessions, SessionSettings
+from service.testing import MemoryTransport, ScriptedLoader
 from tests.waiting import until
 
 NEW = NewSession("arm", "policy", "memory://", workspace_id="home", max_relative_target={"Jaw": 2.0})

@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from service.engine.engine import Engine
-from service.engine.scripted_policy import ScriptedLoader
 from service.errors import MoveRefused, SessionExists
-from service.sessions.records import SessionRecords
-from service.sessions.session_record import from_json
-from service.sessions.sessions import NewSession, Sessions
-from service.transport.memory import MemoryTransport
+from service.inference.engine import Engine
+from service.sessions.records import SessionRecords, from_json
+from service.sessions.store import NewSession, Sessions
+from service.testing import MemoryTransport, ScriptedLoader
 
 NEW = NewSession("arm", "policy", "memory://", owner="alice")
 

@@ -11,9 +11,8 @@ import pytest
 
 from hooks.errors import StoreError
 from service.errors import NotKept
-from service.sessions.latch import Latch
+from service.sessions.records import Latch, SessionRecord, from_json
 from service.sessions.request import NewSession
-from service.sessions.session_record import SessionRecord, from_json
 from service.state import StateTaken
 from tests.pauses import Pauses
 from tests.server import JOINTS, started
@@ -137,7 +136,7 @@ async def test_a_disk_that_does_not_answer_delays_no_stop_and_answers_are_given_
     server = Store(tmp_path)
     await server.sessions.create(NEW)
     await server.sessions.start("arm")
-    monkeypatch.setattr("service.sessions.ledger.PATIENCE", 0.05)
+    monkeypatch.setattr("service.sessions.journal.PATIENCE", 0.05)
     answers = asyncio.Event()
     run = server.sessions._ledger._records._database.run  # type: ignore[union-attr]
 

@@ -14,8 +14,6 @@ import pytest
 
 from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError
-from service.engine.engine import Engine
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from service.errors import (
     InvalidRequest,
     MoveRefused,
@@ -26,9 +24,10 @@ from service.errors import (
     TransportError,
     UnknownSession,
 )
-from service.sessions.sessions import NewSession, Sessions, SessionSettings
+from service.inference.engine import Engine
+from service.sessions.store import NewSession, Sessions, SessionSettings
 from service.stage import Stage
-from service.transport.memory import MemoryLink, MemoryTransport
+from service.testing import SO100_REQUIREMENTS, MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.pauses import Pauses
 from tests.server import POSE, show
 from tests.waiting import until
@@ -631,7 +630,7 @@ async def test_what_is_being_compiled_at_a_start_is_let_end_and_nothing_more_is_
 async def test_a_compile_that_takes_too_long_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("service.motion.thinking.REST", 0.2)
+    monkeypatch.setattr("service.control.policy_runner.REST", 0.2)
     async with started_beside_a_compile() as (rig, policy):
         await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))
         assert policy.batches == []

@@ -15,13 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hooks.database import Database
 from hooks.errors import StoreError
 from jaxmodels.errors import ConfigError
-from service.engine.engine import Engine
-from service.engine.scripted_policy import ScriptedLoader, ScriptedPolicy
 from service.errors import MoveRefused, PolicyError, SessionExists, UnknownSession
+from service.inference.engine import Engine
 from service.sessions.records import SCHEMA, SessionRecords
-from service.sessions.sessions import NewSession, Sessions, SessionSettings
+from service.sessions.store import NewSession, Sessions, SessionSettings
 from service.stage import Move
-from service.transport.memory import MemoryLink, MemoryTransport
+from service.testing import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.server import POSE
 from tests.waiting import until
 

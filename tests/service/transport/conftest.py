@@ -12,8 +12,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from service.transport.base import LinkEvent
-from service.transport.server import TransportSettings, serve_transport
+from service.transport.link import LinkEvent
+from service.transport.server.app import TransportSettings, serve_transport
 
 PATIENCE = 30.0
 

@@ -7,7 +7,7 @@ import pytest
 from sanic.exceptions import WebsocketClosed
 from websockets.protocol import State
 
-from service.transport.outbox import Outbox, OutboxLimits, WriteQueue
+from service.transport.server.websocket import Outbox, OutboxLimits, WriteQueue
 
 WRITE = 0.0001  # seconds of the given clock that a write takes: ten fit into one slice
 PER_SLICE = round(WriteQueue.SLICE / WRITE)

@@ -5,11 +5,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.transport import conversation, messages, signalling
+from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.messages import Join, JointUpdate, Role
-from service.transport.rooms import Close, Limits, Place, RoomTable, Send, TooManyRooms, UnknownRoom
-from service.transport.wire import WireError
+from service.transport.protocol import Join, JointUpdate, Role, WireError
+from service.transport.server import websocket
+from service.transport.server.rooms import Close, Limits, Place, RoomTable, Send, TooManyRooms, UnknownRoom
 
 ARM = Place(Kind.ROBOTICS, "w", "arm")
 CAMERA = Place(Kind.VIDEO, "w", "camera")
@@ -49,7 +49,7 @@ def test_one_id_may_be_producer_and_consumer_of_one_room(table):
     table.leave("a")
     assert table.get(ARM).producer is None
     assert table.get(ARM).consumers == ["me"]
-    stop = conversation.receive(table, "b", messages.EmergencyStop(), 0.0)
+    stop = websocket.receive_message(table, "b", protocol.EmergencyStop(), 0.0)
     assert told(stop) == [("b", "emergency_stop")]
 
 
@@ -57,7 +57,7 @@ def test_a_broadcast_is_one_effect_however_many_listen(table):
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
     for number in range(5):
         table.join(number, ARM, Join(f"c{number}", CONSUMER), 0.0)
-    effects = conversation.receive(table, "p", JointUpdate(({"name": "Jaw", "value": 1},)), 0.0)
+    effects = websocket.receive_message(table, "p", JointUpdate(({"name": "Jaw", "value": 1},)), 0.0)
     assert len(effects) == 1
     assert [who for who, _ in told(effects)] == [0, 1, 2, 3, 4]
 
@@ -67,10 +67,10 @@ def test_a_room_takes_no_more_joint_names_than_its_limit():
     table.create(ARM, 0.0)
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
     many = JointUpdate(tuple({"name": f"j{number}", "value": 1} for number in range(4)))
-    assert told(conversation.receive(table, "p", many, 0.0)) == [("p", "error")]
+    assert told(websocket.receive_message(table, "p", many, 0.0)) == [("p", "error")]
     assert table.get(ARM).joints == {}
     with pytest.raises(WireError, match="4 joint names in one room; the limit is 3"):
-        conversation.command(table, ARM, many.data, 0.0)
+        websocket.publish_command(table, ARM, many.data, 0.0)
 
 
 def test_the_table_takes_no_more_rooms_and_participants_than_its_limits():
@@ -113,10 +113,10 @@ def test_cleaning_one_service_leaves_the_other_alone(table):
     assert ARM in table.rooms
 
 
-@pytest.mark.parametrize("message", [messages.Heartbeat(), messages.StatusUpdate(), JointUpdate(())])
+@pytest.mark.parametrize("message", [protocol.Heartbeat(), protocol.StatusUpdate(), JointUpdate(())])
 def test_any_message_keeps_a_room_from_being_cleaned(table, message):
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
-    conversation.receive(table, "p", message, 50.0)
+    websocket.receive_message(table, "p", message, 50.0)
     table.leave("p")
     assert ARM not in table.clean(now=100.0, idle=60.0)
 
@@ -124,9 +124,9 @@ def test_any_message_keeps_a_room_from_being_cleaned(table, message):
 def test_a_producers_settings_are_kept_and_a_consumers_are_not(table):
     table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
     table.join("c", CAMERA, Join("c", CONSUMER), 0.0)
-    conversation.receive(table, "c", messages.VideoConfigUpdate({"framerate": 5}), 0.0)
+    websocket.receive_message(table, "c", protocol.VideoConfigUpdate({"framerate": 5}), 0.0)
     assert table.get(CAMERA).config.framerate == 30
-    conversation.receive(table, "p", messages.VideoConfigUpdate({"framerate": 5, "encoding": "h264"}), 0.0)
+    websocket.receive_message(table, "p", protocol.VideoConfigUpdate({"framerate": 5, "encoding": "h264"}), 0.0)
     assert (table.get(CAMERA).config.framerate, table.get(CAMERA).config.encoding) == (5, "h264")
 
 
@@ -135,22 +135,22 @@ def test_settings_that_do_not_fit_are_told_but_not_kept(table, update):
     table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
     table.join("c", CAMERA, Join("c", CONSUMER), 0.0)
     before = table.get(CAMERA).config
-    effects = conversation.receive(table, "p", messages.VideoConfigUpdate(update), 0.0)
+    effects = websocket.receive_message(table, "p", protocol.VideoConfigUpdate(update), 0.0)
     assert told(effects) == [("c", "video_config_update")]
     assert table.get(CAMERA).config == before
 
 
 def test_a_long_reason_is_cut(table):
     table.join("c", ARM, Join("c", CONSUMER), 0.0)
-    (effect,) = conversation.receive(table, "c", messages.EmergencyStop("x" * 10_000), 0.0)
-    assert len(effect.message.reason) == conversation.MAX_REASON
+    (effect,) = websocket.receive_message(table, "c", protocol.EmergencyStop("x" * 10_000), 0.0)
+    assert len(effect.message.reason) == websocket.MAX_REASON
 
 
 def test_after_a_delete_its_sockets_are_nobody(table):
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
     table.join("c", ARM, Join("c", CONSUMER), 0.0)
     assert closed(table.delete(ARM)) == {"p", "c"}
-    assert conversation.receive(table, "p", messages.EmergencyStop(), 0.0) == []
+    assert websocket.receive_message(table, "p", protocol.EmergencyStop(), 0.0) == []
     table.create(ARM, 0.0)
     table.join("q", ARM, Join("p", PRODUCER), 0.0)
     assert table.leave("p") == []
@@ -162,9 +162,11 @@ def test_a_signal_stays_in_its_room(table):
     table.create(other, 0.0)
     table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
     table.join("c", other, Join("c", CONSUMER), 0.0)
-    _, effects = signalling.relay(table, CAMERA, "p", {"type": "offer", "sdp": "v=0", "target_consumer": "c"})
+    _, effects = websocket.relay_signal(table, CAMERA, "p", {"type": "offer", "sdp": "v=0", "target_consumer": "c"})
     assert effects == []
-    reply, effects = signalling.relay(table, CAMERA, "c", {"type": "answer", "sdp": "v=0", "target_producer": "p"})
+    reply, effects = websocket.relay_signal(
+        table, CAMERA, "c", {"type": "answer", "sdp": "v=0", "target_producer": "p"}
+    )
     assert (reply, effects) == (None, [])
 
 
@@ -175,7 +177,7 @@ def test_in_oddity_mode_anybody_may_answer_from_anywhere():
         table.create(place, 0.0)
     table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
     answer = {"type": "answer", "sdp": "v=0", "target_producer": "p"}
-    _, effects = signalling.relay(table, elsewhere, "stranger", answer)
+    _, effects = websocket.relay_signal(table, elsewhere, "stranger", answer)
     assert told(effects) == [("p", "webrtc_answer")]
 
 
@@ -188,12 +190,12 @@ ids = st.sampled_from(["a", "b", "c"])
 places = st.sampled_from([ARM, CAMERA, Place(Kind.VIDEO, "w", "arm"), Place(Kind.ROBOTICS, "v", "arm")])
 frames = st.sampled_from(
     [
-        messages.Heartbeat(),
-        messages.EmergencyStop(),
+        protocol.Heartbeat(),
+        protocol.EmergencyStop(),
         JointUpdate(({"name": "Jaw", "value": 1},)),
         JointUpdate(({"name": "Jaw", "value": 2},)),
-        messages.StreamStarted({}),
-        messages.Unknown("dance"),
+        protocol.StreamStarted({}),
+        protocol.Unknown("dance"),
     ]
 )
 
@@ -240,10 +242,10 @@ class Life(RuleBasedStateMachine):
 
     @rule(connection=connections, message=frames)
     def speak(self, connection, message):
-        effects = conversation.receive(self.table, connection, message, 0.0)
+        effects = websocket.receive_message(self.table, connection, message, 0.0)
         assert connection in self.live or not effects, "a connection without a seat was heard"
         self.check(effects)
-        self.check(conversation.refuse(self.table, connection, WireError("x", "joint_update")))
+        self.check(websocket.refuse_message(self.table, connection, WireError("x", "joint_update")))
 
     @rule(connection=consumes(connections))
     def leave(self, connection):
@@ -254,7 +256,7 @@ class Life(RuleBasedStateMachine):
     def signal(self, place, who, other, kind):
         signal = {"type": kind, "sdp": "", "candidate": {}, "target_consumer": other, "target_producer": other}
         try:
-            _, effects = signalling.relay(self.table, place, who, signal)
+            _, effects = websocket.relay_signal(self.table, place, who, signal)
         except UnknownRoom:
             return
         self.check(effects)

@@ -15,12 +15,11 @@ import websockets
 from sanic import Sanic
 from typer.testing import CliRunner
 
-from service.cli.transport import transport
+from robojax.cli.serve import transport
 from service.transport.address import Kind
-from service.transport.cleanup import Cleanup
-from service.transport.outbox import OutboxLimits
-from service.transport.rooms import Limits, Place, RoomTable
-from service.transport.server import TransportSettings, add_transport, serve_transport
+from service.transport.server.app import TransportSettings, add_transport, serve_transport
+from service.transport.server.rooms import Cleanup, Limits, Place, RoomTable
+from service.transport.server.websocket import OutboxLimits
 
 TEXT, CONTINUED, BINARY, CLOSE, PING = 1, 0, 2, 8, 9
 
@@ -288,7 +287,7 @@ async def test_a_client_that_closes_properly_may_join_again_at_once_with_its_id(
 
 
 async def test_a_request_that_drips_is_cut_off(serve, monkeypatch, pauses):
-    monkeypatch.setattr("service.transport.server.REQUEST_DEADLINE", 0.2)
+    monkeypatch.setattr("service.transport.server.app.REQUEST_DEADLINE", 0.2)
     async with serve() as caller:
         reader, writer = await asyncio.open_connection(*caller.base.removeprefix("http://").split(":"))
         started = time.monotonic()

@@ -13,10 +13,9 @@ import pytest
 
 from jaxmodels import Requirements
 from jaxmodels.errors import CheckpointError
+from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.auth.roles import Role
-from service.engine.scripted_policy import SO100_REQUIREMENTS
-from service.transport.memory import MemoryLink
+from service.testing import SO100_REQUIREMENTS, MemoryLink
 from tests import server as server_of_tests
 from tests.server import JOINTS
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from service.auth.roles import Role
-from service.ui.files import read_files
+from service.auth.caller import Role
+from service.dashboard.live import read_files
 
 
 async def ticket(server, key: str) -> str:

@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 
 from jaxmodels.errors import CheckpointError
-from service.auth.roles import Role
-from service.engine.device_health import ALLOWED
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
-from service.ui.live import LiveSettings
+from service.auth.caller import Role
+from service.dashboard.live import LiveSettings
+from service.inference.replicas import ALLOWED
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.waiting import until
 
 CHROMIUM = Path("/usr/bin/chromium")

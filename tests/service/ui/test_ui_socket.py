@@ -12,8 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from service.ui.live import LiveSettings
-from service.ui.message import BadMessage, Look, Part, Seen, Stop, pack, parse
+from service.dashboard.live import BadMessage, LiveSettings, Look, Part, Seen, Stop, pack, parse_message
 from tests.waiting import until
 
 MOVING = {"ticks", "plan", "picture"}
@@ -232,9 +231,9 @@ def test_a_message_is_aligned_and_never_holds_a_number_that_json_lacks():
     ],
 )
 def test_what_a_page_says_is_read(said, word):
-    assert parse(said) == word
+    assert parse_message(said) == word
 
 
 def test_what_is_no_text_is_refused():
     with pytest.raises(BadMessage):
-        parse(b"{}")
+        parse_message(b"{}")

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from service.motion.joints import SO100, Joint, JointTable
-from service.updates.gates import Limits, Trial, judge
+from service.control.joints import SO100, Joint, JointTable
+from service.rollout.gates import Limits, Trial, judge
 
 TABLE = JointTable(SO100)
 OLD = np.tile(np.array([10, 20, 30, 40, 50, 60], np.float32), (20, 1))

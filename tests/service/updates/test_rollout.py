@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engine.costs import Costs
-from service.engine.engine import Engine
-from service.engine.scripted_policy import SO100_REQUIREMENTS, ScriptedPolicy
-from service.hosts.errors import HostSilent, HostsLost
-from service.sessions.sessions import NewSession, Session, Sessions, SessionSettings
-from service.transport.memory import MemoryTransport
-from service.updates.gates import Limits, Verdict
-from service.updates.probation import ProbationSettings
-from service.updates.rollout import RUNS, Rollout, RolloutSettings
+from service.distributed.host_group import HostSilent, HostsLost
+from service.inference.engine import Engine
+from service.inference.latency_model import Costs
+from service.rollout.gates import Limits, ProbationSettings, Verdict
+from service.rollout.rollout import RUNS, Rollout, RolloutSettings
+from service.sessions.store import NewSession, Session, Sessions, SessionSettings
+from service.testing import SO100_REQUIREMENTS, MemoryTransport, ScriptedPolicy
 from tests.faults.meter import Meter
 from tests.pauses import Pauses
 from tests.server import POSE

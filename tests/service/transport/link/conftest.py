@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from service.transport.base import Link, Rooms, Transport
-from service.transport.client import RoomsTransport
-from service.transport.pace import Pace
-from service.transport.robot import OnCommand, Robot, connect_robot
-from service.transport.server import TransportSettings, serve_transport
+from service.transport.client.connection import Pace
+from service.transport.client.robot import OnCommand, Robot, connect_robot
+from service.transport.client.rooms_link import RoomsTransport
+from service.transport.link import Link, Rooms, Transport
+from service.transport.server.app import TransportSettings, serve_transport
 
 # Quick, but with room for a busy machine: a link is lost after 1.05 s.
 QUICK = Pace(

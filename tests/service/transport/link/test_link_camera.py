@@ -9,7 +9,8 @@ import pytest
 from aiortc.codecs.vpx import vp8_depayload
 from aiortc.mediastreams import MediaStreamError
 
-from service.transport.camera import (
+from service.transport.webrtc.decoding import EXACT
+from service.transport.webrtc.encoding import (
     CLOCK,
     FRESH,
     KEYFRAME_EVERY,
@@ -19,8 +20,7 @@ from service.transport.camera import (
     CameraEncoder,
     CameraTrack,
 )
-from service.transport.jitter import is_keyframe
-from service.transport.video import EXACT
+from service.transport.webrtc.jitter_buffer import is_keyframe
 
 
 def scene(number: int, side: int = 240) -> np.ndarray:

@@ -7,9 +7,9 @@ import pytest
 from aioice import ice
 from aiortc import RTCPeerConnection
 
-from service.transport.candidates import refusal, sorted_out
-from service.transport.peer import Peer
-from service.transport.video import Screen
+from service.transport.webrtc.candidates import candidate_refusal, sort_candidates
+from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.peer import Peer
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ from service.transport.video import Screen
     ],
 )
 def test_what_is_no_robots_address_is_not_tried(host: str, port: int) -> None:
-    assert refusal(host, port) is not None
+    assert candidate_refusal(host, port) is not None
     line = f"a=candidate:1 1 udp 5 {host} {port} typ host"
-    assert sorted_out(f"v=0\r\nm=video 9\r\n{line}\r\n") == ("v=0\r\nm=video 9\r\n", [])
+    assert sort_candidates(f"v=0\r\nm=video 9\r\n{line}\r\n") == ("v=0\r\nm=video 9\r\n", [])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.168.1.7", "10.0.0.1", "203.0.113.5", "fd12::7", "fe80::1%eth0"])
 def test_what_may_be_a_robots_address_is_tried(host: str) -> None:
-    assert refusal(host, 50000) is None
+    assert candidate_refusal(host, 50000) is None
 
 
 async def test_a_trickled_candidate_is_held_to_the_same() -> None:

@@ -15,8 +15,8 @@ from aiortc.rtcrtpparameters import RTCRtpCodecParameters, RTCRtpReceiveParamete
 from aiortc.rtcrtpreceiver import RemoteStreamTrack, RTCRtpReceiver
 from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 
-from service.transport.h264 import UNREADABLE, h264_pixels
-from service.transport.video import MAX_DECLARED, Screen
+from service.transport.webrtc.decoding import MAX_DECLARED, Screen
+from service.transport.webrtc.jitter_buffer import UNREADABLE, h264_pixels
 
 # 5,000 of each kind were sent when this was written; the suite has less time.
 PACKETS = int(os.environ.get("ROBOJAX_TEST_PACKETS", "500"))

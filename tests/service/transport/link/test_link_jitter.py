@@ -6,7 +6,7 @@ from aiortc.rtp import RtpPacket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.transport.jitter import ASK_AGAIN, AT_ONCE, PATIENCE, PromptBuffer, is_keyframe
+from service.transport.webrtc.jitter_buffer import ASK_AGAIN, AT_ONCE, PATIENCE, PromptBuffer, is_keyframe
 
 KEY = b"\x10\x02\x00\x9d\x01\x2a\x0a\x00\x0a\x00"  # the first bytes of a VP8 keyframe of 10x10
 INTER = b"\x11\x02\x00abc"
@@ -67,7 +67,7 @@ def test_a_late_packet_releases_everything_that_waited_for_it_in_order():
 @pytest.mark.parametrize("is_lost", [False, True], ids=["late", "lost"])
 def test_however_many_pictures_wait_for_a_packet_few_are_looked_at_in_one_turn_and_all_come(is_lost, monkeypatch):
     looks: list[bytes] = []
-    monkeypatch.setattr("service.transport.jitter.vp8_pixels", lambda data: looks.append(data) or 0)
+    monkeypatch.setattr("service.transport.webrtc.jitter_buffer.vp8_pixels", lambda data: looks.append(data) or 0)
     stream = Stream()
     key, late, *others = (stream.packets(KEY + bytes([n % 256]), stamp=n)[0] for n in range(600))
     stream.arrive(key, *others[:500])

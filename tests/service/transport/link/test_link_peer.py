@@ -5,9 +5,9 @@ import os
 from collections.abc import Coroutine
 from typing import Any
 
-from service.transport.camera import Camera, CameraTrack
-from service.transport.peer import Peer
-from service.transport.video import Screen
+from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.encoding import Camera, CameraTrack
+from service.transport.webrtc.peer import Peer
 
 TURNS = 8  # of the event loop: in each of them something else is going on when the cancellation comes
 

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
-from service.transport.base import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
-from service.transport.client import COMMAND_LIFE
-from service.transport.connection import retry_delay
-from service.transport.membership import KERNEL_LIMIT, Membership
-from service.transport.messages import EmergencyStop as StopMessage
-from service.transport.pace import Pace
-from service.transport.wire import WireError
+from service.transport.client.connection import KERNEL_LIMIT, Membership, Pace, retry_delay
+from service.transport.client.rooms_link import COMMAND_LIFE
+from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
+from service.transport.protocol import EmergencyStop as StopMessage
+from service.transport.protocol import WireError
 
 SERVER_SIDE = ("sockets.py", "outbox.py", "cleanup.py", "server.py", "impl.py", "http_protocol.py", "frame.py")
 

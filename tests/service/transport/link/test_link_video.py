@@ -23,17 +23,17 @@ from aiortc.mediastreams import AudioStreamTrack, VideoStreamTrack
 
 from service.errors import TransportError
 from service.transport.address import Address, Kind
-from service.transport.base import LinkDown, LinkUp, Rooms
-from service.transport.candidates import EarlyCandidates, sorted_out
-from service.transport.client import RoomsTransport, running
-from service.transport.connection import RoomConnection
-from service.transport.messages import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
-from service.transport.peer import BadSignal, Peer
-from service.transport.receiver import CameraReceiver
-from service.transport.rest import RoomsApi, http_session
-from service.transport.robot import connect_robot
-from service.transport.server import serve_transport
-from service.transport.video import MAX_BACKLOG, Screen
+from service.transport.client.camera_rooms import CameraReceiver
+from service.transport.client.connection import RoomConnection
+from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.robot import connect_robot
+from service.transport.client.rooms_link import RoomsTransport, running
+from service.transport.link import LinkDown, LinkUp, Rooms
+from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
+from service.transport.server.app import serve_transport
+from service.transport.webrtc.candidates import EarlyCandidates, sort_candidates
+from service.transport.webrtc.decoding import MAX_BACKLOG, Screen
+from service.transport.webrtc.peer import BadSignal, Peer
 
 ROOT = Path(__file__).parents[4]
 RED, GREEN = (200, 30, 40), (20, 180, 60)
@@ -200,10 +200,10 @@ async def test_video_goes_on_after_a_restart_of_the_server(both, server, seen, u
 ROBOT = """
 import asyncio, json, sys
 import numpy as np
-from service.transport.base import Rooms
-from service.transport.receiver import CameraReceiver
-from service.transport.rest import RoomsApi, http_session
-from service.transport.robot import connect_robot
+from service.transport.link import Rooms
+from service.transport.client.camera_rooms import CameraReceiver
+from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.robot import connect_robot
 
 async def main(url, rooms, colour):
     async with connect_robot(url, Rooms(**rooms), on_command=lambda values, at: None) as robot:
@@ -359,7 +359,7 @@ def test_early_candidates_are_kept_by_sender_and_bounded():
 def test_mdns_candidates_leave_a_description_and_trickle_instead():
     named, plain = "a=candidate:1 1 udp 5 abc.local 50009 typ host", "a=candidate:2 1 udp 5 10.0.0.1 50009 typ host"
     sdp = f"v=0\r\nm=video 9\r\n{named}\r\n{plain}\r\n"
-    plain, named = sorted_out(sdp)
+    plain, named = sort_candidates(sdp)
     assert "local" not in plain
     assert "10.0.0.1" in plain
     assert named == [{"candidate": "a=candidate:1 1 udp 5 abc.local 50009 typ host", "sdpMLineIndex": 0}]

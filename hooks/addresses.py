@@ -1,0 +1,189 @@
+"""Which addresses may be called; DNS resolved once, pinned.
+
+A webhook's URL comes over the wire. Without these rules it would reach what only this machine can reach: services on
+its loopback, the metadata server of a cloud, other machines behind its firewall.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from hooks.errors import UnsafeTarget
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+# host, port -> addresses as text
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+MAX_URL = 2048
+# They hand out a machine's credentials to whoever asks; an allowed network that only happens to hold one is no leave.
+METADATA: tuple[Address, ...] = (
+    ipaddress.ip_address("169.254.169.254"),
+    ipaddress.ip_address("169.254.170.2"),
+    ipaddress.ip_address("100.100.100.200"),
+    ipaddress.ip_address("fd00:ec2::254"),
+)
+# Python's own tables know less of what is not public, and each version something else: fec0::/10, 64:ff9b:1::/48.
+_PUBLIC_V6 = ipaddress.ip_network("2000::/3")
+_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "3fff::/20")))
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A URL taken apart.
+
+    Attributes:
+        host: a name, or an address without brackets.
+        addresses: of the host when it is an address itself, else empty.
+    """
+
+    url: str
+    host: str
+    port: int
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TargetRules:
+    """The networks that may be sent to although they are not public, e.g. ``192.168.1.0/24``."""
+
+    allowed: tuple[Network, ...] = ()
+
+    @classmethod
+    def of(cls, networks: Iterable[str]) -> "TargetRules":
+        """Rules with these networks.
+
+        Raises:
+            ValueError: one is no network, e.g. bits are set behind its mask.
+        """
+        return cls(tuple(ipaddress.ip_network(network) for network in networks))
+
+    def parse(self, url: str) -> Target:
+        """Take a URL apart; one whose host is an address is checked at once.
+
+        Raises:
+            UnsafeTarget: it is no plain http or https URL, or its address is refused.
+        """
+        if len(url) > MAX_URL:
+            raise UnsafeTarget(f"url: {len(url)} characters, wanted at most {MAX_URL}")
+        if not url.isascii() or re.search(r"[\x00-\x20\x7f\\]", url):
+            raise UnsafeTarget("url: only ASCII without spaces and backslashes; write other letters as %.. and xn--..")
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise UnsafeTarget(f"url: {error}") from None
+        if parts.scheme not in ("http", "https"):
+            raise UnsafeTarget(f"url: scheme {parts.scheme!r}, wanted http or https")
+        if "@" in parts.netloc:
+            raise UnsafeTarget("url: it has a user name or password in it; use the webhook's secret instead")
+        if not host:
+            raise UnsafeTarget("url: there is no host in it")
+        if port == 0:
+            raise UnsafeTarget("url: port 0, wanted 1 to 65535")
+        return Target(url, host, port or {"http": 80, "https": 443}[parts.scheme], self._literal(host))
+
+    def _literal(self, host: str) -> tuple[str, ...]:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            pass
+        else:
+            if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
+                raise UnsafeTarget(f"url: host {host!r} names an interface of this machine")
+            self.check(host, address)
+            return (str(address),)
+        try:
+            # What C libraries take for an address too: 2130706433, 0x7f.1, 0177.0.0.1, 127.1.
+            odd = ipaddress.IPv4Address(socket.inet_aton(host))
+        except OSError:
+            if not _HOST_NAME.fullmatch(host):
+                raise UnsafeTarget(f"url: {host!r} is no name of a host") from None
+            return ()
+        if not self._is_allowed(odd):
+            raise UnsafeTarget(f"url: host {host!r} is the address {odd} in disguise; write it as {odd}")
+        return (str(odd),)
+
+    async def resolve(self, target: Target, resolve: Resolve) -> tuple[str, ...]:
+        """The addresses to connect to, every one of them checked. Ask anew for every attempt: names move.
+
+        Raises:
+            UnsafeTarget: one of the addresses is refused; then none is used.
+            OSError: the name is not known.
+        """
+        if target.addresses:
+            return target.addresses
+        found = await resolve(target.host, target.port)
+        for text in found:
+            try:
+                address = ipaddress.ip_address(text)
+            except ValueError:
+                raise UnsafeTarget(f"host {target.host!r} has the address {text!r}, which is none") from None
+            self.check(target.host, address)
+        return tuple(found)
+
+    def check(self, host: str, address: Address) -> None:
+        """Refuse an address that is not public and on no list.
+
+        Raises:
+            UnsafeTarget: with what it is, and what to do.
+        """
+        for inner in layers(address):
+            kind = _kind(inner)
+            if kind and not self._is_allowed(inner):
+                named = str(inner) if host == str(inner) else f"{host!r} is {inner},"
+                raise UnsafeTarget(
+                    f"url: {named} {'which ' if host != str(inner) else ''}is {kind}; nothing is sent there unless the "
+                    f"operator allows its network (allowed_networks, or --registry-allow {_example(inner)})"
+                )
+
+    def _is_allowed(self, address: Address) -> bool:
+        if address in METADATA:
+            return any(network.num_addresses == 1 and address in network for network in self.allowed)
+        return any(network.version == address.version and address in network for network in self.allowed)
+
+
+def layers(address: Address) -> list[Address]:
+    """The IPv4 address that an IPv6 one stands for, if it does; else the address itself."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return [address]
+    # Of 6to4, too, the inner one alone is judged: since Python 3.13 all of 2002::/16 is "private".
+    inner = address.ipv4_mapped or address.sixtofour
+    if inner is None and address in _NAT64:
+        inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return [inner or address]
+
+
+def danger(address: Address) -> str | None:
+    """What an address is that no list of networks should open with them, in words; None for all others."""
+    is_dangerous = (
+        address in METADATA or address.is_unspecified or address.is_link_local or address.is_multicast
+    ) and not address.is_loopback
+    return _kind(address) if is_dangerous else None
+
+
+def _kind(address: Address) -> str | None:
+    """What is wrong with an address; None when it is public."""
+    kinds = (
+        (address in METADATA, "the metadata server of a cloud"),
+        (address.is_unspecified, "this machine (unspecified)"),
+        (address.is_loopback, "this machine (loopback)"),
+        (address.is_link_local, "link-local"),
+        (address.is_multicast, "multicast"),
+        (address.is_private, "private"),
+        (not address.is_global or address.is_reserved, "not public"),
+        (address.version == 6 and address not in _PUBLIC_V6, "not public"),
+        (any(address in network for network in _SPECIAL), "not public"),
+    )
+    return next((name for is_so, name in kinds if is_so), None)
+
+
+def _example(address: Address) -> str:
+    if address in METADATA:
+        return f"{address}/{address.max_prefixlen}"
+    return str(ipaddress.ip_network((address, 24 if address.version == 4 else 64), strict=False))

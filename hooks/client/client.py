@@ -1,0 +1,587 @@
+"""WebhooksClient: operations, `ensure`, self-test.
+
+The endpoint, token, headers, HTTP session, result classes and errors are huggingface_hub's. Its webhook methods (2.4)
+are not called, because they take no timeout and the session has none (``set_client_factory`` would give every download
+of the process one), drop ``hasSecret`` and the id of a job from the answer, and log a body with its secrets under
+HF_DEBUG.
+"""
+
+import asyncio
+import functools
+import itertools
+import json
+import time
+import uuid
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack
+
+import httpx2
+from huggingface_hub import HfApi, get_session
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, parse_ratelimit_headers
+
+from hooks.client.webhook import (
+    GOOD_SECRET,
+    HUB_DOMAINS,
+    MASK,
+    Watchable,
+    WebhookInfo,
+    check_webhook_id,
+    make_body,
+    mask_url,
+    read_webhook,
+)
+from hooks.errors import HubTrouble, InvalidWebhook, UnknownWebhook
+from hooks.payload import sample
+from hooks.registry.delivery import retry_after
+from hooks.threads import begin, within
+
+ROOT = "/api/settings/webhooks"
+TIMEOUT = 30.0  # seconds
+CONNECT = 10.0
+ATTEMPTS = 4
+FIRST_WAIT = 0.5  # seconds; doubled from attempt to attempt
+TEST_TIMEOUT = 10.0  # in which a receiver has to acknowledge
+# Where registries say which job a webhook was made from; huggingface_hub 2.4 knows of none.
+JOB_NAMES = ("jobSourceId", "jobId", "sourceId", "id")
+
+Token = bool | str | None
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+class HubRefused(HubTrouble, HfHubHTTPError):
+    """The Hub answered with an error status; for those who catch huggingface_hub's error too."""
+
+    def __init__(self, message: str, *, response: httpx2.Response, server_message: str | None = None):
+        HfHubHTTPError.__init__(self, message, response=response, server_message=server_message)
+        self.status = response.status_code
+
+
+class WebhookUnknown(UnknownWebhook, HubRefused):
+    """There is no webhook of this id."""
+
+
+class HubSilent(HubTrouble, TimeoutError):
+    """The Hub did not answer within the limit."""
+
+
+class HubUnreachable(HubTrouble, ConnectionError):
+    """The Hub could not be connected to, or the connection broke."""
+
+
+@dataclass(frozen=True)
+class Healing:
+    """What became of one suspended webhook.
+
+    Attributes:
+        webhook: as it is now.
+        is_healed: whether it was enabled.
+        reason: why it was not, or what the self-test said.
+    """
+
+    webhook: WebhookInfo
+    is_healed: bool
+    reason: str
+
+
+class WebhookFields(TypedDict, total=False):
+    """What a webhook is made of, by huggingface_hub's names; None is as left out.
+
+    Attributes:
+        url: that is sent to.
+        job_id: of the job that is started, instead.
+        domains: ``repo`` and ``discussion``; when left out, both for a new one and those it has for others.
+        secret: that each delivery carries.
+        secrets: variables of the job; an update replaces those that are named and removes those that are empty.
+    """
+
+    url: str | None
+    job_id: str | None
+    domains: str | Iterable[str] | None
+    secret: str | None
+    secrets: Mapping[str, str] | None
+
+
+class NewWebhook(WebhookFields):
+    """A webhook to be made; ``watched`` are items, mappings, or ``type:name``, or a single one."""
+
+    watched: Watchable | Iterable[Watchable]
+
+
+class ChangedWebhook(WebhookFields, total=False):
+    """What is to be changed; ``allow_empty`` takes an empty ``watched``, after which nothing is delivered any more."""
+
+    watched: Watchable | Iterable[Watchable] | None
+    allow_empty: bool
+
+
+class WebhooksClient:
+    """huggingface_hub's seven operations, ``replay``, ``ensure`` and ``heal``.
+
+    Every method takes ``token=``; without it, the client's, and without that, the one of the login or HF_TOKEN.
+
+    Raises:
+        InvalidWebhook: an argument cannot be used (also a ValueError); nothing was sent.
+        UnknownWebhook: there is no webhook of this id.
+        HubTrouble: the Hub refused, did not answer in time, or answered nonsense.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        token: Token = None,
+        *,
+        timeout: float = TIMEOUT,
+        allow_http: Collection[str] = (),
+        api: HfApi | None = None,
+    ):
+        """Nothing is sent yet.
+
+        Args:
+            endpoint: of the Hub or of a robojax server; HF_ENDPOINT or huggingface.co without it.
+            timeout: seconds for one operation's request, with all that is waited for and repeated.
+            allow_http: hosts and networks that webhooks may send to without TLS, besides loopback.
+            api: instead of endpoint and token.
+        """
+        if api is not None and (endpoint is not None or token is not None):
+            raise InvalidWebhook("api has an endpoint and a token of its own; give it alone, or those")
+        if not timeout > 0:
+            raise InvalidWebhook(f"timeout {timeout!r}: wanted seconds above 0")
+        self.api = api or HfApi(endpoint=endpoint, token=token, library_name="robojax", library_version=_version())
+        if not self.api.endpoint.startswith(("http://", "https://")):
+            raise InvalidWebhook(f"endpoint {self.api.endpoint!r}: wanted https://host, as https://huggingface.co")
+        self.endpoint = self.api.endpoint.rstrip("/")
+        self.timeout = timeout
+        self.allow_http = tuple(allow_http)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(endpoint={self.endpoint!r}, timeout={self.timeout!r})"
+
+    def list_webhooks(self, *, token: Token = None) -> list[WebhookInfo]:
+        """All of the account's."""
+        found = self._call("GET", token=token)
+        if not isinstance(found, list):
+            raise HubTrouble(f"{self.endpoint} answered {type(found).__name__} where a list of webhooks was wanted")
+        return [read_webhook(webhook) for webhook in found]
+
+    def get_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
+        """One by its id."""
+        return self._webhook("GET", webhook_id, token=token)
+
+    def create_webhook(self, *, token: Token = None, **fields: Unpack[NewWebhook]) -> WebhookInfo:
+        """Make one. It is asked for once only: after a HubTrouble it may be there all the same (see ``ensure``)."""
+        body = make_body(**fields, is_new=True, allow_http=self.allow_http)
+        return self._webhook("POST", body=_with_domains(body), token=token, repeats=False)
+
+    def update_webhook(self, webhook_id: str, *, token: Token = None, **fields: Unpack[ChangedWebhook]) -> WebhookInfo:
+        """Change what is named and keep the rest.
+
+        The Hub takes what is watched whole or empties it, so it is looked up first when it is not named; a change by
+        somebody else in between is lost.
+        """
+        body = make_body(**fields, is_new=False, allow_http=self.allow_http)
+        if not {"watched", "domains"} <= set(body):
+            body = _kept(self.get_webhook(webhook_id, token=token)) | body
+        return self._webhook("POST", webhook_id, body=body, token=token)
+
+    def enable_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
+        """Let it deliver (again)."""
+        return self._webhook("POST", webhook_id, "enable", token=token)
+
+    def disable_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
+        """Let it deliver nothing until it is enabled."""
+        return self._webhook("POST", webhook_id, "disable", token=token)
+
+    def delete_webhook(self, webhook_id: str, *, token: Token = None) -> None:
+        """Delete it, for good."""
+        self._call("DELETE", webhook_id, token=token)
+
+    def replay(self, webhook_id: str, log_id: str, *, token: Token = None) -> int:
+        """Deliver something again, to the address and with the secret that the webhook has now.
+
+        Args:
+            log_id: of the delivery, as the webhook's activity page shows it.
+
+        Returns:
+            The HTTP status that its receiver answered.
+        """
+        answer = self._call("POST", webhook_id, "replay", log_id, token=token, repeats=False)
+        status = answer.get("status") if isinstance(answer, Mapping) else None
+        if not isinstance(status, int):
+            raise HubTrouble(f"{self.endpoint} did not say what became of the replay: {str(answer)[:100]}")
+        return status
+
+    def ensure(
+        self,
+        *,
+        webhook_id: str | None = None,
+        enable: bool = True,
+        token: Token = None,
+        tell: Callable[[str], None] | None = None,
+        **fields: Unpack[NewWebhook],
+    ) -> WebhookInfo:
+        """Exactly one webhook like this: made if it is not there, changed if it differs, enabled if it is not.
+
+        Twice is once. It is found by its exact address or job. A secret is sent every time: the Hub does not tell
+        whether it is the same. When making one fails half-way, it is looked for before it is tried again.
+
+        Args:
+            webhook_id: that it is, instead of looking for it.
+            enable: False leaves one that is disabled or suspended as it is.
+            tell: is told ``created``, ``updated``, ``enabled`` or ``unchanged``.
+
+        Raises:
+            HubTrouble: several send to this address, or start this job.
+        """
+        body = make_body(**fields, is_new=True, allow_http=self.allow_http, shortest_secret=GOOD_SECRET)
+        url, job_id = body.get("url"), body.get("jobSourceId")
+        tell = tell or (lambda _: None)
+        found, steps = self.get_webhook(webhook_id, token=token) if webhook_id is not None else None, []
+        for attempt in itertools.count(1):
+            found = found or _find(self.list_webhooks(token=token), url, job_id)
+            if found is not None:
+                break
+            try:
+                found = self._webhook("POST", body=_with_domains(body), token=token, repeats=False)
+            except HubTrouble as trouble:
+                wait = wait_before_retry(trouble, attempt, now=time.time())
+                if wait is None or wait > self.timeout:
+                    raise
+                time.sleep(wait)
+            else:
+                tell("created")
+                return found
+        assert found is not None
+        # Of a job that was named by the webhook's id, nobody tells whether it is this one.
+        is_unsure = "secret" in body or bool(body.get("secrets")) or (webhook_id is not None and job_id is not None)
+        body = {"domains": found.domains} | body
+        if is_unsure or found.url != url or _in_any_order(body) != _in_any_order(_kept(found)):
+            found = self._webhook("POST", found.id, body=body, token=token)
+            steps.append("updated")
+        if enable and found.status != "enabled":
+            found = self.enable_webhook(found.id, token=token)
+            steps.append("enabled")
+        for step in steps or ["unchanged"]:
+            tell(step)
+        return found
+
+    def heal(
+        self,
+        webhook_id: str | None = None,
+        *,
+        try_first: bool = False,
+        secret: str | None = None,
+        token: Token = None,
+    ) -> list[Healing]:
+        """Enable those that the Hub suspended because deliveries failed; those that somebody disabled stay so.
+
+        Args:
+            webhook_id: only this one.
+            try_first: send a test payload to the address from here, and enable only if it is taken.
+            secret: for the test; otherwise the one that the Hub tells, if it does.
+        """
+        one = None if webhook_id is None else self.get_webhook(webhook_id, token=token)
+        found = []
+        for webhook in self.list_webhooks(token=token) if one is None else [one]:
+            if webhook.status == "suspended":
+                is_good, reason = self_test(webhook, secret or webhook.secret) if try_first else (True, "")
+                now = self.enable_webhook(webhook.id, token=token) if is_good else webhook
+                found.append(Healing(now, is_good, reason))
+            elif one is not None:
+                found.append(Healing(one, False, f"it is not suspended but {one.status}"))
+        return found
+
+    def _webhook(self, method: str, *path: str, **more: Any) -> WebhookInfo:
+        answer = self._call(method, *path, **more)
+        return read_webhook(answer.get("webhook") if isinstance(answer, Mapping) else answer)
+
+    def _call(
+        self, method: str, *names: str, token: Token, body: Mapping[str, Any] | None = None, repeats: bool = True
+    ) -> Any:
+        """The JSON of the answer, None where it has no body.
+
+        Args:
+            names: the path after ``ROOT``.
+            repeats: whether doing it twice is doing it once.
+        """
+        path = "".join(f"/{check_webhook_id(name)}" for name in names)
+        headers = self._headers(token)
+        end = time.monotonic() + self.timeout
+        is_maybe_done, attempt = False, 0
+        while True:
+            attempt += 1
+            try:
+                return self._read(self._send(method, path, body, headers, end), path, body or {})
+            except HubTrouble as trouble:
+                if method == "DELETE" and is_maybe_done and trouble.status == 404:
+                    return None  # an attempt before this one did it
+                is_maybe_done |= trouble.was_sent and (trouble.status is None or trouble.status >= 500)
+                wait = wait_before_retry(trouble, attempt, now=time.time()) if repeats else None
+                if wait is None or time.monotonic() + wait >= end:
+                    raise
+            time.sleep(wait)
+
+    def _headers(self, token: Token) -> dict[str, str]:
+        known = {name: getattr(self.api, name) for name in ("library_name", "library_version", "user_agent", "headers")}
+        try:
+            headers = build_hf_headers(token=self.api.token if token is None else token, **known)
+        except LocalTokenNotFoundError:
+            raise HubTrouble("there is no token; run `hf auth login`, or set HF_TOKEN") from None
+        # Looked at here: the HTTP client's error would quote it.
+        if not all(" " <= character <= "~" for character in headers.get("authorization", "")):
+            raise InvalidWebhook("the token has characters that no token has; wanted it as hf_...")
+        return headers
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, headers: dict[str, str], end: float
+    ) -> httpx2.Response:
+        began, is_sent = time.monotonic(), False
+        seconds = max(end - began, 0.001)
+        content = None
+        if body is not None:
+            encoded = json.dumps(body).encode()
+            # As a stream: huggingface_hub logs bodies that are at hand when HF_DEBUG is set, secrets with them.
+            content = iter((encoded,))
+            headers = {**headers, "content-type": "application/json", "content-length": str(len(encoded))}
+
+        def follow(event: str, details: object) -> None:
+            nonlocal is_sent
+            if event.endswith("send_request_headers.started"):
+                if time.monotonic() > end:  # nothing is sent after the limit
+                    raise httpx2.WriteTimeout("the limit is over")
+                is_sent = True
+
+        def send() -> httpx2.Response:
+            return get_session().request(
+                method,
+                self.endpoint + ROOT + path,
+                headers=headers,
+                content=content,
+                timeout=httpx2.Timeout(seconds, connect=min(CONNECT, seconds)),
+                extensions={"trace": follow},
+            )
+
+        try:
+            # The client's timeouts are for each piece it waits for, and an address look-up has none.
+            return within(seconds, send)
+        except (httpx2.TimeoutException, TimeoutError):
+            what = f"did not answer {method} {ROOT}{path}" if is_sent else "could not be connected to"
+            raise HubSilent(
+                f"{self.endpoint} {what} in {time.monotonic() - began:.1f} s (timeout {self.timeout:g} s); "
+                "try again later, or give a longer timeout",
+                was_sent=is_sent,
+            ) from None
+        except httpx2.InvalidURL as error:
+            raise InvalidWebhook(f"endpoint {self.endpoint!r} is no address: {error}") from None
+        except (httpx2.RequestError, OfflineModeIsEnabled, RuntimeError) as error:
+            # When another thread meets a broken connection, huggingface_hub closes the client of all.
+            if type(error) is RuntimeError and "closed" not in str(error):
+                raise
+            raise HubUnreachable(
+                f"{self.endpoint} cannot be reached: {error}; look at the endpoint and the network",
+                was_sent=is_sent,
+            ) from None
+
+    def _read(self, response: httpx2.Response, path: str, body: Mapping[str, Any]) -> Any:
+        asked = f"{response.request.method} {ROOT}{path}"
+        try:
+            hf_raise_for_status(response)
+            return response.json() if response.content.strip() and response.request.method != "DELETE" else None
+        except HfHubHTTPError as error:
+            message = error.server_message or response.reason_phrase
+        except ValueError:
+            raise HubTrouble(
+                f"{self.endpoint} answered {response.status_code} with no JSON to {asked}; is it a Hub?",
+                response.status_code,
+            ) from None
+        for secret in filter(None, (body.get("secret"), *body.get("secrets", {}).values())):
+            message = message.replace(secret, MASK)
+        status = response.status_code
+        if status == 404 and path:
+            _, webhook_id, *rest = path.split("/")
+            what = f"webhook {webhook_id!r}" + (f" with a delivery {rest[1]!r}" if rest[:1] == ["replay"] else "")
+            text = f"there is no {what} at {self.endpoint}: {message[:200]}; list_webhooks() tells which there are"
+            raise WebhookUnknown(text, response=response, server_message=message)
+        wait = asked_to_wait(response.headers, now=time.time())
+        advice = {
+            401: "; log in with `hf auth login`, or set HF_TOKEN",
+            403: "; the token may not manage webhooks: wanted one with write access of the account they belong to",
+            429: "; try again later" if wait is None else f"; it asks to wait {wait:.0f} s",
+        }.get(status, "")
+        text = f"{self.endpoint} refused {asked} with {status}: {message[:500]}{advice}"
+        raise HubRefused(text, response=response, server_message=message)
+
+
+def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float | None:
+    """Seconds until a call that may be repeated is; None when that would not help.
+
+    Args:
+        attempt: that failed, from 1.
+        now: seconds since 1970.
+    """
+    if attempt >= ATTEMPTS or not isinstance(trouble, HubRefused | HubSilent | HubUnreachable):
+        return None
+    asked = None
+    if isinstance(trouble, HubRefused):
+        if trouble.response.status_code < 500 and trouble.response.status_code != 429:
+            return None
+        asked = asked_to_wait(trouble.response.headers, now=now)
+    return FIRST_WAIT * 2 ** (attempt - 1) if asked is None else asked
+
+
+def asked_to_wait(headers: Mapping[str, str], *, now: float) -> float | None:
+    """Seconds that an answer asks to wait, by ``RateLimit`` or by ``Retry-After`` (seconds or a date)."""
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    return retry_after(httpx2.Headers(headers).get("retry-after"), now)
+
+
+def _kept(webhook: WebhookInfo) -> dict[str, Any]:
+    """What an update would change if it were left out of it."""
+    return {"watched": [asdict(item) for item in webhook.watched], "domains": webhook.domains}
+
+
+def _with_domains(body: dict[str, Any]) -> dict[str, Any]:
+    """A new webhook's, which are both of the Hub's where none are named."""
+    return {"domains": list(HUB_DOMAINS)} | body
+
+
+def _in_any_order(body: Mapping[str, Any]) -> tuple[set[tuple[str, str]], set[str]]:
+    return {(item["type"], item["name"]) for item in body["watched"]}, set(body["domains"])
+
+
+def _find(webhooks: Collection[WebhookInfo], url: str | None, job_id: str | None) -> WebhookInfo | None:
+    """The one with exactly this address, or made from this job.
+
+    Raises:
+        HubTrouble: there are several, or a webhook does not tell the job it starts.
+    """
+    jobs = {webhook.id: _job_ids(webhook) for webhook in webhooks if webhook.job is not None}
+    if url is not None:
+        found = [webhook for webhook in webhooks if webhook.url == url]
+    else:
+        found = [webhook for webhook in webhooks if job_id in jobs.get(webhook.id, ())]
+        if not found and (unknown := [webhook_id for webhook_id, ids in jobs.items() if not ids]):
+            raise HubTrouble(
+                f"{', '.join(unknown)}: the Hub does not tell which job they were made from, so it may be one of them: "
+                "name it with webhook_id, or delete them"
+            )
+    if len(found) > 1:
+        what = f"start job {job_id}" if url is None else f"send to {mask_url(url)}"
+        names = ", ".join(webhook.id for webhook in found)
+        raise HubTrouble(f"{len(found)} webhooks {what}: {names}; delete all but one of them")
+    return found[0] if found else None
+
+
+def _job_ids(webhook: WebhookInfo) -> set[str]:
+    job = webhook.raw.get("job")
+    named = [webhook.raw.get(name) for name in JOB_NAMES if name != "id"]
+    named += [job.get(name) for name in JOB_NAMES] if isinstance(job, dict) else []
+    return {name for name in named if isinstance(name, str)}
+
+
+def self_test(webhook: WebhookInfo, secret: str | None) -> tuple[bool, str]:
+    """Send a payload that receivers can do without to a webhook's address: whether it was taken, and what was found.
+
+    Args:
+        secret: of the webhook; without it, an answer that asks for one is as good as it gets.
+    """
+    url = webhook.url
+    if url is None:
+        return True, "it starts a job: there is no address to try"
+    payload = sample("repo.content", repo=webhook.watched[0].name if webhook.watched else "none/none")
+    payload["event"]["scope"] = "webhook.test"  # no scope of the Hub's: receivers that look at it do nothing
+    del payload["updatedRefs"], payload["repo"]["headSha"]
+    payload["webhook"] = {"id": webhook.id, "version": 3}
+    headers = {"Webhook-Id": f"self-test-{uuid.uuid4()}"} | ({"X-Webhook-Secret": secret} if secret else {})
+
+    def send() -> int:
+        # A client of its own: the one of huggingface_hub may carry what was meant for the Hub alone.
+        with httpx2.Client(timeout=TEST_TIMEOUT) as client:
+            return client.post(url, json=payload, headers=headers).status_code
+
+    began = time.monotonic()
+    try:
+        status = within(TEST_TIMEOUT, send)
+    except (httpx2.TimeoutException, TimeoutError):
+        return False, f"its address did not answer in {TEST_TIMEOUT:g} s"
+    except (httpx2.RequestError, httpx2.InvalidURL) as error:
+        return False, f"its address cannot be reached: {error}"
+    found = f"its address answered {status} in {1000 * (time.monotonic() - began):.0f} ms"
+    if status in (401, 403) and secret is None:
+        return True, f"{found}: it asks for the secret, which was not given to the self-test"
+    return 200 <= status < 300, found
+
+
+def _in_thread(
+    method: Callable[Concatenate[WebhooksClient, Arguments], Result],
+) -> Callable[Concatenate["AsyncWebhooksClient", Arguments], Coroutine[Any, Any, Result]]:
+    @functools.wraps(method)
+    async def call(self: "AsyncWebhooksClient", *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        return await asyncio.wrap_future(begin(lambda: method(self.client, *arguments, **named)))
+
+    return call
+
+
+class AsyncWebhooksClient:
+    """`WebhooksClient`, awaited: each call in a thread of its own, which the loop does not wait for at its end.
+
+    Cancelling a call ends the waiting; what was sent may still be done.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        token: Token = None,
+        *,
+        timeout: float = TIMEOUT,
+        allow_http: Collection[str] = (),
+        api: HfApi | None = None,
+    ):
+        """As `WebhooksClient`."""
+        self.client = WebhooksClient(endpoint, token, timeout=timeout, allow_http=allow_http, api=api)
+        self.endpoint = self.client.endpoint
+
+    def __repr__(self) -> str:
+        return f"Async{self.client!r}"
+
+    list_webhooks = _in_thread(WebhooksClient.list_webhooks)
+    get_webhook = _in_thread(WebhooksClient.get_webhook)
+    create_webhook = _in_thread(WebhooksClient.create_webhook)
+    update_webhook = _in_thread(WebhooksClient.update_webhook)
+    enable_webhook = _in_thread(WebhooksClient.enable_webhook)
+    disable_webhook = _in_thread(WebhooksClient.disable_webhook)
+    delete_webhook = _in_thread(WebhooksClient.delete_webhook)
+    replay = _in_thread(WebhooksClient.replay)
+    ensure = _in_thread(WebhooksClient.ensure)
+    heal = _in_thread(WebhooksClient.heal)
+
+
+def _function(method: Callable[Concatenate[WebhooksClient, ...], Result]) -> Callable[..., Result]:
+    @functools.wraps(method)
+    def call(*arguments: Any, token: Token = None, endpoint: str | None = None, **named: Any) -> Result:
+        return method(WebhooksClient(endpoint, token), *arguments, **named)
+
+    del call.__wrapped__  # whose signature has a ``self`` and no ``endpoint``
+    return call
+
+
+# The operations as functions, by huggingface_hub's names; each takes ``token=`` and ``endpoint=``.
+list_webhooks = _function(WebhooksClient.list_webhooks)
+get_webhook = _function(WebhooksClient.get_webhook)
+create_webhook = _function(WebhooksClient.create_webhook)
+update_webhook = _function(WebhooksClient.update_webhook)
+enable_webhook = _function(WebhooksClient.enable_webhook)
+disable_webhook = _function(WebhooksClient.disable_webhook)
+delete_webhook = _function(WebhooksClient.delete_webhook)
+
+
+def _version() -> str | None:
+    try:
+        return version("robojax")
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,377 @@
+"""WebhookInfo, and checks of what a webhook is made of."""
+
+import base64
+import copy
+import difflib
+import ipaddress
+import logging
+import os
+import re
+import secrets as random_secrets
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import huggingface_hub
+from huggingface_hub.hf_api import JobSpec  # pyright: ignore[reportPrivateImportUsage]
+
+from hooks.errors import HubTrouble, InvalidWebhook
+from hooks.signatures import STANDARD_PREFIX
+
+MASK = "********"
+# Names of query parameters that carry a secret: the Hub's documentation allows ?secret= in the address of a webhook.
+SECRET_PARAMETERS = ("secret", "token", "key", "api_key", "apikey", "access_token", "password", "sig", "signature")
+WATCHED_TYPES = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
+HUB_DOMAINS = ("repo", "discussion")
+DOMAINS = (*HUB_DOMAINS, "session")  # the last one is what a robojax server tells of its sessions
+GOOD_SECRET = 16  # characters
+# Examples of huggingface_hub have secrets of 8 and 9 characters, so those pass, with a warning in the log.
+SHORTEST_SECRET = 8
+
+Watchable = str | Mapping[str, str] | huggingface_hub.WebhookWatchedItem
+
+log = logging.getLogger("hooks.client")
+
+
+class WebhookWatchedItem(huggingface_hub.WebhookWatchedItem):
+    """One thing that a webhook watches; as text it is ``type:name``, and equal to huggingface_hub's of the same."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, huggingface_hub.WebhookWatchedItem):
+            return NotImplemented
+        return (self.type, self.name) == (other.type, other.name)
+
+    __hash__ = None  # type: ignore[assignment]  # as the class it comes from: its fields may be set
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.name}"
+
+
+@dataclass(repr=False, eq=False)
+class WebhookInfo(huggingface_hub.WebhookInfo):
+    """A webhook as the Hub tells it.
+
+    ``disabled`` is what the Hub sent, which may be text (``"suspended-after-failure"``): see ``status``.
+
+    Attributes:
+        has_secret: whether it has one; newer Hubs tell this and not ``secret`` itself, which is None then.
+        raw: all that the Hub sent, without values of secrets.
+    """
+
+    has_secret: bool = False
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Literal["enabled", "disabled", "suspended"]:
+        """``enabled``, ``disabled`` (by somebody) or ``suspended`` (by the Hub, after deliveries failed)."""
+        if isinstance(self.disabled, str) and self.disabled.startswith("suspended"):
+            return "suspended"
+        return "disabled" if self.disabled else "enabled"
+
+    def __repr__(self) -> str:
+        shown = {
+            "id": self.id,
+            "url": None if self.url is None else mask_url(self.url),
+            "job": None if self.job is None else mask_job(self.job),
+            "watched": self.watched,
+            "domains": self.domains,
+            "secret": MASK if self.has_secret else None,
+            "disabled": self.disabled,
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def read_webhook(answer: object) -> WebhookInfo:
+    """A webhook from the Hub's JSON.
+
+    Raises:
+        HubTrouble: it is none.
+    """
+    if not isinstance(answer, Mapping):
+        raise HubTrouble(f"the Hub answered {type(answer).__name__} where a webhook was wanted")
+    try:
+        return WebhookInfo(
+            id=str(answer["id"]),
+            url=answer.get("url"),
+            job=JobSpec(**answer["job"]) if answer.get("job") else None,
+            watched=[WebhookWatchedItem(type=item["type"], name=item["name"]) for item in answer["watched"]],
+            domains=list(answer["domains"]),
+            secret=answer.get("secret"),
+            disabled=cast(bool, answer["disabled"]),
+            has_secret=bool(answer.get("hasSecret", answer.get("secret"))),
+            raw=_mask(answer),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise HubTrouble(f"the Hub answered something that is no webhook: {type(error).__name__} {error}") from None
+
+
+def mask_url(url: str) -> str:
+    """An address without the password and the secret parameters that may be in it."""
+    try:
+        parts = urlsplit(url)
+        password = parts.password
+    except ValueError:
+        return MASK
+    if password:
+        parts = parts._replace(netloc=f"{parts.username}:{MASK}@{parts.netloc.rpartition('@')[2]}")
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    if any(name.lower() in SECRET_PARAMETERS for name, _ in pairs):
+        shown = [(name, MASK if name.lower() in SECRET_PARAMETERS else value) for name, value in pairs]
+        parts = parts._replace(query=urlencode(shown, safe="*/:"))
+    return parts.geturl()
+
+
+def mask_job(job: JobSpec) -> JobSpec:
+    """A copy that names its secrets without their values."""
+    shown = copy.copy(job)
+    if isinstance(job.secrets, Mapping):
+        shown.secrets = dict.fromkeys(job.secrets, MASK)
+    return shown
+
+
+def _mask(value: Any, name: str = "") -> Any:
+    """A deep copy of JSON without the values of secrets."""
+    if name == "secret" and value:
+        return MASK
+    if name == "url" and isinstance(value, str):
+        return mask_url(value)
+    if isinstance(value, Mapping):
+        return dict.fromkeys(value, MASK) if name == "secrets" else {key: _mask(value[key], key) for key in value}
+    return [_mask(item) for item in value] if isinstance(value, list) else value
+
+
+def make_body(
+    url: str | None = None,
+    job_id: str | None = None,
+    watched: Watchable | Iterable[Watchable] | None = None,
+    domains: str | Iterable[str] | None = None,
+    secret: str | None = None,
+    secrets: Mapping[str, str] | None = None,
+    *,
+    is_new: bool,
+    allow_empty: bool = False,
+    allow_http: Collection[str] = (),
+    shortest_secret: int = SHORTEST_SECRET,
+    stacklevel: int = 3,
+) -> dict[str, Any]:
+    """The JSON that makes a webhook, or changes one, with what was given and nothing else.
+
+    Args:
+        is_new: it needs a target.
+        allow_empty: take an empty ``watched``.
+        allow_http: hosts and networks (``robot.local``, ``10.0.0.0/8``, ``*``) besides loopback without TLS.
+        stacklevel: of a warning, as of ``warnings.warn``.
+
+    Raises:
+        InvalidWebhook: says what cannot be used and what to give; never with a secret in it.
+    """
+    if url is not None and job_id is not None:
+        raise InvalidWebhook(
+            f"Set `url` or `job_id` but not both. Found {mask_url(url)!r} and {job_id!r}: "
+            "a webhook either sends to an address or starts a job"
+        )
+    if url is None and job_id is None and is_new:
+        raise InvalidWebhook(
+            "Missing argument for webhook: `url` or `job_id`. Give the address that it sends to, or the job it starts"
+        )
+    if job_id is not None and not job_id.strip():
+        raise InvalidWebhook("job_id is empty; wanted the id of a job, as run_job(...).id")
+    if url is not None:
+        _check_url(url, {name.lower() for name in allow_http})
+    if secrets is not None and job_id is None:
+        raise InvalidWebhook(
+            "`secrets` can only be set together with `job_id`. They are variables of the job it starts"
+        )
+    for name, value in (secrets or {}).items():
+        if not isinstance(name, str) or not name or not isinstance(value, str):
+            raise InvalidWebhook(f"job secret {name!r}: wanted a name and a text each")
+    if secret is not None:
+        _check_secret(secret, shortest_secret)
+    given = {"url": url, "jobSourceId": job_id, "secret": secret, "secrets": secrets and dict(secrets)}
+    body: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if watched is not None:
+        body["watched"] = [asdict(item) for item in read_watched(watched, stacklevel=stacklevel + 1)]
+        if not body["watched"] and not allow_empty:
+            raise InvalidWebhook(
+                "watched is empty: nothing would be delivered; wanted at least 'model:someone/arm', "
+                "or allow_empty=True in an update that means it"
+            )
+    if domains is not None:
+        body["domains"] = read_domains(domains)
+    return body
+
+
+def _check_url(url: str, allow_http: Collection[str]) -> None:
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidWebhook(f"url cannot be read: {error}; wanted https://host/path") from None
+    shown = mask_url(url)
+    if parts.scheme not in ("http", "https") or not host:
+        raise InvalidWebhook(f"url {shown!r} is no web address; wanted https://host/path")
+    if any(character.isspace() or not character.isprintable() for character in url):
+        raise InvalidWebhook(f"url {shown!r} has blanks or control characters; wanted them as %20 and the like")
+    if parts.scheme == "http" and not _may_be_http(host, allow_http):
+        raise InvalidWebhook(
+            f"url {shown!r} is http, over which the secret travels in the open; wanted https, "
+            f"or allow this host: allow_http=[{host!r}] (--allow-http {host})"
+        )
+
+
+def _may_be_http(host: str, allowed: Collection[str]) -> bool:
+    if host == "localhost" or host.endswith(".localhost") or "*" in allowed or host.lower() in allowed:
+        return True
+    for network in ("127.0.0.0/8", "::1", *allowed):
+        try:
+            if ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False):
+                return True
+        except ValueError:
+            continue  # one of them is a host's name
+    return False
+
+
+def _check_secret(secret: str, shortest: int) -> None:
+    wanted = f"wanted at least {GOOD_SECRET} visible ASCII characters, as generate_secret() makes them"
+    if not all("!" <= character <= "~" for character in secret):
+        raise InvalidWebhook(f"the secret has characters that are not visible ASCII (it travels in a header); {wanted}")
+    if len(secret) < shortest:
+        raise InvalidWebhook(f"the secret has {len(secret)} characters; {wanted}")
+    if len(secret) < GOOD_SECRET:
+        log.warning("the webhook's secret has %d characters and can be guessed; %s", len(secret), wanted)
+
+
+def read_watched(watched: Watchable | Iterable[Watchable], *, stacklevel: int = 2) -> list[WebhookWatchedItem]:
+    """The items in order, each once. Warns of a type that is not known: the Hub may have learned a new one.
+
+    Args:
+        watched: items, mappings with ``type`` and ``name``, or text ``type:name``; a single one too.
+        stacklevel: of the warning, as of ``warnings.warn``.
+
+    Raises:
+        InvalidWebhook: one of them cannot be read.
+    """
+    is_one = isinstance(watched, str | Mapping | huggingface_hub.WebhookWatchedItem)
+    items: dict[tuple[str, str], WebhookWatchedItem] = {}
+    for item in cast(Iterable[Watchable], [watched] if is_one else watched):
+        kind = name = None
+        if isinstance(item, huggingface_hub.WebhookWatchedItem):
+            kind, name = item.type, item.name
+        elif isinstance(item, Mapping):
+            kind, name = item.get("type"), item.get("name")
+        elif isinstance(item, str):
+            kind, _, name = item.partition(":")
+        if not (isinstance(kind, str) and isinstance(name, str) and kind and name) or re.search(r"\s", kind + name):
+            raise InvalidWebhook(
+                f"watched item {item!r} cannot be read; wanted 'type:name', as 'model:someone/arm' or 'org:someone'"
+            )
+        if kind not in WATCHED_TYPES:
+            warnings.warn(
+                f"watched type {kind!r} is not known{_closest(kind, WATCHED_TYPES)}; it is sent as it is. "
+                f"Known: {', '.join(WATCHED_TYPES)}",
+                UserWarning,
+                stacklevel=stacklevel,
+            )
+        items.setdefault((kind, name), WebhookWatchedItem(type=cast(Any, kind), name=name))
+    return list(items.values())
+
+
+def read_domains(domains: str | Iterable[str]) -> list[str]:
+    """The domains in order, each once; ``discussions``, as older huggingface_hub has it, becomes ``discussion``.
+
+    Raises:
+        InvalidWebhook: one is not known, or there is none.
+    """
+    given = [domains] if isinstance(domains, str) else domains
+    named = list(dict.fromkeys("discussion" if domain == "discussions" else domain for domain in given))
+    for domain in named:
+        if domain not in DOMAINS:
+            raise InvalidWebhook(
+                f"domain {domain!r} is not known{_closest(domain, DOMAINS)}; known: {', '.join(DOMAINS)}"
+            )
+    if not named:
+        raise InvalidWebhook("domains is empty: the webhook would never be sent anything; leave it out for all of them")
+    return named
+
+
+def _closest(given: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(given, known, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_webhook_id(webhook_id: str) -> str:
+    """An id that names one webhook and nothing else when it is put into a path.
+
+    Raises:
+        InvalidWebhook: it is empty or has other characters.
+    """
+    if not isinstance(webhook_id, str) or not re.fullmatch(r"(?!\.+$)[A-Za-z0-9._-]+", webhook_id):
+        raise InvalidWebhook(f"webhook id {webhook_id!r}: wanted letters and digits, as list_webhooks() tells them")
+    return webhook_id
+
+
+def generate_secret() -> str:
+    """256 random bits, good as a shared secret (``X-Webhook-Secret``) and as a key of Standard Webhooks."""
+    return STANDARD_PREFIX + base64.b64encode(random_secrets.token_bytes(32)).decode()
+
+
+def find_secret(
+    given: str | None = None,
+    *,
+    variable: str | None = None,
+    file: str | Path | None = None,
+    generate: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> str | None:
+    """The secret from the one place that was named; None when none was.
+
+    Args:
+        given: the secret itself.
+        variable: of the environment.
+        file: that holds it; blanks around it do not count.
+        generate: make one when the file is not there yet, and write it there for its owner alone.
+        environment: instead of this process's.
+
+    Raises:
+        InvalidWebhook: several places are named, or there is nothing at the one that is.
+    """
+    named = [name for name, value in (("secret", given), ("variable", variable), ("file", file)) if value is not None]
+    if len(named) > 1:
+        raise InvalidWebhook(f"the secret is given by {' and by '.join(named)}; wanted one of them")
+    if generate and file is None:
+        raise InvalidWebhook("a generated secret is never shown: name the file that it is to be written to")
+    if variable is not None:
+        found = (os.environ if environment is None else environment).get(variable)
+        if not found:
+            raise InvalidWebhook(f"environment variable {variable} has no secret: it is empty or not set")
+        return found
+    if file is None:
+        return given
+    shown = f"secret file {os.fspath(file)!r}"
+    try:
+        if generate:
+            _make_secret_file(file)
+        found = Path(file).read_text("ascii").strip()
+    except OSError as error:
+        raise InvalidWebhook(
+            f"{shown} cannot be {'made' if generate else 'read'}: {error.strerror}; let it be made with generate "
+            "(--generate-secret), or write the secret into it"
+        ) from None
+    except UnicodeDecodeError:
+        raise InvalidWebhook(f"{shown} is not ASCII text; wanted the secret alone in it") from None
+    if not found:
+        raise InvalidWebhook(f"{shown} is empty; wanted the secret alone in it")
+    return found
+
+
+def _make_secret_file(path: str | Path) -> None:
+    """Write a new secret, unless the file is there: two that start at once agree on the first one's."""
+    try:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(opened, "w") as file:
+        file.write(generate_secret() + "\n")

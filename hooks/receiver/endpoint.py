@@ -1,0 +1,486 @@
+"""Endpoint: handler, accepted signatures, settings, answers."""
+
+import functools
+import inspect
+import json
+import logging
+import math
+import random
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pydantic_core
+from pydantic import BaseModel
+from sanic import HTTPResponse
+
+from hooks.errors import InvalidWebhook, RetryableError
+from hooks.payload import WebhookPayload, within
+from hooks.receiver.events import Answer, Event, Status
+from hooks.receiver.filters import Facts
+from hooks.signatures import is_github, is_secret, is_standard, sign_standard
+
+log = logging.getLogger(__name__)
+
+# What a handler passes on of another server's answer does not say how this one is sent.
+OF_THE_WIRE = ("content-type", "content-length", "transfer-encoding", "connection")
+MOST_STORED = 1 << 20  # bytes of an answer that are kept for duplicates
+
+
+def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+    """A JSON answer."""
+    return Answer(status, json.dumps(body, separators=(",", ":")).encode(), headers=headers or {})
+
+
+def refusal(status: int, error: str, **more: object) -> Answer:
+    """A JSON answer that says what is wrong."""
+    return answer({"error": error, **more}, status)
+
+
+def busy(error: str, retry_after: float) -> Answer:
+    """Not now: the sender is to send it again."""
+    headers = {"retry-after": str(max(1, round(retry_after)))}
+    return answer({"error": error}, 503, headers)
+
+
+def accepted(event_id: str) -> Answer:
+    """It is kept, and will be handled."""
+    return answer({"status": "accepted", "event_id": event_id}, 202)
+
+
+def failed(event_id: str) -> Answer:
+    """The handler failed and the sender is to send it again; what it raised is in the log and the inbox alone."""
+    return answer({"error": "The handler of this webhook failed.", "event_id": event_id}, 500)
+
+
+def value_of(handler: str, value: object) -> Answer:
+    """A handler's value: an HTTPResponse as it is, anything else as JSON.
+
+    A value that has no JSON is told as null: the handler has run, and an error would make the sender send again.
+    """
+    if isinstance(value, HTTPResponse):
+        headers = {name: text for name, text in value.headers.items() if name.lower() not in OF_THE_WIRE}
+        return Answer(value.status, value.body or b"", value.content_type or "text/plain", headers)
+    try:
+        return Answer(200, pydantic_core.to_json(value, by_alias=True, inf_nan_mode="null"))
+    except (ValueError, TypeError, RecursionError) as error:
+        log.error("handler %s returned a %s, which has no JSON: %s", handler, type(value).__name__, error)
+        return Answer(200, b"null")
+
+
+def stored(told: Answer) -> Answer:
+    """What is kept of an answer."""
+    return told if len(told.body) <= MOST_STORED else answer({"status": "done"})
+
+
+def duplicate(event: Event) -> Answer:
+    """Of an event that was accepted before."""
+    marked = {"x-webhook-duplicate": "true"}
+    if event.answer is not None and event.status is Status.DONE:
+        told = event.answer
+        return Answer(told.status, told.body, told.content_type, {**told.headers, **marked})
+    if event.status in (Status.WAITING, Status.RUNNING):
+        return Answer(202, accepted(event.id).body, headers=marked)
+    return answer({"status": str(event.status), "event_id": event.id}, 200, marked)
+
+
+def respond(told: Answer) -> HTTPResponse:
+    """As Sanic sends it."""
+    return HTTPResponse(told.body, told.status, dict(told.headers), told.content_type)
+
+
+DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class ReceiverSettings:
+    """Times in seconds, sizes in bytes.
+
+    Attributes:
+        secrets: accepted in ``X-Webhook-Secret``; several while one replaces another, none for an open receiver.
+        standard_secrets: of Standard Webhooks signatures.
+        github_secrets: of ``X-Hub-Signature-256``.
+        database: file of the events; None keeps them in memory, which a restart forgets.
+        answer_within: what a handler gets before the sender is told 202 and the handler goes on in the background.
+        read_within: what a sender gets for its body.
+        store_within: what the database gets before the sender is told 503.
+        max_body: of a delivery; the Hub's largest, 10,000 files of a bucket, have about 1.7 MB.
+        max_waiting: events accepted and not finished; a sender is told 503 above it.
+        rate: deliveries per second that one source may send in the long run.
+        burst: deliveries that one source may send at once.
+        attempts: runs that may fail before an event is a dead letter.
+        backoff: before the second attempt; it doubles with every one.
+        longest_backoff: and doubles no further.
+        crashes: how often the process may end during an event before that event is a dead letter.
+        threads: sync handlers at one time.
+        concurrency: async handlers at one time.
+        same_body_within: in which an equal body without ``Webhook-Id`` is a duplicate.
+        kept: for how long finished events are kept; until then their duplicates are known.
+        kept_dead: for how long dead letters and refused events are kept.
+        kept_bytes: of bodies of finished events; the oldest go first.
+        stop_within: what running handlers get when the server stops; what does not end resumes at the next start.
+        retry_after: what a sender is told with 503.
+    """
+
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    standard_secrets: tuple[str, ...] = field(default=(), repr=False)
+    github_secrets: tuple[str, ...] = field(default=(), repr=False)
+    database: Path | None = None
+    answer_within: float = 5.0
+    read_within: float = 10.0
+    store_within: float = 8.0
+    max_body: int = 5 << 20
+    max_waiting: int = 1000
+    rate: float = 100.0
+    burst: int = 1000
+    attempts: int = 5
+    backoff: float = 1.0
+    longest_backoff: float = 60.0
+    crashes: int = 20
+    threads: int = 8
+    concurrency: int = 32
+    same_body_within: float = 10.0
+    kept: float = 7 * DAY
+    kept_dead: float = 90 * DAY
+    kept_bytes: int = 1 << 30
+    stop_within: float = 2.0
+    retry_after: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("secrets", "standard_secrets", "github_secrets"):
+            check_secrets(name, getattr(self, name))
+        for secret in self.standard_secrets:
+            sign_standard(secret, "", 0, b"")
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, int | float) and (value < 0 or not math.isfinite(value)):
+                raise InvalidWebhook(f"{name} is {value}; wanted a number that is not negative")
+        for name in ("max_body", "max_waiting", "rate", "burst", "attempts", "threads", "concurrency"):
+            if getattr(self, name) <= 0:
+                raise InvalidWebhook(f"{name} is {getattr(self, name)}; wanted more than 0")
+
+
+def check_secrets(name: str, secrets: tuple[str, ...]) -> None:
+    """Refuse what would let anybody in.
+
+    Raises:
+        InvalidWebhook: one is empty or no ASCII, or they are no tuple of texts.
+    """
+    if isinstance(secrets, str) or not all(isinstance(secret, str) for secret in secrets):
+        raise InvalidWebhook(f"{name} has to be a tuple of texts")
+    if not all(secret and secret.isascii() for secret in secrets):
+        raise InvalidWebhook(
+            f"{name} has one that is empty or has characters outside ASCII; leave it out or replace it"
+        )
+
+
+PAYLOAD, REQUEST, EVENT = "payload", "request", "event"
+
+
+@dataclass(frozen=True)
+class Handler:
+    """A callable and what it takes.
+
+    Attributes:
+        wants: name of each parameter that gets something, what that is, and whether only its position counts.
+        model: class of the payload; None for a dict.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    is_async: bool
+    wants: tuple[tuple[str, str, bool], ...]
+    model: type[BaseModel] | None
+
+    def takes(self, what: str) -> bool:
+        """Whether it wants ``payload``, ``request`` or ``event``."""
+        return any(kind == what for _, kind, _ in self.wants)
+
+    def bind(self, payload: Any, request: Any, event: Event) -> Callable[[], Any]:
+        """The call with what it wants."""
+        given = {PAYLOAD: payload, REQUEST: request, EVENT: event}
+        places = [given[kind] for _, kind, is_place in self.wants if is_place]
+        names = {name: given[kind] for name, kind, is_place in self.wants if not is_place}
+        return functools.partial(self.function, *places, **names)
+
+
+def handler_of(function: Callable[..., Any]) -> Handler:
+    """Read a callable's parameters: by annotation first, by name where there is none.
+
+    Raises:
+        InvalidWebhook: it cannot be called, or a parameter wants something that there is not.
+    """
+    name = name_of(function)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise InvalidWebhook(f"handler {name}: found {type(function).__name__}, wanted a function") from None
+    hints, bound = _hints(function), _bound(function)
+    wants: list[tuple[str, str, bool]] = []
+    model: type[BaseModel] | None = None
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in bound:
+            continue
+        found = _meaning(parameter.name, hints.get(parameter.name, parameter.annotation))
+        if found is None and parameter.default is not parameter.empty:
+            continue
+        if found is None:
+            raise InvalidWebhook(
+                f"handler {name}: nothing is known for its parameter {parameter.name!r}; annotate it as a pydantic "
+                "model or dict (the payload), Request or Event, call it payload, request or event, or give it a default"
+            )
+        kind, found_model = found
+        if kind is PAYLOAD:
+            model = found_model
+        wants.append((parameter.name, kind, parameter.kind is parameter.POSITIONAL_ONLY))
+    called = inspect.unwrap(function) if inspect.isfunction(function) else function
+    # For an object with __call__, that is what would have to be async.
+    ways = (function, called, type(called).__call__)
+    if any(inspect.isasyncgenfunction(one) for one in ways):
+        raise InvalidWebhook(f"handler {name}: found an async generator, whose body would not run; return, not yield")
+    is_async = any(inspect.iscoroutinefunction(one) for one in ways)
+    return Handler(function, name, is_async, tuple(wants), model)
+
+
+def name_of(function: Any) -> str:
+    """Its name, for a path: that of the function behind a partial, or of an object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _hints(function: Any) -> Mapping[str, Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not (inspect.isroutine(function) or inspect.isclass(function)):
+        function = type(function).__call__
+    try:
+        return typing.get_type_hints(inspect.unwrap(function))
+    except Exception:  # an annotation may be any expression, and name what exists only for a type checker
+        return {}
+
+
+def _bound(function: Any) -> set[str]:
+    names: set[str] = set()
+    while isinstance(function, functools.partial):
+        names |= set(function.keywords)
+        function = function.func
+    return names
+
+
+def _meaning(name: str, annotation: Any) -> tuple[str, type[BaseModel] | None] | None:
+    if isinstance(annotation, str):
+        return _by_text(name, annotation)
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        parts = [_meaning("", part) for part in typing.get_args(annotation) if part is not type(None)]
+        return parts[0] if len(parts) == 1 else None
+    kind = origin or annotation
+    if isinstance(kind, type):
+        if issubclass(kind, BaseModel):
+            return PAYLOAD, kind
+        if issubclass(kind, dict) or kind is Mapping:
+            return PAYLOAD, None
+        if issubclass(kind, Event):
+            return EVENT, None
+        # sanic's, fastapi's, starlette's: it is given sanic's, whose headers and method have the names of the others'.
+        if any(parent.__name__ == "Request" for parent in kind.__mro__):
+            return REQUEST, None
+    if annotation in (inspect.Parameter.empty, Any):
+        return _by_name(name)
+    return None
+
+
+def _by_text(name: str, annotation: str) -> tuple[str, type[BaseModel] | None] | None:
+    """An annotation that could not be looked up, as for a class of an enclosing function."""
+    last = annotation.split("[")[0].split("|")[0].strip().split(".")[-1]
+    known = {"dict": (PAYLOAD, None), "Request": (REQUEST, None), "Event": (EVENT, None)}
+    return known.get(last) or ((PAYLOAD, WebhookPayload) if last == "WebhookPayload" else _by_name(name))
+
+
+def _by_name(name: str) -> tuple[str, type[BaseModel] | None] | None:
+    if name == PAYLOAD:
+        return PAYLOAD, WebhookPayload
+    return (name, None) if name in (REQUEST, EVENT) else None
+
+
+# Never kept with an event, nor shown.
+SECRET_HEADERS = (
+    "authorization",
+    "cookie",
+    "proxy-authorization",
+    "x-webhook-secret",
+    "webhook-signature",
+    "x-hub-signature",
+    "x-hub-signature-256",
+)
+WRONG = "Invalid webhook secret."
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """What an endpoint accepts as proof; nothing at all leaves it open.
+
+    Attributes:
+        shared: secrets of ``X-Webhook-Secret``.
+        standard: secrets of ``Webhook-Signature``, with ``Webhook-Id`` and ``Webhook-Timestamp``.
+        github: secrets of ``X-Hub-Signature-256``.
+    """
+
+    shared: tuple[str, ...] = field(default=(), repr=False)
+    standard: tuple[str, ...] = field(default=(), repr=False)
+    github: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody may send."""
+        return not (self.shared or self.standard or self.github)
+
+    def refuse_by_head(self, headers: Mapping[str, str]) -> Answer | None:
+        """What can be told before the body is read: None when the body decides, or everything is well."""
+        if self.is_open or self._has_secret(headers):
+            return None
+        if (self.standard and "webhook-signature" in headers) or (self.github and "x-hub-signature-256" in headers):
+            return None
+        return self._refusal(headers)
+
+    def refuse(self, headers: Mapping[str, str], body: bytes, *, now: float) -> Answer | None:
+        """401 without any proof, 403 when none of those given is right, None when one is.
+
+        Args:
+            now: seconds since 1970, for signatures with a time.
+        """
+        # Each is worked out: the time taken does not tell which one was right.
+        is_given = (self._has_secret(headers), self._has_standard(headers, body, now), self._has_github(headers, body))
+        return None if self.is_open or any(is_given) else self._refusal(headers)
+
+    def _has_secret(self, headers: Mapping[str, str]) -> bool:
+        return is_secret(headers.get("x-webhook-secret", ""), self.shared)
+
+    def _has_standard(self, headers: Mapping[str, str], body: bytes, now: float) -> bool:
+        names = ("webhook-id", "webhook-timestamp", "webhook-signature")
+        message_id, timestamp, signature = (headers.get(name, "") for name in names)
+        # A header's odd bytes come as lone surrogates, which nobody has signed.
+        if not message_id.isprintable():
+            return False
+        return bool(message_id) and is_standard(self.standard, message_id, timestamp, signature, body, now=now)
+
+    def _has_github(self, headers: Mapping[str, str], body: bytes) -> bool:
+        return is_github(self.github, headers.get("x-hub-signature-256", ""), body)
+
+    def _refusal(self, headers: Mapping[str, str]) -> Answer:
+        known = {
+            "x-webhook-secret": self.shared,
+            "webhook-signature": self.standard,
+            "x-hub-signature-256": self.github,
+        }
+        wanted = [name for name, secrets in known.items() if secrets]
+        if any(name in headers for name in wanted):
+            return refusal(403, WRONG)
+        return refusal(401, f"{wanted[0]} header not set.")
+
+
+Names = str | Iterable[str] | None
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Every one that is not empty has to hold.
+
+    Attributes:
+        events: ``scope`` or ``scope:action``; narrower scopes are included.
+        repos: names as shell patterns, ``robots/*``.
+        repo_types: ``model``, ``dataset``, ``space``, ``bucket``.
+        scopes: with narrower ones: ``repo`` is ``repo.content`` too, ``session`` a registry's ``session.created``.
+        actions: ``create``, ``delete``, ``move``, ``update``.
+        refs: of those that moved, one has to fit; patterns, whole (``refs/tags/v*``) or short (``main``, a branch
+            or tag).
+    """
+
+    events: tuple[str, ...] = ()
+    repos: tuple[str, ...] = ()
+    repo_types: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+    refs: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, **names: Names) -> Self:
+        """From one name or several of each."""
+        return cls(
+            **{
+                key: () if value is None else (value,) if isinstance(value, str) else tuple(value)
+                for key, value in names.items()
+            }
+        )
+
+    def wants(self, facts: Facts) -> bool:
+        """Whether this delivery passes; one that does not say what is asked for does not."""
+        scope, action = facts.scope or "", facts.action or ""
+        return (
+            (not self.events or any(_is_event(event, scope, action) for event in self.events))
+            and (not self.repos or any(fnmatchcase(facts.repo or "", pattern) for pattern in self.repos))
+            and (not self.repo_types or facts.repo_type in self.repo_types)
+            and (not self.scopes or within(scope, self.scopes))
+            and (not self.actions or action in self.actions)
+            and (not self.refs or any(_is_ref(ref, pattern) for ref in facts.refs for pattern in self.refs))
+        )
+
+
+def _is_event(event: str, scope: str, action: str) -> bool:
+    wanted_scope, _, wanted_action = event.partition(":")
+    return within(scope, (wanted_scope,)) and wanted_action in ("", action)
+
+
+def _is_ref(ref: str, pattern: str) -> bool:
+    if pattern.startswith("refs/"):
+        return fnmatchcase(ref, pattern)
+    return any(fnmatchcase(ref, f"refs/{kind}/{pattern}") for kind in ("heads", "tags"))
+
+
+Mode = Literal["reply", "queue"]
+Retry = Literal["any", "retryable", "never"]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A path's handler.
+
+    Attributes:
+        path: absolute.
+        mode: ``reply`` gives the handler's value to the sender when it is there in time, ``queue`` says 202 at once.
+        retry: which errors in the background are tried again.
+        concurrency: runs of this handler at one time; None for as many as the receiver has.
+        timeout: seconds of a run until it has failed; a sync one goes on in its thread and is not tried again.
+        answer_within: seconds until a sender is told 202.
+        is_coalesced: of what waits for one repo, only the latest is run.
+    """
+
+    path: str
+    handler: Handler
+    filter: Filter
+    proofs: Proofs
+    mode: Mode
+    retry: Retry
+    concurrency: int | None
+    timeout: float | None
+    answer_within: float
+    is_coalesced: bool
+
+    def delay(self, error: BaseException, failures: int, settings: ReceiverSettings) -> float | None:
+        """Seconds until another attempt after so many that failed; None for none."""
+        if self.retry == "never" or (self.retry == "retryable" and not isinstance(error, RetryableError)):
+            return None
+        if isinstance(error, RetryableError) and error.after is not None:
+            return error.after
+        return backoff(failures, settings)
+
+
+def backoff(failures: int, settings: ReceiverSettings, chance: Callable[[], float] = random.random) -> float:
+    """Doubles with every failure; up to half of it is left to chance, so that not all come back at one time."""
+    longest = min(settings.longest_backoff, settings.backoff * 2.0 ** min(failures - 1, 60))
+    return longest * (1 - chance() / 2)

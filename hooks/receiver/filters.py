@@ -1,0 +1,201 @@
+"""Payload parsing, and which deliveries an endpoint wants."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from json.decoder import JSONArray, JSONObject, scanstring  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
+from json.scanner import py_make_scanner  # pyright: ignore[reportAttributeAccessIssue] - likewise
+from typing import Any, NoReturn
+
+import pydantic_core
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from hooks.payload import WebhookPayload, WebhookPayloadUpdatedFile
+
+NEEDED = ("event", "repo", "webhook")
+SHOWN = 5
+LONGEST = 512  # letters of a fact; listings have those of many events, and a body could be one name of 5 MB
+AT_ONCE = 500
+QUICK, QUICK_VALUES = 1 << 16, 4096
+REFS = 1000  # that moved at once, and are looked at; the Hub tells of one
+# Values of a body, and escaped letters: reading 5 MB of nothing else would keep all other threads waiting for 0.7 s. A
+# listing of 10,000 files has 50,000.
+VALUES = 1 << 18
+DIGITS = 640  # of a number; the time for more goes with the square
+_FILES = TypeAdapter(list[WebhookPayloadUpdatedFile])
+# Models of these need no more than the three parts; a subclass of the user may.
+_PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
+
+
+class Unusable(Exception):
+    """A body that is no payload.
+
+    Attributes:
+        fields: names of what is missing or wrong, by the model and never from the body.
+    """
+
+    def __init__(self, message: str, fields: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.fields = fields
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What filters, order and duplicates go by; None where a payload does not say."""
+
+    webhook_id: str | None = None
+    repo_id: str | None = None
+    repo: str | None = None
+    repo_type: str | None = None
+    scope: str | None = None
+    action: str | None = None
+    refs: tuple[str, ...] = ()
+
+
+def parse(body: bytes) -> Any:
+    """The JSON of a body. One with many values takes a while, in which other threads have their turns.
+
+    Raises:
+        Unusable: it is none, or has more than ``VALUES``.
+    """
+    if _values(body) > VALUES or body.count(b"\\") > VALUES:
+        raise Unusable("the body has too many values")
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=False) if is_quick(body) else _parse_slowly(body)
+    except (ValueError, RecursionError):
+        raise Unusable("the body is no JSON") from None
+
+
+def is_quick(body: bytes) -> bool:
+    """Whether all that is done with a body before it is accepted can be done on the event loop."""
+    return len(body) <= QUICK and _values(body) <= QUICK_VALUES
+
+
+def _values(body: bytes) -> int:
+    # Each value but the first stands behind one of these.
+    return sum(map(body.count, (b",", b"[", b"{")))
+
+
+def facts_of(data: object) -> Facts:
+    """From any JSON; it need not be a payload of the Hub."""
+    event, repo, webhook = (_part(data, name) for name in NEEDED)
+    refs = data.get("updatedRefs") if isinstance(data, Mapping) else None
+    refs = refs[:REFS] if isinstance(refs, list) else None
+    return Facts(
+        webhook_id=_text(webhook, "id"),
+        repo_id=_text(repo, "id"),
+        repo=_text(repo, "name"),
+        repo_type=_text(repo, "type"),
+        scope=_text(event, "scope") or _text(data, "type"),  # a type: of a registry's events of sessions
+        action=_text(event, "action"),
+        refs=tuple(ref for moved in refs if isinstance(ref := _text(moved, "ref"), str))
+        if isinstance(refs, list)
+        else (),
+    )
+
+
+def check(model: type[BaseModel] | None, data: object) -> None:
+    """Whether ``payload_of`` will have what it needs; of the Hub's own payload, only that is looked at.
+
+    Raises:
+        Unusable: it will not.
+    """
+    if model is not None and model.__module__ in _PLAIN and isinstance(data, dict):
+        model, data = WebhookPayload, {name: data[name] for name in NEEDED if name in data}
+    payload_of(model, data)
+
+
+def payload_of(model: type[BaseModel] | None, data: Any) -> Any:
+    """What a handler gets: the JSON object itself without a model, else an instance of it.
+
+    A model with the Hub's three parts (ours, or huggingface_hub's) is read leniently: parts beside those three that are
+    not as documented are None, and where the model refuses a type, action or version that it does not know, the
+    handler gets our ``WebhookPayload``, whose attributes have the same names.
+
+    Raises:
+        Unusable: it is no object, or not what the model needs.
+    """
+    if not isinstance(data, dict):
+        raise Unusable("the body is no JSON object")
+    if model is None:
+        return data
+    if _is_hubs(model):
+        files = data.get("updatedFiles")
+        if isinstance(files, list) and len(files) > AT_ONCE:
+            payload = _hub_payload(model, {name: value for name, value in data.items() if name != "updatedFiles"})
+            return _with_files(payload, files)
+        return _hub_payload(model, data)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        known = {*model.model_fields, *(field.alias for field in model.model_fields.values())}
+        names = (str(one["loc"][0]) for one in error.errors(include_input=False) if one["loc"])
+        raise Unusable("the payload is not as the endpoint needs it", _few(n for n in names if n in known)) from None
+
+
+def _hub_payload(model: type[BaseModel], data: dict[str, Any]) -> BaseModel:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        if issubclass(model, WebhookPayload):
+            refused = error
+        else:
+            return _hub_payload(WebhookPayload, data)
+    wrong = {str(one["loc"][0]) for one in refused.errors(include_input=False) if one["loc"]}
+    unusable = [one["loc"] for one in refused.errors(include_input=False) if one["loc"] and one["loc"][0] in NEEDED]
+    if not unusable:
+        try:
+            return model.model_validate({name: value for name, value in data.items() if name not in wrong})
+        except ValidationError as error:
+            # A subclass may need more than the three parts.
+            unusable = [one["loc"] for one in error.errors(include_input=False)]
+    raise Unusable("the payload is not usable", _few(".".join(map(str, place)) for place in unusable))
+
+
+def _is_hubs(model: type[BaseModel]) -> bool:
+    return issubclass(model, WebhookPayload) or all(name in model.model_fields for name in NEEDED)
+
+
+def _with_files(payload: BaseModel, files: list[Any]) -> BaseModel:
+    """With 10,000 files of a bucket: read a few at a time, because no other thread runs while pydantic reads."""
+    if not isinstance(payload, WebhookPayload):
+        return payload
+    some = (files[start : start + AT_ONCE] for start in range(0, len(files), AT_ONCE))
+    with suppress(ValidationError):
+        payload.updatedFiles = [file for few in some for file in _FILES.validate_python(few)]
+    return payload
+
+
+def _parse_slowly(body: bytes) -> Any:
+    """As pydantic reads it, in Python code, five times slower: other threads get their turns meanwhile."""
+
+    def text(raw: str, start: int, strict: bool = True) -> tuple[str, int]:
+        found, end = scanstring(raw, start, strict)
+        found.encode()  # half a surrogate, which no database takes
+        return found, end
+
+    def refuse(literal: str) -> NoReturn:
+        raise ValueError(literal)
+
+    def integer(digits: str) -> int:
+        return int(digits) if len(digits) <= DIGITS else refuse("a number")
+
+    decoder: Any = json.JSONDecoder(parse_constant=refuse, parse_int=integer)
+    # As the json package does where it has no C code.
+    decoder.parse_object, decoder.parse_array, decoder.parse_string = JSONObject, JSONArray, text
+    decoder.scan_once = py_make_scanner(decoder)
+    return decoder.decode(body.decode())
+
+
+def _few(names: Any) -> tuple[str, ...]:
+    return tuple(sorted(set(names)))[:SHOWN]
+
+
+def _part(data: object, name: str) -> object:
+    return data.get(name) if isinstance(data, Mapping) else None
+
+
+def _text(data: object, name: str) -> str | None:
+    found = _part(data, name)
+    return found[:LONGEST] if isinstance(found, str) else None

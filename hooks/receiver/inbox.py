@@ -1,0 +1,427 @@
+"""Events in SQLite: state transitions, replay, pruning."""
+
+import json
+import sqlite3
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hooks.database import Database, alone, insert
+from hooks.errors import UnknownEvent
+from hooks.queue import OPEN, Queue
+from hooks.receiver.events import Answer, Effect, Event, Status
+
+SCHEMA = [
+    """CREATE TABLE events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    path TEXT NOT NULL,
+    webhook_id TEXT NOT NULL,
+    identity TEXT NOT NULL,
+    lane TEXT NOT NULL,
+    delivery_id TEXT,
+    repo TEXT,
+    repo_type TEXT,
+    scope TEXT,
+    action TEXT,
+    status TEXT NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0,
+    crashes INTEGER NOT NULL DEFAULT 0,
+    is_acknowledged INTEGER NOT NULL DEFAULT 0,
+    due REAL NOT NULL,
+    received_at REAL NOT NULL,
+    finished_at REAL,
+    error TEXT,
+    size INTEGER NOT NULL,
+    answer_status INTEGER,
+    answer_type TEXT,
+    answer_headers TEXT,
+    answer_body BLOB,
+    headers TEXT NOT NULL,
+    body BLOB NOT NULL,
+    UNIQUE (path, webhook_id, identity)
+) STRICT;
+CREATE INDEX events_open ON events (number) WHERE status IN ('waiting', 'running');
+CREATE INDEX events_by_webhook ON events (webhook_id, received_at);
+CREATE INDEX events_by_status ON events (status, number);
+CREATE INDEX events_by_end ON events (finished_at)""",
+    """DROP INDEX events_open;
+CREATE INDEX events_in_lanes ON events (path, lane, number) WHERE status IN ('waiting', 'running')""",
+]
+QUEUE = Queue("events", group="path", ordered="one.lane <> ''")
+BRIEF = (
+    "number, id, path, webhook_id, delivery_id, repo, repo_type, scope, action, status, attempt, received_at, "
+    "finished_at, error, failures, size"
+)
+ENDED = (Status.DONE, Status.IGNORED, Status.SUPERSEDED)
+DEAD = (Status.DEAD, Status.FAILED)
+
+
+def get(connection: sqlite3.Connection, event_id: str) -> Event:
+    """One event, whole.
+
+    Raises:
+        UnknownEvent: there is none of this id.
+    """
+    row = connection.execute("SELECT * FROM events WHERE id=?", (event_id,)).fetchone()
+    if row is None:
+        raise UnknownEvent(f"there is no event {event_id!r}; it may have been pruned")
+    return event_of(row)
+
+
+def newest(
+    connection: sqlite3.Connection, *, status: str | None, path: str | None, limit: int, before: int | None
+) -> list[Event]:
+    """Newest first, without headers, bodies and answers."""
+    clauses, values = ["1"], []
+    for clause, value in (("status=?", status), ("path=?", path), ("number<?", before)):
+        if value is not None:
+            clauses.append(clause)
+            values.append(value)
+    found = connection.execute(
+        f"SELECT {BRIEF} FROM events WHERE {' AND '.join(clauses)} ORDER BY number DESC LIMIT ?", (*values, limit)
+    )
+    return [event_of(row) for row in found]
+
+
+def counts(connection: sqlite3.Connection, *, since: float) -> dict[str, int]:
+    """Deliveries by webhook id."""
+    found = connection.execute(
+        "SELECT webhook_id, count(*) AS count FROM events WHERE webhook_id<>'' AND received_at>? GROUP BY webhook_id",
+        (since,),
+    )
+    return {row["webhook_id"]: row["count"] for row in found}
+
+
+def prune(
+    connection: sqlite3.Connection, *, now: float, kept: float, kept_dead: float, kept_bytes: int, at_once: int = 500
+) -> int:
+    """Forget what ended long ago, or the oldest of it where bodies take too much; how many events that were."""
+    count = 0
+    for statuses, age in ((ENDED, kept), (DEAD, kept_dead)):
+        marks = ",".join("?" * len(statuses))
+        count += connection.execute(
+            "DELETE FROM events WHERE number IN"
+            f" (SELECT number FROM events WHERE finished_at<=? AND status IN ({marks}) LIMIT ?)",
+            (now - age, *statuses, at_once),
+        ).rowcount
+    marks = ",".join("?" * len(ENDED))
+    held = connection.execute(f"SELECT total(size) AS size FROM events WHERE status IN ({marks})", ENDED).fetchone()
+    excess = held["size"] - kept_bytes
+    if excess > 0:
+        for row in connection.execute(
+            f"SELECT number, size FROM events WHERE status IN ({marks}) ORDER BY number LIMIT ?", (*ENDED, at_once)
+        ).fetchall():
+            if excess <= 0:
+                break
+            connection.execute("DELETE FROM events WHERE number=?", (row["number"],))
+            excess -= row["size"]
+            count += 1
+    return count
+
+
+def event_of(row: sqlite3.Row) -> Event:
+    """A whole row, or a brief one of a listing."""
+    told: dict[str, Any] = {name: row[name] for name in BRIEF.split(", ")}
+    told |= {"status": Status(row["status"]), "webhook_id": row["webhook_id"] or None}
+    if "body" in row.keys():  # noqa: SIM118 (a Row is no dict)
+        told |= {"headers": json.loads(row["headers"]), "body": row["body"]}
+        if row["answer_status"] is not None:
+            answer = row["answer_status"], row["answer_body"], row["answer_type"], json.loads(row["answer_headers"])
+            told["answer"] = Answer(*answer)
+    return Event(**told)
+
+
+class Verdict(Enum):
+    """What became of a delivery."""
+
+    NEW = auto()
+    AGAIN = auto()  # it failed while its sender waited, and the sender sends it again
+    DUPLICATE = auto()
+    FULL = auto()
+
+
+class EffectFailed(Exception):
+    """What a handler wanted written with its end could not be; the cause is the effect's own error."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A delivery that passed every check.
+
+    Attributes:
+        lane: events with the same are run in order; empty for none.
+        identity: of the body, for a delivery without an id; empty when it is never a duplicate.
+    """
+
+    id: str
+    path: str
+    body: bytes
+    headers: str
+    lane: str
+    identity: str
+    webhook_id: str
+    delivery_id: str | None
+    repo: str | None
+    repo_type: str | None
+    scope: str | None
+    action: str | None
+    status: Status
+
+
+def accept(
+    connection: sqlite3.Connection,
+    arrival: Arrival,
+    *,
+    now: float,
+    window: float,
+    coalesce: bool,
+    max_waiting: int,
+    paths: Collection[str],
+) -> tuple[Verdict, Event, list[str]]:
+    """Tell duplicates from new deliveries and keep a new one, in one transaction.
+
+    Args:
+        paths: of the endpoints there are; those of them that are open count for ``max_waiting``.
+
+    Returns:
+        The event, and the ids of those that it supersedes.
+    """
+    (count,) = connection.execute(
+        f"SELECT count(*) FROM events WHERE {OPEN} AND path IN ({', '.join('?' * len(paths))})", tuple(paths)
+    ).fetchone()
+    is_full = count >= max_waiting
+    known = _known(connection, arrival, now - window, now + window)
+    if known is not None:
+        status = Status(known["status"])
+        if status is Status.FAILED:
+            if is_full:
+                return Verdict.FULL, event_of(known), []
+            connection.execute(
+                "UPDATE events SET status=?, due=?, finished_at=NULL, is_acknowledged=0 WHERE number=?",
+                (Status.WAITING, now, known["number"]),
+            )
+            return Verdict.AGAIN, event_of(known), []
+        if status in (Status.WAITING, Status.RUNNING):
+            # The sender is told that it is accepted: a failure may not be handed back to it any more.
+            connection.execute("UPDATE events SET is_acknowledged=1 WHERE number=?", (known["number"],))
+        return Verdict.DUPLICATE, event_of(known), []
+    is_ignored = arrival.status is Status.IGNORED
+    if is_full and not is_ignored:
+        return Verdict.FULL, Event(arrival.id, 0, arrival.path, arrival.status, 0, now), []
+    superseded = []
+    if coalesce and arrival.lane and not is_ignored:
+        superseded = connection.execute(
+            "UPDATE events SET status=?, finished_at=? WHERE path=? AND lane=? AND status=? RETURNING id",
+            (Status.SUPERSEDED, now, arrival.path, arrival.lane, Status.WAITING),
+        ).fetchall()
+    identity = f"id:{arrival.delivery_id}" if arrival.delivery_id is not None else f"{arrival.identity}:{arrival.id}"
+    insert(
+        connection,
+        "events",
+        **vars(arrival) | {"identity": identity},
+        due=now,
+        received_at=now,
+        finished_at=now if is_ignored else None,
+        size=len(arrival.body),
+    )
+    return Verdict.NEW, get(connection, arrival.id), [row["id"] for row in superseded]
+
+
+def _known(connection: sqlite3.Connection, arrival: Arrival, since: float, until: float) -> sqlite3.Row | None:
+    place = (arrival.path, arrival.webhook_id)
+    if arrival.delivery_id is not None:
+        return connection.execute(
+            "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity=?", (*place, f"id:{arrival.delivery_id}")
+        ).fetchone()
+    if not arrival.identity:
+        return None
+    # Not of the time to come: after a clock was set back by an hour, nothing of that hour would be new.
+    return connection.execute(
+        "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity>=? AND identity<? AND received_at>?"
+        " AND received_at<=? ORDER BY number DESC LIMIT 1",
+        (*place, f"{arrival.identity}:", f"{arrival.identity};", since, until),
+    ).fetchone()
+
+
+def finish(
+    connection: sqlite3.Connection, event_id: str, answer: Answer, effects: Sequence[Effect], *, now: float
+) -> None:
+    """An event that is done, and what its handler wanted written with that.
+
+    Raises:
+        EffectFailed: the latter could not be; nothing is written.
+    """
+    connection.execute(
+        "UPDATE events SET status=?, finished_at=?, error=NULL, answer_status=?, answer_type=?, answer_headers=?,"
+        " answer_body=? WHERE id=?",
+        (Status.DONE, now, answer.status, answer.content_type, json.dumps(dict(answer.headers)), answer.body, event_id),
+    )
+    for effect in effects:
+        with _undivided(connection):
+            try:
+                effect(connection)
+            except Exception as error:
+                raise EffectFailed from error
+
+
+@contextmanager
+def _undivided(connection: sqlite3.Connection) -> Iterator[None]:
+    """An effect that commits (``with connection:``, ``executescript``) would be written without its event's end."""
+
+    def judge(action: int, *_: object) -> int:
+        return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_TRANSACTION else sqlite3.SQLITE_OK
+
+    connection.set_authorizer(judge)
+    try:
+        yield
+    finally:
+        connection.set_authorizer(None)
+
+
+def fail(
+    connection: sqlite3.Connection,
+    event_id: str,
+    error: str,
+    *,
+    now: float,
+    attempts: int,
+    retry_at: float | None,
+    to_sender: bool,
+) -> Status:
+    """An event whose run failed.
+
+    Args:
+        attempts: runs that may fail.
+        retry_at: when it may run again; None for never.
+        to_sender: its sender still waits and would be told.
+
+    Returns:
+        ``failed`` when its sender has to send it again, ``waiting`` when it is tried again here, else ``dead``.
+    """
+    row = connection.execute("SELECT failures, is_acknowledged FROM events WHERE id=?", (event_id,)).fetchone()
+    failures = row["failures"] + 1
+    if failures >= attempts or (retry_at is None and not (to_sender and not row["is_acknowledged"])):
+        status = Status.DEAD
+    elif to_sender and not row["is_acknowledged"]:
+        status = Status.FAILED
+    else:
+        status = Status.WAITING
+    is_open = status is Status.WAITING
+    connection.execute(
+        "UPDATE events SET status=?, failures=?, error=?, due=?, finished_at=? WHERE id=?",
+        (status, failures, error, retry_at if is_open else now, None if is_open else now, event_id),
+    )
+    return status
+
+
+def again(connection: sqlite3.Connection, event_id: str, *, due: float) -> Status:
+    """An event whose end could not be written runs again."""
+    connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (Status.WAITING, due, event_id))
+    return Status.WAITING
+
+
+def resume(connection: sqlite3.Connection, *, now: float, crashes: int) -> dict[str, int]:
+    """After a start, what ran when the process ended waits again, or is dead where that happened too often.
+
+    Returns:
+        How many wait, by path.
+    """
+    connection.execute(
+        "UPDATE events SET crashes=crashes+1, status=CASE WHEN crashes+1>? THEN ? ELSE ? END,"
+        " finished_at=CASE WHEN crashes+1>? THEN ? END,"
+        " error='the process ended while it ran' WHERE status=?",
+        (crashes, Status.DEAD, Status.WAITING, crashes, now, Status.RUNNING),
+    )
+    found = connection.execute(f"SELECT path, count(*) AS count FROM events WHERE {OPEN} GROUP BY path")
+    return {row["path"]: row["count"] for row in found}
+
+
+def version(connection: sqlite3.Connection) -> int:
+    """A number that is another one after another process has written."""
+    return connection.execute("PRAGMA data_version").fetchone()[0]
+
+
+def replay(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
+    """Have an event run again, whatever became of it before; one that waits runs now.
+
+    Raises:
+        UnknownEvent: there is none of this id.
+    """
+    event = get(connection, event_id)
+    if event.status is not Status.RUNNING:
+        connection.execute(
+            "UPDATE events SET status=?, failures=0, crashes=0, is_acknowledged=1, due=?, finished_at=NULL WHERE id=?",
+            (Status.WAITING, now, event_id),
+        )
+    return get(connection, event_id)
+
+
+class Inbox:
+    """Events of a file, or of memory when ``path`` is None.
+
+    The methods here wait for the database: they are for programs that read and replay beside a running receiver.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+
+    def __init__(self, path: str | Path | None):
+        self.path = None if path is None else Path(path)
+        self.database = Database(path, SCHEMA)
+        self._owned = ExitStack()
+
+    def own(self) -> None:
+        """Be the one receiver of this file, until it is closed or the process ends.
+
+        Raises:
+            StoreError: another one has it: both would run the same events.
+        """
+        taken = "another receiver works on it; end that one, give this one a file of its own, and serve with one "
+        self._owned.enter_context(alone(self.path, taken + "worker process"))
+
+    def list(
+        self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
+    ) -> list[Event]:
+        """Newest first, without headers and bodies.
+
+        Args:
+            status: one of ``Status``; ``dead`` lists the dead letters.
+            before: the ``number`` of the last one of the page before.
+        """
+        return self.database.run_now(newest, status=status, path=path, limit=limit, before=before)
+
+    def get(self, event_id: str) -> Event:
+        """One event, whole.
+
+        Raises:
+            UnknownEvent: there is none of this id.
+        """
+        return self.database.run_now(get, event_id)
+
+    def replay(self, event_id: str) -> Event:
+        """Have it run again; a running receiver begins within a second, else the next one that starts.
+
+        Raises:
+            UnknownEvent: there is none of this id.
+        """
+        return self.database.run_now(replay, event_id, now=time.time())
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.database.close()
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

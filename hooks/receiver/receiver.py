@@ -1,0 +1,220 @@
+"""Receiver: routes of a Sanic blueprint to handlers."""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sanic import Blueprint, HTTPResponse, Request, Sanic
+from sanic.constants import HTTP_METHODS
+
+from hooks.errors import HooksError, InvalidWebhook
+from hooks.receiver import inbox
+from hooks.receiver.endpoint import (
+    Endpoint,
+    Filter,
+    Mode,
+    Names,
+    Proofs,
+    ReceiverSettings,
+    Retry,
+    check_secrets,
+    handler_of,
+)
+from hooks.receiver.events import Event
+from hooks.receiver.intake import Intake
+
+log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Endpoints and their events. Nothing runs before a server with its blueprint starts.
+
+    Args:
+        settings: secrets, limits, the file of events; without secrets it is open to everyone.
+        prefix: of all paths.
+        is_guarded: the app that it is in decides who may deliver without a secret; no warning then.
+    """
+
+    def __init__(
+        self, settings: ReceiverSettings | None = None, *, prefix: str = "/webhooks", is_guarded: bool = False
+    ):
+        self._is_guarded = is_guarded
+        self.settings = settings or ReceiverSettings()
+        self.prefix = "/" + prefix.strip("/") if prefix.strip("/") else ""
+        self._endpoints: dict[str, Endpoint] = {}
+        self._intake: Intake | None = None
+        self._is_built = False
+
+    @property
+    def registered(self) -> Mapping[str, Callable[..., Any]]:
+        """Absolute path to the function as it was given."""
+        return MappingProxyType({path: endpoint.handler.function for path, endpoint in self._endpoints.items()})
+
+    @property
+    def endpoints(self) -> Mapping[str, Endpoint]:
+        """Absolute path to what is known of it."""
+        return MappingProxyType(self._endpoints)
+
+    def add(
+        self,
+        handler: Callable[..., Any],
+        path: str | None = None,
+        *,
+        events: Names = None,
+        repos: Names = None,
+        repo_types: Names = None,
+        scopes: Names = None,
+        actions: Names = None,
+        refs: Names = None,
+        mode: Mode = "reply",
+        concurrency: int | None = None,
+        timeout: float | None = None,
+        answer_within: float | None = None,
+        secret: str | tuple[str, ...] | None = None,
+        coalesce: str | None = None,
+        retry: Retry = "any",
+    ) -> str:
+        """Give a handler a route, and say which deliveries it wants; every other one is told that it is ignored.
+
+        Args:
+            path: after the prefix; the handler's name when None.
+            events: ``scope`` or ``scope:action``; see ``Filter`` for this and the next five.
+            mode: ``reply`` tells the sender the handler's value if it is there in time, ``queue`` says 202 at once.
+            concurrency: runs of this handler at one time.
+            timeout: seconds of a run until it counts as failed.
+            answer_within: seconds until the sender is told 202; as the settings say when None.
+            secret: of this endpoint alone (or several, in rotation), instead of all that the settings have.
+            coalesce: ``latest``: of the events of one repo that wait, only the latest is run.
+            retry: after an error in the background: ``any``, ``retryable`` (only ``RetryableError``) or ``never``.
+
+        Returns:
+            The absolute path.
+
+        Raises:
+            ValueError: the path is taken, or an argument cannot be used (``InvalidWebhook``).
+        """
+        if self._is_built:
+            raise HooksError(f"handler {handler!r}: add it before the server is made; its routes are fixed then")
+        found = handler_of(handler)
+        whole = self._path(found.name if path is None else path)
+        _check("mode", mode, ("reply", "queue"))
+        _check("retry", retry, ("any", "retryable", "never"))
+        _check("coalesce", coalesce, (None, "latest"))
+        for name, number in (("concurrency", concurrency), ("timeout", timeout), ("answer_within", answer_within)):
+            if number is not None and not number > 0:
+                raise InvalidWebhook(f"{name} is {number}; wanted more than 0")
+        self._endpoints[whole] = Endpoint(
+            path=whole,
+            handler=found,
+            filter=Filter.of(
+                events=events, repos=repos, repo_types=repo_types, scopes=scopes, actions=actions, refs=refs
+            ),
+            proofs=self._proofs(secret),
+            mode=mode,
+            retry=retry,
+            concurrency=concurrency,
+            timeout=timeout,
+            answer_within=self.settings.answer_within if answer_within is None else answer_within,
+            is_coalesced=coalesce == "latest",
+        )
+        return whole
+
+    def _path(self, path: str) -> str:
+        name = path.strip("/")
+        if not name or not re.fullmatch(r"[^\s<>?#%\x00-\x1f]+", name):
+            raise InvalidWebhook(f"webhook path {path!r}: wanted a path without spaces, <, >, ?, # and %; give it one")
+        whole = f"{self.prefix}/{name}"
+        if whole in self._endpoints:
+            raise InvalidWebhook(f"Webhook {whole} already exists.")
+        return whole
+
+    def _proofs(self, secret: str | tuple[str, ...] | None) -> Proofs:
+        if secret is None:
+            return Proofs(self.settings.secrets, self.settings.standard_secrets, self.settings.github_secrets)
+        own = (secret,) if isinstance(secret, str) else tuple(secret)
+        check_secrets("secret", own)
+        return Proofs(own)
+
+    def blueprint(self) -> Blueprint:
+        """The routes; with the server's start the inbox opens and what was pending goes on, with its stop they end."""
+        self._is_built = True
+        blueprint = Blueprint(f"webhooks{re.sub(r'[^0-9A-Za-z]', '_', self.prefix)}")
+        for number, endpoint in enumerate(self._endpoints.values()):
+            blueprint.add_route(
+                self._route(endpoint),
+                endpoint.path,
+                # All methods, so that a wrong one is answered as JSON in whatever app this is.
+                methods=list(HTTP_METHODS),
+                name=f"{re.sub(r'[^0-9A-Za-z]', '_', endpoint.path).strip('_')}_{number}",
+                stream=True,
+                unquote=True,
+                error_format="json",
+            )
+
+        # Functions, because Sanic's blueprints register them by their names.
+        @blueprint.before_server_start
+        async def start_webhooks(app: Sanic) -> None:
+            is_open = [path for path, endpoint in self._endpoints.items() if endpoint.proofs.is_open]
+            for path in is_open if not self._is_guarded else ():
+                log.warning("no webhook secret is set: whoever reaches %s may deliver to it", path)
+            self._intake = await Intake.open(self.settings, self._endpoints, app)
+
+        @blueprint.before_server_stop
+        async def stop_webhooks(app: Sanic) -> None:
+            if self._intake is not None:
+                await self._intake.close()
+                self._intake = None
+
+        return blueprint
+
+    def _route(self, endpoint: Endpoint) -> Callable[..., Any]:
+        async def receive(request: Request) -> HTTPResponse:
+            return await Intake.answer(self._intake, self.settings, endpoint, request)
+
+        return receive
+
+    async def events(
+        self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
+    ) -> list[Event]:
+        """Newest first, without headers and bodies.
+
+        Args:
+            status: one of ``Status``; ``dead`` lists the dead letters.
+            before: the ``number`` of the last one of the page before.
+        """
+        return await self._running.inbox.database.run(
+            inbox.newest, status=status, path=path, limit=limit, before=before
+        )
+
+    async def event(self, event_id: str) -> Event:
+        """One event, whole.
+
+        Raises:
+            UnknownEvent: there is none of this id.
+        """
+        return await self._running.inbox.database.run(inbox.get, event_id)
+
+    async def replay(self, event_id: str) -> Event:
+        """Have an event run again, whatever became of it.
+
+        Raises:
+            UnknownEvent: there is none of this id.
+        """
+        return await self._running.replay(event_id)
+
+    async def recent(self, limit: int = 10) -> list[Event]:
+        """The newest few, for a page; nothing of them is secret but names of repos. Empty while no server runs."""
+        return [] if self._intake is None else await self.events(limit=limit)
+
+    @property
+    def _running(self) -> Intake:
+        if self._intake is None:
+            raise HooksError("the receiver is not running; start the server, or open its file with Inbox")
+        return self._intake
+
+
+def _check(name: str, found: object, wanted: tuple[object, ...]) -> None:
+    if found not in wanted:
+        raise InvalidWebhook(f"{name} is {found!r}; wanted one of {', '.join(map(repr, wanted))}")

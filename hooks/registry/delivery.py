@@ -1,0 +1,349 @@
+"""One signed delivery attempt, its outcome, and backoff."""
+
+import asyncio
+import json
+import math
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Protocol
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from hooks.addresses import Resolve, TargetRules
+from hooks.errors import UnsafeTarget
+from hooks.signatures import sign_standard
+from hooks.threads import begin
+
+MAX_EXCERPT = 1024  # bytes of an answer or of a job's output that are kept
+MAX_SECRET = 512
+MAX_JOB_SECRET = 8192
+MAX_READ = MAX_EXCERPT + MAX_SECRET
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a webhook's events go: a URL, or a job by its id.
+
+    Attributes:
+        secrets: environment variables for the job.
+    """
+
+    webhook_id: str
+    url: str | None = None
+    job: str | None = None
+    secret: str | None = field(default=None, repr=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One event for one webhook.
+
+    Attributes:
+        id: ``Webhook-Id``; the same in every attempt, also across restarts and replays.
+        body: JSON; the same in every attempt.
+        is_hub: whether the body is of the Hub's shape, about a repo.
+    """
+
+    id: str
+    body: bytes
+    is_hub: bool = False
+
+    @property
+    def repo(self) -> tuple[str, str] | None:
+        """Id and type of the repo that it is about, read from the body."""
+        if not self.is_hub:
+            return None
+        repo = json.loads(self.body)["repo"]
+        return str(repo["name"]), str(repo["type"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one attempt.
+
+    Attributes:
+        status: HTTP status; None when there was no answer, and for jobs.
+        exit_status: of a job; negative for a signal.
+        error: why it failed without a status, for people.
+        excerpt: the beginning of the answer, or the end of a job's output.
+        asked: seconds by ``Retry-After``.
+        seconds: that it took.
+        is_interrupted: it was ended because the server stops: no attempt, it is made again at the next start.
+    """
+
+    status: int | None = None
+    exit_status: int | None = None
+    error: str | None = None
+    excerpt: str = ""
+    asked: float | None = None
+    seconds: float = 0.0
+    is_interrupted: bool = False
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether it was taken."""
+        if self.error is not None:
+            return False
+        return self.exit_status == 0 if self.status is None else 200 <= self.status < 300
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the target wants nothing more, ever (410)."""
+        return self.status == 410
+
+    @property
+    def text(self) -> str:
+        """In words, for logs."""
+        if self.error is not None:
+            return self.error
+        return f"exit status {self.exit_status}" if self.status is None else f"HTTP {self.status}"
+
+
+class Courier(Protocol):
+    """Makes one attempt."""
+
+    async def deliver(self, destination: Destination, parcel: Parcel, now: float) -> Outcome:
+        """Deliver; what goes wrong is in the outcome."""
+        ...
+
+
+def excerpt(
+    data: bytes,
+    secrets: Iterable[str | None] = (),
+    *,
+    of_end: bool = False,
+    most: int = MAX_EXCERPT,
+    longest: int = MAX_SECRET,
+) -> str:
+    """The beginning (or end) as text, with secrets that the other side repeated struck out.
+
+    Args:
+        data: at most ``most + longest`` bytes; as many mean that there was more.
+        most: bytes of the text.
+        longest: bytes of the longest secret there may be.
+    """
+    text = data.decode("utf-8", "replace")
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    # NUL would end the text where it is read by C.
+    kept = text.replace("\0", "\ufffd").encode()
+    if len(data) >= most + longest:
+        # A secret may have been cut in two where reading ended.
+        kept = kept[longest:] if of_end else kept[: max(len(kept) - longest, 0)]
+    return (kept[-most:] if of_end else kept[:most]).decode("utf-8", "ignore")
+
+
+MINUTE, HOUR = 60.0, 3600.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The waits before each attempt.
+
+    The default is that of Standard Webhooks in its first half day.
+
+    Attributes:
+        waits: seconds before the first attempt, before the second, ...; as many attempts as there are waits.
+        jitter: part of a wait by which it is randomly longer or shorter, so that targets that came back are not all
+            met at once.
+        longest_asked: seconds; a ``Retry-After`` above it counts as this much.
+    """
+
+    waits: tuple[float, ...] = (0.0, 5.0, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR)
+    jitter: float = 0.2
+    longest_asked: float = 10 * HOUR
+
+    def __post_init__(self) -> None:
+        if not self.waits or any(not 0 <= wait < math.inf for wait in self.waits):
+            raise ValueError(f"waits: {self.waits!r}, wanted one number of seconds per attempt, none below 0")
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"jitter: {self.jitter!r}, wanted 0 up to below 1")
+
+    def wait(self, failed: int, random: Callable[[], float], asked: float | None = None) -> float | None:
+        """Seconds until the next attempt, or None when there is none left.
+
+        Args:
+            failed: attempts that failed up to now.
+            random: a number of [0, 1).
+            asked: seconds by the target's ``Retry-After``: never sooner than that.
+        """
+        if failed >= len(self.waits):
+            return None
+        wait = self.waits[failed] * (1 + self.jitter * (2 * random() - 1))
+        return wait if asked is None else max(wait, min(asked, self.longest_asked))
+
+
+def retry_after(header: str | None, now: float) -> float | None:
+    """Seconds of a ``Retry-After`` header: a number, or a date; None when it is missing or neither.
+
+    Args:
+        now: seconds since 1970.
+    """
+    if header is None:
+        return None
+    text = header.strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:12])
+    try:
+        date = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    # A date without a zone is in UTC: RFC 9110, 5.6.7.
+    return max((date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now, 0.0)
+
+
+def iso(seconds: float | None) -> str | None:
+    """Seconds since 1970 as RFC 3339 in UTC, as the Hub writes times."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+RESOLVE_WITHIN = 5.0
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """The addresses of a host.
+
+    The thread is a daemon, as an unanswered question to a name server can take half a minute, and a server that ends
+    would wait for the threads of the loop's own pool.
+
+    Raises:
+        OSError: there is no such host, or nobody said so in time (``TimeoutError``).
+    """
+    try:
+        async with asyncio.timeout(RESOLVE_WITHIN):
+            found = await asyncio.wrap_future(begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    except UnicodeError:
+        raise OSError(f"{host!r} is no name of a host") from None
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class PinnedResolver(AbstractResolver):
+    """Knows one host, by addresses that were checked; a connection goes to them and nowhere else."""
+
+    def __init__(self, host: str, addresses: Sequence[str]):
+        self._host = host
+        self._addresses = tuple(addresses)
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """The pinned addresses."""
+        if host.rstrip(".") != self._host.rstrip("."):
+            raise OSError(f"asked for {host!r}, pinned to {self._host!r}")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=socket.IPPROTO_TCP,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for address in self._addresses
+        ]
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+TIMEOUT = 12.0
+# The status is the answer; what else the target has to say is only for the log.
+BODY_PATIENCE = 2.0
+
+
+class PostCourier:
+    """Delivers by HTTP POST.
+
+    Attributes:
+        timeout: seconds for one attempt, with the name looked up and the connection made.
+    """
+
+    def __init__(self, rules: TargetRules, *, timeout: float = TIMEOUT, resolve: Resolve = resolve):
+        self.timeout = timeout
+        self._rules = rules
+        self._resolve = resolve
+
+    async def deliver(self, destination: Destination, parcel: Parcel, now: float) -> Outcome:
+        """Post it; what goes wrong is in the outcome."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self.timeout):
+                status, asked, kept = await self._post(destination, parcel, now)
+        except TimeoutError:
+            return Outcome(error=f"no answer within {self.timeout:g} s", seconds=time.monotonic() - began)
+        except UnsafeTarget as error:
+            return Outcome(error=str(error), seconds=time.monotonic() - began)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Outcome(error=_reason(error), seconds=time.monotonic() - began)
+        return Outcome(
+            status=status,
+            excerpt=excerpt(kept, (destination.secret,)),
+            asked=retry_after(asked, now),
+            seconds=time.monotonic() - began,
+        )
+
+    async def _post(self, destination: Destination, parcel: Parcel, now: float) -> tuple[int, str | None, bytes]:
+        assert destination.url is not None
+        target = self._rules.parse(destination.url)
+        addresses = await self._rules.resolve(target, self._resolve)
+        # A connection of its own, and none kept: the next attempt looks the name up again and is checked again.
+        connector = aiohttp.TCPConnector(
+            resolver=PinnedResolver(target.host, addresses), use_dns_cache=False, force_close=True
+        )
+        async with (
+            aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None),
+            ) as session,
+            session.post(
+                target.url, data=parcel.body, headers=headers(destination, parcel, now), allow_redirects=False
+            ) as answer,
+        ):
+            kept = b""
+            try:
+                async with asyncio.timeout(BODY_PATIENCE):
+                    while len(kept) < MAX_READ and (more := await answer.content.read(MAX_READ - len(kept))):
+                        kept += more
+            except (TimeoutError, aiohttp.ClientError):
+                pass  # it answered; see BODY_PATIENCE
+            return answer.status, answer.headers.get("Retry-After"), kept
+
+
+def headers(destination: Destination, parcel: Parcel, now: float) -> dict[str, str]:
+    """What goes with a body: the Hub's ``X-Webhook-Secret``, and a signature of Standard Webhooks.
+
+    Args:
+        now: seconds since 1970; each attempt is signed anew, as receivers refuse old ones.
+    """
+    given = {
+        "Content-Type": "application/json",
+        "User-Agent": "robojax-webhooks",
+        "Webhook-Id": parcel.id,
+        "Webhook-Timestamp": str(int(now)),
+    }
+    if destination.secret:
+        given["Webhook-Signature"] = sign_standard(destination.secret, parcel.id, int(now), parcel.body)
+        given["X-Webhook-Secret"] = destination.secret
+    return given
+
+
+def _reason(error: BaseException) -> str:
+    """In words that name neither a file nor a piece of code."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
+        return "the target's certificate cannot be verified"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the target closed the connection without an answer"
+    if isinstance(error, OSError):
+        return f"no connection: {error.strerror or type(error).__name__}"
+    return f"no HTTP answer ({type(error).__name__})"

@@ -1,0 +1,317 @@
+"""Pending deliveries and their log in SQLite.
+
+Order is kept per webhook and subject (a repo, a session): each is a lane.
+"""
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hooks.queue import OPEN, Queue
+from hooks.registry.delivery import Outcome, Parcel, iso
+
+# delivered: taken; failed: no attempt left; dropped: too many waited; waiting: the only one that is not final.
+STATES = ("waiting", "delivered", "failed", "dropped")
+
+
+def forget(connection: sqlite3.Connection, webhook_id: str) -> None:
+    """A webhook is gone, and its log with it."""
+    connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,))
+    connection.execute("DELETE FROM deliveries WHERE webhook_id = ?", (webhook_id,))
+    _drop_messages(connection)
+
+
+def prune(connection: sqlite3.Connection, before: float, most: int) -> int:
+    """Forget what was finished before then, and above so many also what is newer; how many.
+
+    What waits for a webhook that is not enabled is forgotten too when it is older.
+    """
+    count = connection.execute(
+        "DELETE FROM deliveries WHERE finished_at < ? OR number IN (SELECT number FROM deliveries "
+        "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?) "
+        "OR (status = 'waiting' AND created_at < ? AND webhook_id IN (SELECT * FROM held))",
+        (before, most, before),
+    ).rowcount
+    if count:
+        _drop_messages(connection)
+    return count
+
+
+def _drop_messages(connection: sqlite3.Connection) -> None:
+    connection.execute(
+        "DELETE FROM messages WHERE NOT EXISTS (SELECT 1 FROM deliveries WHERE message_id = messages.id)"
+    )
+
+
+def entries(
+    connection: sqlite3.Connection, webhook_id: str, limit: int, before: str | None = None
+) -> list[dict[str, Any]]:
+    """The newest deliveries of a webhook with their attempts, newest first; older than ``before`` when given."""
+    is_behind = (
+        "EXISTS (SELECT 1 FROM deliveries AS other WHERE other.webhook_id = deliveries.webhook_id "
+        f"AND other.lane = deliveries.lane AND other.number < deliveries.number AND other.{OPEN}) AS is_behind"
+    )
+    rows = connection.execute(
+        f"SELECT deliveries.*, type, {is_behind} FROM deliveries JOIN messages ON messages.id = message_id "
+        "WHERE webhook_id = ? AND number < coalesce((SELECT number FROM deliveries WHERE id = ?), ?) "
+        "ORDER BY number DESC LIMIT ?",
+        (webhook_id, before, 0 if before else 1 << 62, limit),
+    ).fetchall()
+    attempts: dict[str, list[dict[str, Any]]] = {row["id"]: [] for row in rows}
+    for attempt in connection.execute(
+        f"SELECT * FROM attempts WHERE delivery_id IN ({marks(rows)}) ORDER BY rowid", [row["id"] for row in rows]
+    ):
+        attempts[attempt["delivery_id"]].append(_attempt(attempt))
+    return [
+        {
+            "id": row["id"],
+            "webhookDeliveryId": f"msg_{row['id']}",
+            "type": row["type"],
+            "subject": row["lane"],
+            "status": public_status(row["status"]),
+            "createdAt": iso(row["created_at"]),
+            "finishedAt": iso(row["finished_at"]),
+            "nextAttemptAt": iso(row["due"])
+            if public_status(row["status"]) == "waiting" and not row["is_behind"]
+            else None,
+            "attempts": attempts[row["id"]],
+        }
+        for row in rows
+    ]
+
+
+def _attempt(row: sqlite3.Row) -> dict[str, Any]:
+    return {
+        "at": iso(row["at"]),
+        "seconds": round(row["seconds"], 3),
+        "status": row["status"],
+        "exitStatus": row["exit_status"],
+        "error": row["error"],
+        "excerpt": row["excerpt"],
+        "isReplay": bool(row["is_replay"]),
+    }
+
+
+def counts(connection: sqlite3.Connection) -> dict[str, int]:
+    """How many deliveries of each status there are."""
+    found: dict[str, int] = dict.fromkeys(STATES, 0)
+    for status, count in connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1"):
+        found[public_status(status)] += count
+    return found
+
+
+def public_status(status: str) -> str:
+    """The status as people see it: what is under way waits for its outcome."""
+    return "waiting" if status == "running" else status
+
+
+SCHEMA = """
+CREATE TABLE messages (
+    id TEXT PRIMARY KEY,
+    type TEXT NOT NULL,
+    subject TEXT NOT NULL,
+    is_hub INTEGER NOT NULL,
+    body TEXT NOT NULL,
+    created_at REAL NOT NULL
+) STRICT;
+CREATE TABLE deliveries (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    webhook_id TEXT NOT NULL,
+    message_id TEXT NOT NULL REFERENCES messages (id),
+    subject TEXT NOT NULL,
+    status TEXT NOT NULL,
+    failed INTEGER NOT NULL DEFAULT 0,
+    due_at REAL,
+    created_at REAL NOT NULL,
+    finished_at REAL,
+    UNIQUE (webhook_id, message_id)
+) STRICT;
+CREATE INDEX due ON deliveries (due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX waiting ON deliveries (webhook_id, subject, number) WHERE status = 'waiting';
+CREATE INDEX of_message ON deliveries (message_id);
+CREATE INDEX finished ON deliveries (finished_at) WHERE finished_at IS NOT NULL;
+CREATE TABLE attempts (
+    delivery_id TEXT NOT NULL REFERENCES deliveries (id) ON DELETE CASCADE,
+    at REAL NOT NULL,
+    seconds REAL NOT NULL,
+    status INTEGER,
+    exit_status INTEGER,
+    error TEXT,
+    excerpt TEXT NOT NULL,
+    is_replay INTEGER NOT NULL
+) STRICT;
+CREATE INDEX of_delivery ON attempts (delivery_id, at);
+CREATE TABLE held (webhook_id TEXT PRIMARY KEY) STRICT;
+"""
+
+# The second version of the schema: what waits has its time whether it is the oldest of its lane or not.
+LANES = """
+DROP INDEX due;
+DROP INDEX waiting;
+ALTER TABLE deliveries RENAME COLUMN subject TO lane;
+ALTER TABLE deliveries RENAME COLUMN due_at TO due;
+ALTER TABLE deliveries ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0;
+UPDATE deliveries SET due = created_at WHERE status = 'waiting' AND due IS NULL;
+CREATE INDEX deliveries_in_lanes ON deliveries (webhook_id, lane, number) WHERE status IN ('waiting', 'running');
+"""
+QUEUE = Queue("deliveries", group="webhook_id", ready="webhook_id NOT IN (SELECT webhook_id FROM held)")
+
+# Attempts of one delivery that are kept; replays may add any number.
+MAX_ATTEMPTS = 50
+
+
+@dataclass(frozen=True)
+class Message:
+    """One event.
+
+    Attributes:
+        id: of the event; a second one of the same id is no event.
+        type: ``repo.content`` or ``session.started``, for the log.
+        subject: what its order is kept by: a repo or a session.
+        body: JSON object, what every webhook gets; those of the Hub's shape get their ``webhook`` added.
+        is_hub: whether it is of the Hub's shape, else of Standard Webhooks.
+    """
+
+    id: str
+    type: str
+    subject: str
+    body: Mapping[str, Any]
+    is_hub: bool
+
+
+@dataclass(frozen=True)
+class Due:
+    """A delivery that is to be made."""
+
+    id: str
+    webhook_id: str
+    failed: int
+    parcel: Parcel
+
+
+def new_id() -> str:
+    """24 hexadecimal digits, as the Hub's ids are."""
+    return secrets.token_hex(12)
+
+
+def put(
+    connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str], now: float, max_waiting: int
+) -> tuple[int, dict[str, int]]:
+    """Queue an event for these webhooks.
+
+    Returns:
+        for how many it is queued, and how many older ones were dropped for it, by webhook.
+    """
+    if not webhook_ids:
+        return 0, {}
+    body = json.dumps(message.body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    is_new = connection.execute(
+        "INSERT OR IGNORE INTO messages VALUES (?, ?, ?, ?, ?, ?)",
+        (message.id, message.type, message.subject, message.is_hub, body, now),
+    ).rowcount
+    if not is_new:
+        return 0, {}
+    dropped = {}
+    for webhook_id in webhook_ids:
+        connection.execute(
+            "INSERT INTO deliveries (id, webhook_id, message_id, lane, status, due, created_at) "
+            "VALUES (?, ?, ?, ?, 'waiting', ?, ?)",
+            (new_id(), webhook_id, message.id, message.subject, now, now),
+        )
+        if count := _drop(connection, webhook_id, now, max_waiting):
+            dropped[webhook_id] = count
+    return len(webhook_ids), dropped
+
+
+def _drop(connection: sqlite3.Connection, webhook_id: str, now: float, max_waiting: int) -> int:
+    """Give up the oldest ones above the limit."""
+    return connection.execute(
+        "UPDATE deliveries SET status = 'dropped', due = NULL, finished_at = ? WHERE number IN (SELECT number "
+        f"FROM deliveries WHERE webhook_id = ? AND {OPEN} AND status = 'waiting' "
+        "ORDER BY number DESC LIMIT -1 OFFSET ?)",
+        (now, webhook_id, max_waiting),
+    ).rowcount
+
+
+def marks(values: Collection[object]) -> str:
+    """Placeholders for them in SQL."""
+    return ", ".join("?" * len(values))
+
+
+def one(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> Due | None:
+    """A delivery of the log, whatever its status."""
+    row = connection.execute(
+        "SELECT deliveries.*, is_hub, body FROM deliveries JOIN messages ON messages.id = message_id "
+        "WHERE deliveries.id = ? AND webhook_id = ?",
+        (delivery_id, webhook_id),
+    ).fetchone()
+    if row is None:
+        return None
+    body = row["body"]
+    if row["is_hub"]:
+        # As text: a payload may have megabytes, and while JSON is read or written no other thread runs.
+        webhook = json.dumps({"id": webhook_id, "version": 3}, separators=(",", ":"))
+        body = f'{body.removesuffix("}")},"webhook":{webhook}}}'
+    return Due(delivery_id, webhook_id, row["failed"], Parcel(f"msg_{delivery_id}", body.encode(), bool(row["is_hub"])))
+
+
+def record(
+    connection: sqlite3.Connection,
+    delivery: Due,
+    outcome: Outcome,
+    at: float,
+    now: float,
+    wait: float | None,
+    *,
+    is_replay: bool = False,
+) -> bool:
+    """Write an attempt down, and what follows: delivered, tried again after ``wait`` seconds, or failed (None).
+
+    Returns:
+        whether the delivery is still there and was given up by this.
+    """
+    is_known = connection.execute("SELECT 1 FROM deliveries WHERE id = ?", (delivery.id,)).fetchone()
+    if not is_known:
+        return False
+    connection.execute(
+        "INSERT INTO attempts VALUES (:id, :at, :seconds, :status, :exit_status, :error, :excerpt, :is_replay)",
+        vars(outcome) | {"id": delivery.id, "at": at, "is_replay": is_replay},
+    )
+    connection.execute(
+        "DELETE FROM attempts WHERE delivery_id = ? AND rowid NOT IN "
+        "(SELECT rowid FROM attempts WHERE delivery_id = ? ORDER BY rowid DESC LIMIT ?)",
+        (delivery.id, delivery.id, MAX_ATTEMPTS),
+    )
+    if outcome.is_delivered:
+        status, due = "delivered", None
+    elif is_replay:
+        return False  # a replay that fails leaves the delivery as it was
+    elif wait is None:
+        status, due = "failed", None
+    else:
+        status, due = "waiting", now + wait
+    changed = connection.execute(
+        "UPDATE deliveries SET status = ?, due = ?, failed = failed + ?, finished_at = ? "
+        f"WHERE id = ? AND ({OPEN} OR ? = 'delivered')",
+        (status, due, not outcome.is_delivered, None if status == "waiting" else now, delivery.id, status),
+    ).rowcount
+    return bool(changed) and status == "failed"
+
+
+def hold(connection: sqlite3.Connection, webhook_id: str) -> None:
+    """Send nothing more to a webhook until ``release``; what waits goes on waiting."""
+    connection.execute("INSERT OR IGNORE INTO held VALUES (?)", (webhook_id,))
+
+
+def release(connection: sqlite3.Connection, webhook_id: str, now: float) -> None:
+    """Send again, and what has waited at once."""
+    if connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,)).rowcount:
+        connection.execute(
+            "UPDATE deliveries SET due = min(due, ?), failed = 0 "
+            f"WHERE webhook_id = ? AND {OPEN} AND status = 'waiting'",
+            (now, webhook_id),
+        )

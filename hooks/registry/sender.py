@@ -1,0 +1,226 @@
+"""Sends due deliveries; slow targets hold nobody up."""
+
+import asyncio
+import logging
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hooks.database import Database
+from hooks.errors import StoreError
+from hooks.queue import Runner
+from hooks.registry import delivery_queue
+from hooks.registry.delivery import Courier, Destination, Outcome, Schedule
+from hooks.registry.delivery_queue import Due, Message
+
+logger = logging.getLogger(__name__)
+
+PRUNE_EVERY = 600.0
+# An answer that comes this soon after the end is still written down, and not asked for twice.
+STOP_PATIENCE = 0.5
+
+
+class Subscribers(Protocol):
+    """Knows the webhooks; both run inside the queue's transactions."""
+
+    def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
+        """Where a webhook's events go now, or None when it is gone."""
+        ...
+
+    def heard(self, connection: sqlite3.Connection, webhook_id: str, what: str, now: float) -> None:
+        """How a webhook does: ``delivered``, ``exhausted`` (a delivery was given up), or ``gone`` (it said 410)."""
+        ...
+
+
+@dataclass(frozen=True)
+class SenderSettings:
+    """How patient.
+
+    Attributes:
+        schedule: when a failed delivery is tried again.
+        per_webhook: deliveries of one webhook under way at once; of one repo it is always one.
+        max_waiting: deliveries of one webhook that may wait; above, the oldest are dropped.
+        kept: seconds that finished deliveries stay in the log.
+        most_kept: how many stay, over all webhooks.
+    """
+
+    schedule: Schedule = field(default_factory=Schedule)
+    per_webhook: int = 4
+    max_waiting: int = 1000
+    kept: float = 14 * 24 * 3600.0
+    most_kept: int = 10_000
+
+
+class Sender:
+    """The deliveries of one database.
+
+    Attributes:
+        dropped: deliveries given up because too many waited, since the start.
+        runner: begins each when it is due.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        subscribers: Subscribers,
+        courier: Callable[[Destination], Courier],
+        settings: SenderSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        chance: Callable[[], float] = random.random,
+    ):
+        """Make one; nothing is sent before ``run``.
+
+        Args:
+            courier: who delivers to a destination.
+            clock: seconds since 1970.
+            chance: a number of [0, 1), for the jitter.
+        """
+        self.dropped = 0
+        self._database = database
+        self._subscribers = subscribers
+        self._courier = courier
+        self._settings = settings or SenderSettings()
+        self._clock = clock
+        self._chance = chance
+        self._replays: set[asyncio.Task[object]] = set()
+        self.runner = Runner(database, delivery_queue.QUEUE, self._deliver, self._limits, clock=clock)
+
+    async def put(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
+        """Queue an event; when this returns it is on the disk. For how many webhooks.
+
+        Args:
+            webhooks: finds the ids of those that want it, in the same transaction.
+        """
+
+        def transaction(connection: sqlite3.Connection) -> tuple[int, dict[str, int]]:
+            return self.put_within(connection, message, webhooks(connection))
+
+        return self.queued(*await self._database.run(transaction))
+
+    def put_within(
+        self, connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str]
+    ) -> tuple[int, dict[str, int]]:
+        """Queue an event as a part of somebody's transaction; give the result to ``queued`` when it is done."""
+        return delivery_queue.put(connection, message, webhook_ids, self._clock(), self._settings.max_waiting)
+
+    def queued(self, count: int, dropped: dict[str, int]) -> int:
+        """Look at the queue again, and say what had to be dropped."""
+        for webhook_id, lost in dropped.items():
+            self.dropped += lost
+            logger.warning(
+                "webhook %s: more than %d deliveries wait, the oldest %d dropped (%d since the start); "
+                "see its delivery log for why they are not taken",
+                webhook_id,
+                self._settings.max_waiting,
+                lost,
+                self.dropped,
+            )
+        self.wake()
+        return count
+
+    def wake(self) -> None:
+        """Look at the queue again; something of it was changed."""
+        self.runner.wake()
+
+    async def run(self) -> None:
+        """Send until cancelled. What is under way then is sent again at the next start, with the same id."""
+        pruning = asyncio.create_task(self._prune(), name="webhooks prune")
+        try:
+            await self.runner.write(delivery_queue.QUEUE.release)  # of a process that was killed
+            await self.runner.run()
+        finally:
+            pruning.cancel()
+            await asyncio.gather(self.runner.close(STOP_PATIENCE), pruning, return_exceptions=True)
+            for task in self._replays:
+                task.cancel()
+            await asyncio.gather(*self._replays, return_exceptions=True)
+            with suppress(StoreError):  # they are released at the next start anyway
+                await self._database.run(delivery_queue.QUEUE.release)
+
+    def _limits(self, webhook_id: str) -> Mapping[str, int]:
+        return {webhook_id: self._settings.per_webhook}
+
+    async def _deliver(self, row: sqlite3.Row) -> None:
+        delivery = await self.runner.write(delivery_queue.one, row["webhook_id"], row["id"])
+        if delivery is not None:
+            await self._attempt(delivery)
+
+    async def _attempt(self, delivery: Due, *, is_replay: bool = False) -> Outcome | None:
+        destination = await self.runner.write(self._subscribers.destination, delivery.webhook_id)
+        if destination is None:
+            return None
+        at = self._clock()
+        try:
+            outcome = await self._courier(destination).deliver(destination, delivery.parcel, at)
+        except Exception as error:
+            # A defect of ours in one delivery must not end the others, nor be repeated without a pause.
+            logger.exception("delivery %s failed within", delivery.id)
+            outcome = Outcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
+        if outcome.is_interrupted:
+            return outcome
+        wait = self._settings.schedule.wait(delivery.failed + 1, self._chance, outcome.asked)
+        await self.runner.write(self._record, delivery, outcome, at, self._clock(), wait, is_replay)
+        if not outcome.is_delivered:
+            logger.warning(
+                "webhook %s, delivery %s, attempt %d: %s; %s",
+                delivery.webhook_id,
+                delivery.id,
+                delivery.failed + 1,
+                outcome.text,
+                "it was a replay" if is_replay else "given up" if wait is None else f"next in {wait:.0f} s",
+            )
+        if is_replay:
+            self.wake()  # what waits behind it may begin, if it was taken
+        return outcome
+
+    def _record(
+        self,
+        connection: sqlite3.Connection,
+        delivery: Due,
+        outcome: Outcome,
+        at: float,
+        now: float,
+        wait: float | None,
+        is_replay: bool,
+    ) -> None:
+        is_given_up = delivery_queue.record(connection, delivery, outcome, at, now, wait, is_replay=is_replay)
+        if outcome.is_gone:
+            self._subscribers.heard(connection, delivery.webhook_id, "gone", now)
+        elif outcome.is_delivered:
+            self._subscribers.heard(connection, delivery.webhook_id, "delivered", now)
+        elif is_given_up:
+            self._subscribers.heard(connection, delivery.webhook_id, "exhausted", now)
+
+    async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
+        """Send a delivery of the log once more, now, with its id, to where the webhook points now.
+
+        Args:
+            is_awaited: whether to wait for what comes of it; else that is only in the log, and here it is a 202.
+
+        Returns:
+            what came of it, or None when there is no such webhook or delivery.
+        """
+        delivery = await self._database.run(delivery_queue.one, webhook_id, delivery_id)
+        if delivery is None:
+            return None
+        if is_awaited:
+            return await self._attempt(delivery, is_replay=True)
+        task = asyncio.ensure_future(self._attempt(delivery, is_replay=True))
+        self._replays.add(task)
+        task.add_done_callback(self._replays.discard)
+        return Outcome(status=202)
+
+    async def _prune(self) -> None:
+        while True:
+            try:
+                await self._database.run(
+                    delivery_queue.prune, self._clock() - self._settings.kept, self._settings.most_kept
+                )
+            except StoreError as error:
+                logger.error("the delivery log cannot be shortened: %s", error)
+            await asyncio.sleep(PRUNE_EVERY)

@@ -1,0 +1,261 @@
+"""Pages of a webhooks server as routes: landing page, OpenAPI document of the endpoints, a user's own interface."""
+
+import inspect
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pydantic.json_schema import models_json_schema
+from sanic import Blueprint, HTTPResponse, Request
+from sanic.response import file, html, json
+
+from hooks.errors import HooksError
+from hooks.payload import WebhookPayload
+from hooks.receiver.endpoint import Endpoint
+from hooks.receiver.receiver import Receiver
+from hooks.server import landing_page as landing
+from hooks.server.event_routes import HOST, is_here
+from hooks.server.landing_page import EndpointInfo
+
+Json = dict[str, Any]
+
+ANSWERS = {
+    "200": "Handled: what the handler returned, or null; or left alone because of its filters; or a duplicate",
+    "202": "Kept, and handled in the background",
+    "401": "No secret or signature",
+    "403": "A wrong one",
+    "413": "The body is too large",
+    "422": "The body is no payload that the handler can take",
+    "429": "Too many from one source",
+    "500": "The handler failed; the same delivery may be sent again",
+    "503": "Too many wait already; Retry-After tells when to send again",
+}
+
+
+def openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks", version: str = "1") -> Json:
+    """The OpenAPI 3.1 document."""
+    _, schemas = models_json_schema([(WebhookPayload, "validation")], ref_template="#/components/schemas/{model}")
+    paths: Json = {}
+    for endpoint in endpoints:
+        operation: Json = {
+            "operationId": endpoint.path.strip("/").replace("/", "_"),
+            "summary": endpoint.text or endpoint.path.rsplit("/", 1)[-1],
+            "parameters": [
+                {
+                    "name": "Webhook-Id",
+                    "in": "header",
+                    "description": "Of the delivery, the same in every attempt; a second one with it is a duplicate.",
+                    "schema": {"type": "string"},
+                }
+            ],
+            "requestBody": {
+                "content": {
+                    "application/json": {
+                        "schema": {"$ref": "#/components/schemas/WebhookPayload"},
+                        "example": endpoint.sample(),
+                    }
+                }
+            },
+            "responses": {status: {"description": text} for status, text in ANSWERS.items()},
+        }
+        if endpoint.wanted:
+            operation["description"] = f"Only {endpoint.wanted}."
+        if endpoint.has_secret:
+            operation["security"] = [{"secret": []}]
+        paths[endpoint.path] = {"post": operation}
+    secret = {"type": "apiKey", "in": "header", "name": "X-Webhook-Secret"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"secret": secret}},
+    }
+
+
+def documents_page(document: Json, links: dict[str, str]) -> str:
+    """The document to read in a browser."""
+    parts = ["<h1>Endpoints</h1><nav>"]
+    parts += [f'<a href="{escape(url)}">{escape(name)}</a> ' for name, url in links.items()]
+    parts.append("</nav>")
+    for path, operations in document["paths"].items():
+        told = operations["post"]
+        parts.append(f"<h2><code>POST {escape(path)}</code></h2><p>{escape(told['summary'])}</p>")
+        parts.append(f"<p>{escape(told.get('description', ''))}</p>" if "description" in told else "")
+        parts.append("<p>Needs <code>X-Webhook-Secret</code>.</p>" if "security" in told else "")
+    parts.append("<h2>Answers</h2>" + _table(ANSWERS.items()))
+    for name, schema in document["components"]["schemas"].items():
+        rows = [(field, _kind(part)) for field, part in schema.get("properties", {}).items()]
+        parts.append(f"<h2>{escape(name)}</h2><p>{escape(_plain(schema.get('description', '')))}</p>{_table(rows)}")
+    return landing.whole("Webhooks: endpoints", parts)
+
+
+def _plain(text: str) -> str:
+    return text.split("\n\n")[0].replace("``", "")
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    told = "".join(f"<tr><td><code>{escape(name)}</code></td><td>{escape(text)}</td></tr>" for name, text in rows)
+    return f'<div class="scroll"><table>{told}</table></div>'
+
+
+def _kind(part: Json) -> str:
+    if "anyOf" in part:
+        return " or ".join(_kind(one) for one in part["anyOf"])
+    if part.get("type") == "array":
+        return f"list of {_kind(part.get('items', {}))}"
+    return str(part.get("$ref", part.get("type", "anything"))).rsplit("/", 1)[-1]
+
+
+Interface: TypeAlias = str | Path | Blueprint
+
+UI_WANTED = "a text of HTML, the path of a file or folder, or a Sanic ui_blueprint"
+
+
+class UnusableInterface(HooksError, TypeError):
+    """``ui`` is nothing that can be shown."""
+
+
+def checked_ui(ui: object) -> Interface:
+    """The ``ui``, if it can be shown.
+
+    Raises:
+        UnusableInterface: it cannot.
+    """
+    if isinstance(ui, Blueprint):
+        return ui
+    if isinstance(ui, str) and "<" in ui:
+        return ui
+    if isinstance(ui, str | Path):
+        path = Path(ui).absolute()
+        if path.is_file() or path.is_dir():
+            return path
+        raise UnusableInterface(
+            f"ui {str(ui)!r}: found neither HTML nor a file or folder of this name; wanted {UI_WANTED}"
+        )
+    kind = type(ui)
+    hint = (
+        "; a gradio interface runs in a server of its own: launch it beside this one and link to it"
+        if kind.__module__.split(".")[0] == "gradio"
+        else ""
+    )
+    raise UnusableInterface(f"ui: found {kind.__module__}.{kind.__qualname__}, wanted {UI_WANTED}{hint}")
+
+
+def ui_blueprint(ui: Interface) -> Blueprint:
+    """Its routes."""
+    if isinstance(ui, Blueprint):
+        return ui
+    made = Blueprint(f"ui-{secrets.token_hex(4)}")
+    if isinstance(ui, Path) and ui.is_dir():
+        # Sanic serves nothing from outside the folder, by ".." or by a link.
+        made.static("/", ui, name="ui", index="index.html")
+        return made
+
+    async def show(request: Request) -> HTTPResponse:
+        # Read anew, so that an edited file is shown without a new start.
+        return await file(ui) if isinstance(ui, Path) else html(ui)
+
+    made.add_route(show, "/", methods=["GET", "HEAD"], name="ui")
+    return made
+
+
+def endpoints_of(receiver: Receiver) -> list[EndpointInfo]:
+    """The endpoints of a receiver."""
+    return [_info(endpoint) for endpoint in receiver.endpoints.values()]
+
+
+def _info(endpoint: Endpoint) -> EndpointInfo:
+    text = inspect.getdoc(endpoint.handler.function) if inspect.isroutine(endpoint.handler.function) else None
+    return EndpointInfo(endpoint.path, (text or "").split("\n\n")[0], endpoint.filter, not endpoint.proofs.is_open)
+
+
+async def landing_page(
+    receiver: Receiver,
+    base: str,
+    *,
+    links: dict[str, str],
+    with_events: bool,
+    when_open: str = landing.WHEN_OPEN,
+) -> str:
+    """The landing page's HTML.
+
+    Args:
+        base: URL of the app, without a path.
+        links: other pages, by their name.
+        with_events: whether this visitor may see what came.
+        when_open: what an endpoint without a secret means in this app.
+    """
+    return landing.page(
+        base,
+        endpoints_of(receiver),
+        events=await receiver.recent() if with_events else None,
+        links=links,
+        when_open=when_open,
+        is_space=bool(os.environ.get("SPACE_ID")),
+    )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Paths; an empty one is not served."""
+
+    landing: str = "/webhooks"
+    docs: str = "/webhooks/_docs"
+    document: str = "/webhooks/_openapi.json"
+
+
+def blueprint(
+    receiver: Receiver,
+    places: Places = Places(),
+    *,
+    base: Callable[[], str | None] = lambda: None,
+    links: dict[str, str] | None = None,
+    when_open: str = landing.WHEN_OPEN,
+) -> Blueprint:
+    """Routes for people: the landing page and the documents.
+
+    Args:
+        base: public URL of the app, if it is known; else that of the request.
+        links: of other pages of the app to show.
+        when_open: what an endpoint without a secret means in this app.
+    """
+    made = Blueprint(f"pages-{secrets.token_hex(4)}")
+    named = {"Endpoints": places.docs, "OpenAPI": places.document, **(links or {})}
+    shown_links = {name: path for name, path in named.items() if path} | {"Webhooks on the Hub": landing.SETTINGS_PAGE}
+
+    async def show_landing(request: Request) -> HTTPResponse:
+        text = await landing_page(
+            receiver,
+            base() or _base_of(request),
+            links=shown_links,
+            with_events=is_here(request),
+            when_open=when_open,
+        )
+        return html(text, headers=landing.HEADERS)
+
+    async def show_docs(request: Request) -> HTTPResponse:
+        back = {"Back": places.landing} if places.landing else {}
+        text = documents_page(openapi(endpoints_of(receiver)), {**back, "OpenAPI": places.document})
+        return html(text, headers=landing.HEADERS)
+
+    async def show_document(request: Request) -> HTTPResponse:
+        return json(openapi(endpoints_of(receiver)))
+
+    routes: Sequence[tuple[str, Any]] = (
+        (places.landing, show_landing),
+        (places.docs, show_docs),
+        (places.document, show_document),
+    )
+    for path, handler in routes:
+        if path:
+            made.add_route(handler, path, methods=["GET", "HEAD"], name=handler.__name__)
+    return made
+
+
+def _base_of(request: Request) -> str:
+    host = request.headers.get("host", "")
+    return f"{request.scheme}://{host}" if HOST.fullmatch(host) else "http://127.0.0.1"

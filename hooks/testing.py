@@ -1,0 +1,133 @@
+"""Simulated deliveries: duplicates, reordering, wrong secrets."""
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from hooks.payload import Payload
+from hooks.signatures import sign_github, sign_standard
+
+USER_AGENT = "robojax-webhook-simulator"
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One request.
+
+    Attributes:
+        id: its ``Webhook-Id``; the same in every copy.
+        what: the sample it was made of.
+    """
+
+    id: str
+    what: str
+    body: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a delivery.
+
+    Attributes:
+        status: of the answer; None when there was none.
+        seconds: from the first byte sent to the last received.
+        answer: the beginning of the body, or why there was none.
+    """
+
+    delivery: Delivery
+    status: int | None
+    seconds: float
+    answer: str
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether it was answered by 2xx: the Hub would count it as delivered."""
+        return self.status is not None and 200 <= self.status < 300
+
+
+def deliveries(
+    payloads: Sequence[tuple[str, Payload]], *, copies: int = 1, is_reordered: bool = False, seed: int = 0
+) -> list[Delivery]:
+    """What is sent, in this order.
+
+    Args:
+        copies: how often each is sent, with one id.
+        is_reordered: shuffled, as ``seed`` says.
+    """
+    made = [Delivery(str(uuid.uuid4()), what, json.dumps(payload).encode()) for what, payload in payloads]
+    sent = [delivery for delivery in made for _ in range(copies)]
+    if is_reordered:
+        random.Random(seed).shuffle(sent)
+    return sent
+
+
+def headers(
+    delivery: Delivery, *, secret: str | None, standard_secret: str | None, github_secret: str | None, now: float
+) -> dict[str, str]:
+    """Those of the Hub, and signatures where they are asked for; ``now`` in seconds since 1970."""
+    found = {"Content-Type": "application/json", "User-Agent": USER_AGENT, "Webhook-Id": delivery.id}
+    if secret:
+        found["X-Webhook-Secret"] = secret
+    if standard_secret:
+        found["webhook-timestamp"] = str(int(now))
+        found["webhook-signature"] = sign_standard(standard_secret, delivery.id, int(now), delivery.body)
+    if github_secret:
+        found["X-Hub-Signature-256"] = sign_github(github_secret, delivery.body)
+    return found
+
+
+async def send(
+    url: str,
+    sent: Sequence[Delivery],
+    *,
+    secret: str | None = None,
+    standard_secret: str | None = None,
+    github_secret: str | None = None,
+    at_once: int = 1,
+    timeout: float = 30.0,
+) -> AsyncIterator[Outcome]:
+    """Send them; each outcome as it comes.
+
+    Args:
+        at_once: requests under way at one time; 1 keeps their order.
+        timeout: of one request, in seconds.
+    """
+    limits = aiohttp.ClientTimeout(total=timeout)
+    async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=at_once)) as session:
+
+        async def one(delivery: Delivery) -> Outcome:
+            given = headers(
+                delivery,
+                secret=secret,
+                standard_secret=standard_secret,
+                github_secret=github_secret,
+                now=time.time(),
+            )
+            began = time.perf_counter()
+            try:
+                # A redirect would take the secret somewhere else.
+                async with session.post(url, data=delivery.body, headers=given, allow_redirects=False) as answer:
+                    text = (await answer.content.read(2000)).decode(errors="replace")
+                    return Outcome(delivery, answer.status, time.perf_counter() - began, text)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                why = str(error) or f"no answer within {timeout:g} s"
+                return Outcome(delivery, None, time.perf_counter() - began, why)
+
+        waiting = list(reversed(sent))
+        running: set[asyncio.Task[Outcome]] = set()
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    running.add(asyncio.create_task(one(waiting.pop())))
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()

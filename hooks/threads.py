@@ -1,0 +1,45 @@
+"""Calls in threads, with time limits."""
+
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def begin(work: Callable[[], Result]) -> Future[Result]:
+    """Start it in a thread of its own.
+
+    A thread of a pool would hold the end of the program, and an address look-up that hangs cannot be ended.
+    """
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()  # so that it cannot be cancelled while the thread sets its result
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result = context.run(work)
+        except BaseException as error:  # handed on to who waits
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="hub-call", daemon=True).start()
+    return future
+
+
+def within(seconds: float, work: Callable[[], Result]) -> Result:
+    """Its result, or after the limit the thread is left alone.
+
+    Raises:
+        TimeoutError: it was not done in time.
+    """
+    future = begin(work)
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():
+            raise  # the work's own
+        raise TimeoutError(f"not done in {seconds:g} s") from None

@@ -1,0 +1,250 @@
+"""Command table; how commands fail, exit, and print tables."""
+
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from enum import IntEnum
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from robojax.robot.checks import Finding as OfRobot
+    from service.doctor import Finding as OfServer
+
+
+class Code(IntEnum):
+    """Exit codes."""
+
+    CHECK = 1
+    USAGE = 2
+    POLICY = 3
+    TRANSPORT = 4
+
+
+def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
+    """Say it on standard error and end."""
+    for style, label, text in (("bold red", "Error", what), ("bold", "Why", why), ("bold green", "Do", then)):
+        lines = text.splitlines() or [""]
+        typer.secho(f"{label:>5}: ", nl=False, err=True, fg=style.split()[-1] if " " in style else None, bold=True)
+        typer.echo(f"\n{'':7}".join(lines), err=True)
+    raise typer.Exit(code)
+
+
+# name -> (module, what in it: a Typer app or a function, one line of help)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "serve": ("robojax.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
+    "follow": ("robojax.cli.serve", "follow", "Lend this machine's devices to a server on another one."),
+    "demo": ("robojax.cli.sim", "app", "Watch a simulated arm pick up cubes, driven by the real server."),
+    "record-demo": (
+        "robojax.cli.sim",
+        "record_demo",
+        "Record demonstrations of a scripted expert as a LeRobotDataset.",
+    ),
+    "eval": ("robojax.cli.sim", "evaluate", "How often a policy lifts the cube it was asked for, in closed loop."),
+    "doctor": ("robojax.cli.serve", "doctor", "Is this machine fit? Each finding comes with its fix."),
+    "check": ("robojax.cli.check", "check", "What a policy needs, how fast it is here, and whether it fits a rate."),
+    "sessions": ("robojax.cli.sessions", "sessions", "List the sessions of a running server."),
+    "stop": ("robojax.cli.sessions", "stop", "Stop a session, or with --all every robot (emergency stop, latched)."),
+    "start": ("robojax.cli.sessions", "start", "Let a session move its robot."),
+    "restart": ("robojax.cli.sessions", "restart", "Stop and start a session, or load an interrupted one again."),
+    "adjust": (
+        "robojax.cli.sessions",
+        "adjust",
+        "What the policy is told and how its chunks are joined, while it moves.",
+    ),
+    "reset": ("robojax.cli.sessions", "reset", "Take the latch of an emergency stop off; nothing moves by it."),
+    "delete": ("robojax.cli.sessions", "delete", "Remove a session and its rooms."),
+    "robot": ("robojax.cli.robot", "robot", "An SO-100 or SO-101 arm, or a simulated one, tied to a session."),
+    "token": ("robojax.cli.token", "app", "Keys and tokens: who may call a server, and as what."),
+    "deployments": ("robojax.cli.sessions", "deployments", "What became of pushes to policies of running sessions."),
+    "policy": ("robojax.cli.sessions", "policy", "Bring a revision of its policy to a running session."),
+    "rollback": ("robojax.cli.sessions", "rollback", "Bring back the policy that a session ran before."),
+    "recordings": ("robojax.cli.recordings", "app", "What a server recorded: list, info, export to a dataset."),
+    "replay": ("robojax.cli.recordings", "replay", "A recording against a policy: how far off it would have been."),
+    "webhooks": ("robojax.cli.webhooks", "app", "Manage webhooks of the Hub, receive them, replay what came."),
+    "bench": ("robojax.cli.bench", "bench", "Measure this machine with the benchmarks of a checkout; writes a page."),
+    "train": ("robojax.cli.train", "app", "Train a policy on a LeRobotDataset; flags as of lerobot-train."),
+    "transport": ("robojax.cli.serve", "transport", "Run a rooms server alone."),
+}
+
+# What these need beside the package itself, and what of it can be missing.
+EXTRAS = {
+    "demo": "sim",
+    "record-demo": "sim,recording",
+    "eval": "sim",
+    "recordings": "recording",
+    "replay": "recording",
+    "train": "training",
+    "robot": "robot",
+}
+OPTIONAL = frozenset(
+    (
+        "cv2",
+        "lz4",
+        "matplotlib",
+        "mcap",
+        "mujoco",
+        "pyarrow",
+        "scservo_sdk",
+        "serial",
+        "tensorboardX",
+        "yaml",
+        "zstandard",
+    )
+)
+
+
+class Commands(TyperGroup):
+    """Commands that are imported one at a time."""
+
+    _is_listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name; while help is written, only its one line."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, summary = COMMANDS[cmd_name]
+        if self._is_listing:
+            return TyperCommand(cmd_name, help=summary)
+        found = getattr(import_module(module), attribute)
+        if not isinstance(found, typer.Typer):
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app.command(cmd_name)(found)
+            found = app
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        return command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The overview, without importing any command."""
+        self._is_listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._is_listing = False
+
+
+def main() -> None:
+    """What the console command runs. Exit codes: 0 ok, 1 a check failed, 2 usage or settings, 3 policy, 4 transport."""
+    app = typer.Typer(
+        cls=Commands,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(robojax)
+    command = typer.main.get_command(app)
+    try:
+        sys.exit(command(prog_name="robojax"))
+    except ModuleNotFoundError as error:
+        called, missing = (
+            next((word for word in sys.argv[1:] if word in EXTRAS), None),
+            (error.name or "").split(".")[0],
+        )
+        if called is None or missing not in OPTIONAL:
+            raise
+        try:
+            fail(
+                Code.USAGE,
+                f"robojax {called} needs more than is installed",
+                f"{missing} is not there",
+                f"pip install 'robojax[{EXTRAS[called]}]'",
+            )
+        except typer.Exit as ended:
+            sys.exit(ended.exit_code)
+
+
+def robojax(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and end.", is_eager=True, callback=lambda it: _version(it)),
+    ] = False,
+) -> None:
+    """A runtime for robot policies in JAX.
+
+    Exit codes: 0 ok, 1 a check failed, 2 usage or settings, 3 policy, 4 transport.
+    """
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"robojax {version('robojax')}")
+        raise typer.Exit
+
+
+def flatten(function: Callable[..., None]) -> Callable[..., None]:
+    """A command for Typer: a parameter that is a group becomes an option for each field of its dataclass."""
+    hints = get_type_hints(function).items()
+    groups: dict[str, type] = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
+        function(**given)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        group = groups.get(parameter.name)
+        parameters += [parameter] if group is None else inspect.signature(group).parameters.values()
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+    return command
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Iterable["str | Text"]], *, never_folded: Collection[str] = ()
+) -> None:
+    """A heading and its rows.
+
+    Args:
+        never_folded: columns whose cells stay on one line.
+    """
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in never_folded)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    Console(highlight=False).print(table)
+
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def show_findings(findings: Sequence["OfServer | OfRobot"], *, as_json: bool) -> None:
+    """Print them; ends the command with exit code 1 when one says that something has to be mended."""
+    failed = [finding for finding in findings if finding.level == "fail"]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        from rich.console import Console
+        from rich.text import Text
+
+        print_table(
+            ("", "what", "found", "fix"),
+            ((Text(one.level, _COLOURS[one.level]), one.name, one.found, one.fix) for one in findings),
+        )
+        told = f"{len(failed)} of {len(findings)} need repair" if failed else "fit"
+        Console(highlight=False).print(told, style="bold")
+    if failed:
+        raise typer.Exit(Code.CHECK)

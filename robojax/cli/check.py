@@ -1,0 +1,271 @@
+"""`check`: inspects and times a policy or model, without a robot."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from robojax.cli.app import Code, fail
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from jaxmodels import LoadedModel, Policy, Requirements
+    from service.inference.measurement import Speed, Verdict
+
+
+def check(
+    policy: Annotated[str, typer.Argument(help="A folder, or a Hub repo id (owner/name).")],
+    rate: Annotated[
+        float | None, typer.Option(min=0.1, max=1000, help="Actions per second; default: the policy's own, else 20.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
+    subfolder: Annotated[str | None, typer.Option(help="Of a diffusers pipeline, e.g. transformer.")] = None,
+    prefix: Annotated[
+        str | None, typer.Option(help="One transformer of a diffusers UNet, e.g. mid_block.attentions.0.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    limits: Annotated[
+        str | None, typer.Option(help="TOML or URDF file with limits of motion; default: that of the settings.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+) -> None:
+    """What a policy needs, how fast it is on this machine, and whether that fits a rate.
+
+    A folder of diffusers (Transformer2DModel, DiT, PixArt) is looked at, too: what it is, its inputs, its speed.
+
+    Exit code 1 when a policy does not fit, 3 when it cannot be loaded.
+    """
+    import json
+
+    from rich.console import Console
+
+    import jaxmodels
+    from jaxmodels.errors import JaxModelsError
+
+    pass
+    from service.inference.measurement import judge, measure
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        with console.status("importing JAX ...") as status:
+            if is_model(policy, revision, subfolder, prefix):
+                check_model(policy, revision, dtype, device, subfolder, prefix, runs, as_json, status)
+                return
+            load = jaxmodels.load_policy
+            loaded = load(
+                policy, revision, dtype, device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
+            )
+            status.update("compiling and timing ...")
+            speed = measure(loaded, runs=runs)
+    except JaxModelsError as error:
+        fail(
+            Code.POLICY,
+            f"policy {policy!r} cannot be used",
+            str(error),
+            "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like owner/name",
+        )
+    requirements = loaded.requirements
+    motion = _limits(requirements, limits)
+    verdict = judge(requirements, speed, rate or requirements.rate or 20.0)
+    if as_json:
+        facts = _facts(requirements, speed, verdict, loaded.device) | motion
+        needs = {"load": loaded.needs.host, "run": loaded.needs.device}
+        typer.echo(json.dumps({**facts, "parameters": loaded.sizes.parameters, "memory_bytes": needs}, indent=2))
+    else:
+        _show(requirements, speed, verdict, loaded)
+        _show_limits(motion["limits"], motion["unmatched"])
+    if verdict.fit == "does not fit":
+        raise typer.Exit(Code.CHECK)
+
+
+def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
+    """The limits that a session would have with the settings of here, and joints of the file that it does not have."""
+    from robojax.cli.serve import settings_or_end
+    from service.control.joints import table_for
+    from service.control.limits import Asked, motion_limits, read_limits
+    from service.errors import ServiceError
+
+    settings = settings_or_end({"limits": file})
+    read = None if settings.limits is None else read_limits(settings.limits)
+    try:
+        table = table_for(requirements.action, checkpoint=requirements.joint_names, ranges=settings.joint_ranges)
+        asked = Asked(settings.safety, setting=settings.max_relative_target, file=read)
+        found = motion_limits(table, asked, requirements.action_range)
+        return {"limits": found.as_json(), "unmatched": list(found.unmatched)}
+    except ServiceError as error:
+        fail(Code.USAGE, "the limits do not fit this policy", str(error), "docs/safety.md says where limits come from")
+
+
+def _show_limits(limits: dict[str, dict[str, object]], unmatched: list[str]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_edge=False, pad_edge=False, box=None)
+    for column in ("joint", "low", "high", "step", "velocity", "acceleration", "jerk", "from"):
+        table.add_column(column, justify="left" if column in ("joint", "from") else "right")
+    for name, said in limits.items():
+        *numbers, origin = said.values()
+        table.add_row(
+            escape(name),
+            *("-" if value is None else f"{value:g}" for value in numbers),
+            "[bold yellow]nobody knows[/]" if origin == "none" else escape(str(origin)),
+        )
+    console = Console(highlight=False)
+    console.print("\nlimits that a session would have here; step per tick, the others per second (-: none):")
+    console.print(table)
+    if unmatched:
+        named = escape(", ".join(unmatched))
+        console.print(f"[bold yellow]not used[/]: the limits file names {named}, which this policy does not have")
+
+
+def _facts(requirements: "Requirements", speed: "Speed", verdict: "Verdict", device: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "requirements": asdict(requirements),
+        "device": device,
+        "inference_ms": {"p50": speed.p50 * 1e3, "p99": speed.p99 * 1e3, "runs": speed.runs},
+        "stages_ms": {stage: seconds * 1e3 for stage, seconds in speed.stages.items()},
+        "compile_s": speed.compile,
+        "rate": verdict.rate,
+        "budget_ms": verdict.budget * 1e3,
+        "chunk_ms": verdict.covered * 1e3,
+        "verdict": verdict.fit,
+    }
+
+
+def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", policy: "Policy") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    cameras = ", ".join(f"{name} {h}x{w}" for name, (h, w) in requirements.cameras.items()) or "none"
+    names = requirements.joint_names
+    ensemble = requirements.temporal_ensemble_coeff
+    sizes, needs = policy.sizes, policy.needs
+    stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
+    rows = {
+        "type": requirements.policy_type,
+        "cameras": f"{cameras} (height x width; other sizes are resized)",
+        "state": "none" if requirements.state is None else f"{requirements.state} joints",
+        "environment": None if requirements.environment_state is None else f"{requirements.environment_state} values",
+        "instruction": "wanted: it does what it is told, in words" if requirements.language else None,
+        "action": f"{requirements.action} joints",
+        "joints": ", ".join(names) if names else "not named by the checkpoint; give joint_names if it is no SO-100",
+        "chunk": f"{requirements.chunk} actions, {requirements.action_steps} of them between two looks"
+        + (f", ensembled over time ({ensemble:g})" if ensemble is not None else ""),
+        "made for": "no rate given" if requirements.rate is None else f"{requirements.rate:g} Hz",
+        "device": policy.device,
+        "inference": f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})",
+        "compile": f"{speed.compile:.2f} s",
+        "parameters": f"{sizes.parameters:,}",
+        "memory": f"about {needs.host / 1e6:,.0f} MB to load, {needs.device / 1e6:,.0f} MB to run",
+    }
+    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(f"[bold]{name}[/bold]", escape(value))
+    console = Console(highlight=False)
+    console.print(table)
+    colour = {"fits": "green", "does not fit": "red"}.get(verdict.fit, "yellow")
+    console.print(
+        f"[bold {colour}]{verdict.fit}[/bold {colour}] at {verdict.rate:g} Hz: "
+        f"p99 {speed.p99 * 1e3:.1f} ms; {verdict.budget * 1e3:.1f} ms between two looks, "
+        f"a chunk lasts {verdict.covered * 1e3:.1f} ms"
+    )
+
+
+def is_model(path: str, revision: str | None, subfolder: str | None, prefix: str | None) -> bool:
+    """Whether this is a model of diffusers; what cannot be told is taken for a policy, whose errors say more.
+
+    Raises:
+        HubError: a repo cannot be fetched.
+    """
+    import jaxmodels
+    from jaxmodels.errors import CheckpointError
+
+    try:
+        return prefix is not None or jaxmodels.is_model(path, revision, subfolder)
+    except CheckpointError:
+        return False
+
+
+def check_model(
+    path: str,
+    revision: str | None,
+    dtype: str | None,
+    device: str | None,
+    subfolder: str | None,
+    prefix: str | None,
+    runs: int,
+    as_json: bool,
+    status: "Status",
+) -> None:
+    """Load it, time it, print it.
+
+    Raises:
+        JaxModelsError: it cannot be loaded.
+    """
+    import jaxmodels
+    from service.inference.measurement import measure_model
+
+    def tell(stage: str) -> None:
+        status.update(f"{stage} {path} ...")
+
+    model = jaxmodels.load_model(path, revision, dtype, device, subfolder=subfolder, prefix=prefix, on_progress=tell)
+    status.update("compiling and timing ...")
+    speed = measure_model(model, runs=runs)
+    status.stop()
+    if as_json:
+        typer.echo(json.dumps(_model_facts(model, speed), indent=2))
+    else:
+        _show_model(model, speed)
+
+
+def _model_facts(model: "LoadedModel", speed: "Speed") -> dict[str, Any]:
+    return {
+        **model.description,
+        "forward_ms": {"p50": speed.p50 * 1e3, "p99": speed.p99 * 1e3, "runs": speed.runs},
+        "stages_ms": {stage: seconds * 1e3 for stage, seconds in speed.stages.items()},
+        "compile_s": speed.compile,
+        "timed_with": {name: list(array.shape) for name, array in model.example().items()},
+    }
+
+
+def _show_model(model: "LoadedModel", speed: "Speed") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    facts = model.description
+    stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
+    config = facts["config"]
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    rows = [
+        ("type", f"{facts['class']} with {facts['kind']} input"),
+        ("size", f"{config['num_layers']} layers, {width} wide, {config['num_attention_heads']} heads"),
+        ("parameters", f"{facts['parameters'] / 1e6:.2f} M, {facts['bytes'] / 1e6:.1f} MB in {facts['dtype']}"),
+    ]
+    for entry in facts["inputs"]:
+        need = "" if entry["required"] else "; may be left out"
+        rows.append(("input", f"{entry['name']} {_shape(entry)} {entry['dtype']}: {entry['note']}{need}"))
+    rows += [("output", f"{entry['name']} {_shape(entry)} {entry['dtype']}") for entry in facts["outputs"]]
+    timed = ", ".join(f"{name} {'x'.join(map(str, array.shape))}" for name, array in model.example().items())
+    rows += [
+        ("device", facts["device"]),
+        ("timed with", timed),
+        ("forward", f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})"),
+        ("compile", f"{speed.compile:.2f} s"),
+    ]
+    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    for name, value in rows:
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
+    Console(highlight=False).print(table)
+
+
+def _shape(entry: dict[str, Any]) -> str:
+    return f"({', '.join(map(str, entry['shape']))})"

@@ -1,0 +1,346 @@
+"""`recordings`, `replay`: list, export, replay against a policy."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from robojax.cli.app import Code, fail, print_table
+from robojax.cli.sessions import AsJson, Key, Url, base_url, call
+from service.logging import printable
+
+if TYPE_CHECKING:
+    from service.recording.replay import Report
+    from service.recording.steps import Source
+
+app = typer.Typer(
+    help="Recordings of sessions: list, info, export to a LeRobotDataset.", no_args_is_help=True, add_completion=False
+)
+# Letters of one value in the table, and events in it.
+LONGEST, MOST_EVENTS = 2000, 10_000
+# Bytes that looking at a file, and making a dataset of it, may have of memory: the limits of what reads them hold long
+# before, but the libraries for videos and tables believe what a file claims.
+MEMORY = 6 << 30
+File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")]
+
+
+@app.command("list")
+def list_recordings(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """List the recordings of a running server."""
+    import json
+
+    base = base_url(url)
+    found = call(base, "GET", "/recordings", key=key)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        typer.echo(f"no recordings at {base}; POST /sessions/ID/record begins one")
+        return
+    print_table(("recording", "session", "state", "seconds", "MB", "starts", "dataset"), map(_row, found))
+
+
+def _row(recording: Any) -> Sequence[str]:
+    return (
+        printable(str(recording["name"])),
+        printable(str(recording["session_id"] or "")),
+        printable(str(recording["state"])),
+        "" if recording["seconds"] is None else f"{recording['seconds']:.1f}",
+        f"{recording['bytes'] / 1e6:.1f}",
+        "" if recording["episodes"] is None else str(recording["episodes"]),
+        printable(str(recording["dataset"])),
+    )
+
+
+@app.command()
+def info(file: File, as_json: AsJson = False) -> None:
+    """What is in a recording, or in a dataset."""
+    import json
+
+    from service.recording.steps import RecordingError
+
+    try:
+        with limited_memory():
+            found = _facts(source_or_end(file))
+    except (RecordingError, MemoryError) as error:
+        fail(Code.USAGE, f"{file} cannot be used", _why(error), "give an .mcap as `robojax serve` wrote it")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    for name, value in found.items():
+        if value not in (None, "", []) and name != "events":
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            # A name may hold what moves the cursor or sets the title of a terminal.
+            table.add_row(f"[bold]{name}[/bold]", escape(printable(shown, LONGEST)))
+    for at, code, text in found.get("events", []):
+        table.add_row("", escape(f"{at:9.3f} s  {printable(code)}: {printable(text, LONGEST)}"))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="A recording (.mcap).")],
+    to: Annotated[Path | None, typer.Option(help="New folder; default: the recording's name beside it.")] = None,
+) -> None:
+    """Make a LeRobotDataset v3 folder of a recording: one episode per start."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from service.recording.steps import RecordingError
+
+    source = source_or_end(file)
+    from service.recording.dataset import write_dataset
+
+    folder = to or file.with_suffix("")
+    try:
+        with limited_memory(), Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("writing", total=source.facts.length)
+            writer = write_dataset(folder, source.facts, source.steps(), lambda: bar.advance(task))
+    except (RecordingError, OSError, MemoryError) as error:
+        fail(
+            Code.USAGE, f"no dataset was made of {file}", _why(error), "robojax recordings info FILE says what is in it"
+        )
+    warn_of_damage(source)
+    typer.echo(f"{folder}: {writer.episodes} episodes, {writer.frames} frames")
+
+
+def source_or_end(path: Path) -> "Source":
+    """The steps behind a path of the command line, or the end of this command."""
+    try:
+        from service.recording.library import open_source
+    except ImportError as error:
+        from service.recording.recordings import INSTALL
+
+        fail(Code.USAGE, "recordings cannot be read", f"{error.name or 'a package'} is not installed", INSTALL)
+    from service.recording.steps import RecordingError
+
+    try:
+        return open_source(path)
+    except (RecordingError, MemoryError) as error:
+        fail(
+            Code.USAGE, f"{path} cannot be used", _why(error), "give an .mcap of `robojax serve`, or a dataset's folder"
+        )
+
+
+def warn_of_damage(source: "Source") -> None:
+    """Say on standard error that not all of a damaged file was read."""
+    if source.damage is not None:
+        typer.secho(printable(source.damage, LONGEST), err=True, fg="yellow")
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let this process have so much meanwhile: what claims to be larger ends the command, not the machine."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        yield
+        return
+    # Private memory alone: what is mapped from files counts for nothing.
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    is_wider = soft == resource.RLIM_INFINITY or soft > MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY if is_wider else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return f"it needs more than the {MEMORY >> 30} GiB of memory that this command takes"
+    return printable(str(error), LONGEST)
+
+
+def _facts(source: "Source") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from service.recording.mcap_files import McapSource
+
+    facts = source.facts
+    found: dict[str, Any] = {
+        "rate": facts.rate,
+        "joints": list(facts.joints),
+        "features": list(facts.features),
+        "cameras": list(facts.cameras),
+        "robot_type": facts.robot_type,
+        "task": facts.task,
+        "steps": facts.length,
+    }
+    if isinstance(source, McapSource):
+        subject, outcome = source.subject, source.outcome
+        found |= {"session": subject.session_id, "policy": subject.policy_path, "commit": subject.commit}
+        found |= {"version": subject.version, "dry_run": subject.is_dry_run, **asdict(outcome)}
+        events, left_out = [], 0
+        for at, code, text in source.events():
+            if len(events) < MOST_EVENTS:
+                events.append([round((at - subject.wall_ns) / 1e9, 3), code[:LONGEST], text[:LONGEST]])
+            else:
+                left_out += 1
+        found |= {"events": events, "events_left_out": left_out or None, "damage": source.damage}
+    return found
+
+
+def replay(
+    recording: Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDataset v3 folder.")],
+    policy: Annotated[str, typer.Option(help="A folder, or a Hub repo id (owner/name).")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Ticks from one question to the next; default: the policy's own.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw recorded and predicted actions into this file.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=0, help="Largest mean error in % of the range, else exit 1.")
+    ] = None,
+    rerun: Annotated[bool, typer.Option("--rerun", help="Show it in a Rerun viewer.")] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="With --rerun: write this .rrd instead of opening a viewer.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+) -> None:
+    """Play a recording against a policy: how far what it would do is from what was done (open loop).
+
+    The policy sees what the robot saw, and its answers move nothing. Exit code 1 when the error is above --limit, 2
+    when the recording cannot be used, 3 when the policy cannot.
+    """
+    import json
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    import jaxmodels
+    from jaxmodels.errors import JaxModelsError
+
+    pass
+    from service.recording.replay import Misfit, play
+    from service.recording.steps import RecordingError
+
+    errors = Console(stderr=True, highlight=False)
+    source = source_or_end(recording)
+    if plot is not None:
+        _need_matplotlib()
+    viewer = _viewer(source.facts, save) if rerun else None
+    try:
+        with errors.status("importing JAX ...") as status:
+            load = jaxmodels.load_policy
+            loaded = load(
+                policy, revision, device=device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
+            )
+        with Progress(console=errors, transient=True) as bar:
+            task = bar.add_task("playing", total=source.facts.length)
+
+            def on_step(step: Any, chunk: Any) -> None:
+                if viewer is not None:
+                    viewer.show(step, chunk)
+                bar.advance(task)
+
+            report = play(source, loaded, every=every, on_step=on_step)
+    except Misfit as error:
+        then = f"robojax check {policy} says what it needs, robojax recordings info {recording} what there is"
+        fail(Code.POLICY, f"policy {policy!r} does not fit the recording", str(error), then)
+    except JaxModelsError as error:
+        fail(Code.POLICY, f"policy {policy!r} cannot be used", str(error), f"robojax check {policy} says more")
+    except RecordingError as error:
+        fail(
+            Code.USAGE,
+            "the recording cannot be played",
+            printable(str(error), 2000),
+            "robojax recordings info FILE says what is in it",
+        )
+    warn_of_damage(source)
+    commit = loaded.commit
+    if as_json:
+        typer.echo(json.dumps(_replay_facts(report, str(recording), policy, commit), indent=2))
+    else:
+        _show(report, policy, commit)
+    if plot is not None:
+        _plot(plot, report, f"{recording.name} against {policy}")
+        typer.echo(f"plot: {plot}", err=as_json)
+    if limit is not None and (report.mean_percent is None or report.mean_percent > limit):
+        raise typer.Exit(Code.CHECK)
+
+
+def _need_matplotlib() -> None:
+    from importlib.util import find_spec
+
+    from service.recording.recordings import INSTALL
+
+    if find_spec("matplotlib") is None:
+        fail(Code.USAGE, "nothing can be drawn", "matplotlib is not installed", INSTALL)
+
+
+def _viewer(facts: Any, save: Path | None) -> Any:
+    from service.recording.replay import INSTALL, Viewer
+
+    try:
+        return Viewer(facts, save)
+    except ImportError:
+        fail(Code.USAGE, "nothing can be shown", "Rerun is not installed", INSTALL)
+    except (RuntimeError, OSError) as error:
+        fail(Code.USAGE, "the viewer does not start", str(error), "give --save FILE.rrd and open it elsewhere")
+
+
+def _plot(path: Path, report: "Report", title: str) -> None:
+    from service.recording.replay import save_plot
+
+    try:
+        save_plot(path, report, title)
+    except (OSError, ValueError) as error:
+        fail(
+            Code.USAGE,
+            f"nothing was drawn into {path}",
+            str(error),
+            "give a .png, .svg or .pdf in a folder that is there",
+        )
+
+
+def _replay_facts(report: "Report", recording: str, policy: str, commit: str | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    milliseconds = sorted(seconds * 1e3 for seconds in report.seconds)
+    return {
+        "recording": recording,
+        "policy": policy,
+        "commit": commit,
+        "rate": report.facts.rate,
+        "episodes": len(report.episodes),
+        "steps": report.steps,
+        "inferences": len(milliseconds),
+        "inference_ms": {"p50": milliseconds[len(milliseconds) // 2], "largest": milliseconds[-1]},
+        "mean_percent": report.mean_percent,
+        "joints": [asdict(joint) for joint in report.joints()],
+    }
+
+
+def _show(report: "Report", policy: str, commit: str | None) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+    table.add_column("joint")
+    for column in ("mean error", "largest", "mean % of range", "largest %"):
+        table.add_column(column, justify="right")
+    for joint in report.joints():
+        percents = (joint.mean_percent, joint.largest_percent)
+        shown = ["-" if percent is None else f"{percent:.2f}" for percent in percents]
+        table.add_row(escape(printable(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *shown)
+    console = Console(highlight=False)
+    console.print(table)
+    facts = report.facts
+    overall = "" if report.mean_percent is None else f"; mean error {report.mean_percent:.2f} % of the range"
+    whole = "" if facts.is_whole else "; the file was cut off and is read as far as it goes"
+    name = escape(policy) + (f" at {commit[:12]}" if commit else "")
+    console.print(
+        f"{name}: {report.steps} steps of {len(report.episodes)} episodes at {facts.rate:g} Hz, "
+        f"asked {len(report.seconds)} times{overall}{whole}"
+    )

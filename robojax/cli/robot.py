@@ -1,0 +1,201 @@
+"""`robot`: ties an arm and cameras to a session."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from robojax.cli.app import Code, fail, show_findings
+from robojax.cli.sessions import Key
+
+if TYPE_CHECKING:
+    from robojax.robot.runner import Program
+
+ROBOT, SESSION, SAFETY = "Robot (LeRobot's names)", "Session", "Safety"
+
+
+def robot(
+    type_: Annotated[
+        str | None,
+        typer.Option("--robot.type", help="so101_follower, so100_follower or simulated.", rich_help_panel=ROBOT),
+    ] = None,
+    port: Annotated[
+        str | None, typer.Option("--robot.port", help="Serial port, e.g. /dev/ttyACM0.", rich_help_panel=ROBOT)
+    ] = None,
+    id_: Annotated[
+        str | None, typer.Option("--robot.id", help="Names the calibration file of LeRobot.", rich_help_panel=ROBOT)
+    ] = None,
+    cameras: Annotated[
+        str | None,
+        typer.Option(
+            "--robot.cameras",
+            help='"{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"; a video file is a '
+            "path, type: simulated draws pictures.",
+            rich_help_panel=ROBOT,
+        ),
+    ] = None,
+    use_degrees: Annotated[
+        str | None,
+        typer.Option(
+            "--robot.use_degrees",
+            help="true or false, as the policy's demonstrations were recorded: LeRobot's default was false up to 0.4.3 "
+            "and is true since.",
+            rich_help_panel=ROBOT,
+        ),
+    ] = None,
+    calibration_dir: Annotated[
+        str | None,
+        typer.Option("--robot.calibration_dir", help="Where ID.json lies; default: LeRobot's.", rich_help_panel=ROBOT),
+    ] = None,
+    max_relative_target: Annotated[
+        str | None,
+        typer.Option(
+            "--robot.max_relative_target",
+            help="The farthest a target may be from where the joint is: one for all, a map by joint, or none. "
+            "Default: 20.",
+            rich_help_panel=SAFETY,
+        ),
+    ] = None,
+    disable_torque_on_disconnect: Annotated[
+        str | None,
+        typer.Option(
+            "--robot.disable_torque_on_disconnect",
+            help="true lets the arm go at the end: it falls. Default: false, it is held.",
+            rich_help_panel=SAFETY,
+        ),
+    ] = None,
+    watchdog_ms: Annotated[
+        float, typer.Option(min=20, max=10_000, help="Without a command for so long, hold.", rich_help_panel=SAFETY)
+    ] = 500,
+    server: Annotated[
+        str | None, typer.Option(help="The server's URL; default: http://127.0.0.1:8001.", rich_help_panel=SESSION)
+    ] = None,
+    key: Key = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy.path",
+            help="A folder on the server's machine, or a Hub repo id: a session of it is made, and removed at the end.",
+            rich_help_panel=SESSION,
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option("--policy.revision", help="Branch, tag or commit of a repo.", rich_help_panel=SESSION),
+    ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            help="Without --policy.path: a session that is there. With it: the new one's id, else --robot.id.",
+            rich_help_panel=SESSION,
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="For policies that read an instruction.", rich_help_panel=SESSION)
+    ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="direct, or the URL of the rooms' server. Default: direct for a new session; for one that is there, "
+            "the rooms of --server if it has rooms.",
+            rich_help_panel=SESSION,
+        ),
+    ] = None,
+    fps: Annotated[
+        float, typer.Option(min=1, max=200, help="Observations sent per second.", rich_help_panel=SESSION)
+    ] = 30,
+    frames: Annotated[
+        str | None,
+        typer.Option(help="jpeg or raw; default: raw if the server is on this machine.", rich_help_panel=SESSION),
+    ] = None,
+    start: Annotated[
+        bool, typer.Option(help="Start the session, or wait for `robojax start`.", rich_help_panel=SESSION)
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option(help="The new session computes everything and commands nothing.", rich_help_panel=SESSION)
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Look at port, servos, cameras and server; nothing moves.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --check: findings as JSON.")] = False,
+) -> None:
+    """Tie an SO-100 or SO-101 arm and its cameras to a session; flags are named as LeRobot's.
+
+    The arm follows the session's commands and is held whenever none come, at an emergency stop (space), and at the
+    end (q or Ctrl-C). --robot.type=simulated needs no hardware. docs/robot.md goes through it step by step.
+
+    Exit code 1 when a check fails or the arm is lost, 2 when a flag or the robot cannot be used, 4 when the server
+    cannot.
+    """
+    from robojax.robot.config import robot_config
+    from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
+    from robojax.robot.runner import Program
+
+    try:
+        config = robot_config(
+            type=type_,
+            port=port,
+            id=id_,
+            cameras=cameras,
+            use_degrees=use_degrees,
+            max_relative_target=max_relative_target,
+            calibration_dir=calibration_dir,
+            disable_torque_on_disconnect=disable_torque_on_disconnect,
+        )
+    except RobotError as error:
+        fail(Code.USAGE, "the robot cannot be used", str(error), error.then)
+    if frames not in (None, "jpeg", "raw"):
+        fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
+    program = Program(
+        robot=config,
+        server=server,
+        key=key,
+        session=session,
+        policy=policy,
+        revision=revision,
+        task=task,
+        transport=transport,
+        rate=fps,
+        patience=watchdog_ms / 1e3,
+        is_started=start,
+        is_dry_run=dry_run,
+        is_compressed=None if frames is None else frames == "jpeg",
+    )
+    if check:
+        _check(program, as_json)
+        return
+    if policy is None and session is None:
+        fail(
+            Code.USAGE,
+            "there is nothing to do",
+            "neither --policy.path nor --session is given",
+            "--policy.path=user/act_so101 makes a session; `robojax sessions` lists those that are there",
+        )
+    import asyncio
+
+    from robojax.client import ClientError
+    from robojax.robot.runner import run
+
+    try:
+        asyncio.run(run(program, lambda text: typer.echo(text, err=True)))
+    except RobotError as error:
+        is_lost = isinstance(error, ArmLost | BusLost | CameraLost)
+        fail(Code.CHECK if is_lost else Code.USAGE, "the robot cannot go on", str(error), error.then)
+    except ClientError as error:
+        fail(Code.TRANSPORT, "the server cannot be used", str(error), _way_on(error))
+
+
+def _way_on(error: Exception) -> str:
+    code = getattr(error, "code", "")
+    if code == "session_exists":
+        return "--session=ID without --policy.path joins it; with it, ID names another one"
+    if code == "unknown_session":
+        return "robojax sessions shows what there is"
+    if "emergency stop is latched" in str(error):
+        return "robojax reset ID, once it is safe; then start this program again"
+    return "robojax robot --check looks at everything"
+
+
+def _check(program: "Program", as_json: bool) -> None:
+    from robojax.robot.checks import findings
+
+    show_findings(list(findings(program)), as_json=as_json)

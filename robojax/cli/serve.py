@@ -1,0 +1,348 @@
+"""`serve`, `transport`, `follow`, `doctor`: commands of a server's machine."""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+import typer
+
+from robojax.cli.app import Code, fail, show_findings
+from service.settings import FILE, GROUPS, PREFIX, Settings, SettingsError, load_settings, unknown_variables
+
+if TYPE_CHECKING:
+    from service.logging import Background, RotatingFile
+
+
+def serve(config: Path | None, **flags: Any) -> None:
+    """Run the server until Ctrl-C or SIGTERM.
+
+    Settings come from flags, then from the environment (ROBOJAX_PORT for --port), then from a TOML file (port = 8001),
+    then from the defaults shown here.
+    """
+    import logging
+
+    from service.http.server import CannotListen, listen, run
+    from service.logging import configure_logging
+    from service.processes import collector_paused
+    from service.state import usual_state
+
+    settings = settings_or_end(flags, config)
+    if settings.state is None:
+        settings = settings.model_copy(update={"state": usual_state(settings.port)})
+    log = configure_logging(settings.log_level, settings.log_format, _log_file(settings))
+    for name in unknown_variables():
+        logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
+    try:
+        listener = listen(settings.host, settings.port)
+        openpi = None if settings.openpi_port is None else listen(settings.host, settings.openpi_port)
+    except CannotListen as error:
+        fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
+    close_to_strangers(listener.getsockname()[0], settings, "serve")
+    # Most of what takes long to import is not needed to refuse.
+    with collector_paused():
+        from service.api.websockets import openpi_app
+        from service.app import create_app
+        from service.errors import FrontNameTaken, ModelError, NoDatabase, NoDevice, NoEngine
+        from service.rollout.webhooks import StartFailed
+
+    rooms = "rooms included" if settings.embedded_transport else "without rooms"
+    try:
+        app = create_app(settings)
+    except SettingsError as error:
+        listener.close()
+        fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help` lists all")
+    beside = None if openpi is None else (openpi_app(app), openpi)
+    also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
+    try:
+        run(
+            app,
+            listener,
+            lambda url: typer.echo(
+                f"robojax serves at {url} ({rooms}; page: {url}/ui, API: {url}/docs{also}). Ctrl-C ends it."
+            ),
+            beside,
+            app.ctx.loop_watchdog,
+        )
+    except FrontNameTaken as error:
+        then = "end that server, or give this one another --front-name; docs/cluster.md says more of several fronts"
+        fail(Code.USAGE, "the server cannot start", str(error), then)
+    except NoDatabase as error:
+        then = "start the database, or correct --database; without it sessions are this server's own"
+        fail(Code.USAGE, "the server cannot start", str(error), then)
+    except NoEngine as error:
+        then = "docs/cluster.md says how a cluster is made; without --engine policies run here"
+        fail(Code.USAGE, "the server cannot start", str(error), then)
+    except NoDevice as error:
+        then = "robojax serve --devices all takes those there are"
+        if settings.hosts_count > 1:
+            then = "docs/several_hosts.md says how several hosts are started"
+        fail(Code.USAGE, "the server cannot start", str(error), then)
+    except ModelError as error:
+        fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
+    except StartFailed as error:
+        fail(
+            Code.USAGE,
+            "the server cannot start",
+            str(error),
+            "--state names another folder; `--state off` keeps nothing",
+        )
+    _end(log)
+
+
+def _end(log: "Background") -> None:
+    """End the process with 0, robots held and rooms left.
+
+    Python would take its threads down one by one, and one that is inside of JAX (importing, compiling, computing) then
+    aborts the whole process with SIGABRT.
+    """
+    log.close()
+    with suppress(OSError):  # the terminal is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def _log_file(settings: Settings) -> "RotatingFile | None":
+    from service.logging import RotatingFile
+
+    if settings.log_file is None:
+        return None
+    try:
+        return RotatingFile(Path(settings.log_file).expanduser(), settings.log_file_bytes, settings.log_files)
+    except OSError as error:
+        why = f"log_file {settings.log_file!r}: {error.strerror}; wanted a file that can be written"
+        fail(Code.USAGE, "the settings cannot be used", why, "`robojax serve --help` lists all")
+
+
+def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
+    """End here when other machines would be let in without a key, or say so loudly when that is asked for."""
+    import logging
+
+    from service.auth.config import is_loopback, keys_path
+    from service.auth.guard import guard_of
+    from service.reloading_file import FileUnusable
+
+    try:
+        guard = guard_of(settings)
+        is_keyed = guard.admissions.check()
+    except (SettingsError, FileUnusable) as error:
+        fail(Code.USAGE, "the server cannot start", str(error), "docs/access.md says how keys are made and kept")
+    if is_loopback(bound) or is_keyed:
+        return
+    if not settings.insecure:
+        path = keys_path(settings, settings.state)
+        named = "" if settings.keys_file is None and path is not None else f" --keys-file {path or 'keys.json'}"
+        port = f" --port {settings.port}" if not named and command == "serve" and settings.port != 8001 else ""
+        fail(
+            Code.USAGE,
+            f"the server does not listen on {settings.host} without a key",
+            "whoever reaches the port could load any policy and move the robots",
+            f"make one: robojax token new --role operator --name me{named}{port}\n"
+            f"then: robojax {command} --host {settings.host}{named}{port}\n"
+            "or --host 127.0.0.1 for this machine alone; --insecure lets everybody in",
+        )
+    logging.getLogger(__name__).warning(
+        "INSECURE: listening on %s without any key. Whoever reaches this port can load policies and move the robots; "
+        "`robojax token new --role operator` makes a key",
+        settings.host,
+    )
+
+
+def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:
+    """The settings, or the end of this command with what is wrong with them."""
+    try:
+        return load_settings(flags, config)
+    except SettingsError as error:
+        fail(
+            Code.USAGE,
+            "the settings cannot be used",
+            str(error),
+            f"correct them; `robojax serve --help` lists all. Flags win over {PREFIX}*, that over the TOML file",
+        )
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with one option per setting; values pass unread, so that settings explain what is wrong with them."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(
+            "config",
+            keyword,
+            default=None,
+            annotation=Annotated[Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one.")],
+        )
+    ]
+    for group in GROUPS:
+        for name in group.__annotations__:
+            field = Settings.model_fields[name]
+            option: Any = typer.Option(
+                help=f"{field.description}{_default(field.default)}",
+                rich_help_panel=group.__doc__,
+                metavar=None if field.annotation is bool else _metavar(field.annotation),
+                show_default=False,
+            )
+            kind: Any = bool if field.annotation is bool else str
+            if field.json_schema_extra:
+                # Its values may have commas in them, so the flag is repeated instead.
+                assert isinstance(field.json_schema_extra, dict)
+                flags = (field.json_schema_extra["flag"], f"--{name.replace('_', '-')}")
+                option = typer.Option(
+                    *map(str, flags),
+                    help=f"{field.description} Repeat it for more.",
+                    rich_help_panel=group.__doc__,
+                    metavar=str(field.json_schema_extra["metavar"]),
+                    show_default=False,
+                )
+                kind = list[str]
+            options.append(inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option]))
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in options}
+    return command
+
+
+def _default(value: object) -> str:
+    if value is None or value == () or value == {}:
+        return ""
+    shown = (
+        ",".join(map(str, value))
+        if isinstance(value, tuple)
+        else ",".join(f"{name}={amount:g}" for name, amount in value.items())
+        if isinstance(value, Mapping)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else value
+    )
+    return f" Default: {shown}."
+
+
+def _metavar(annotation: Any) -> str:
+    if get_args(annotation) and all(isinstance(choice, str) for choice in get_args(annotation)):
+        return "|".join(get_args(annotation))
+    if annotation is int:
+        return "NUMBER"
+    if annotation is float or get_origin(annotation) is float:
+        return "NUMBER"
+    if get_origin(annotation) is tuple:
+        return "A,B"
+    if get_origin(annotation) is Mapping and "tuple" not in str(annotation):
+        return "NAME=NUMBER"
+    return "JSON" if "Mapping" in str(annotation) else "TEXT"
+
+
+_with_settings(serve)
+
+
+def transport(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, and wants a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web page that may call, e.g. https://my.page, or '*'; repeat it. This machine's may."),
+    ] = None,
+    keys_file: Annotated[
+        str | None, typer.Option(help="File of keys that `robojax token new --keys-file` makes; then one is wanted.")
+    ] = None,
+    jwt_secret_file: Annotated[
+        str | None, typer.Option(help="File of the secret that `robojax token jwt --jwt-secret-file` signs with.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let everybody who reaches the port in, also from other machines.")
+    ] = False,
+    oddities: Annotated[
+        bool, typer.Option("--oddities", help="Behave like the reference server where it is broken, to test clients.")
+    ] = False,
+) -> None:
+    """Serve rooms (RobotHub's REST, WebSocket and WebRTC signalling) at / and under /api until Ctrl-C."""
+    import logging
+
+    from service.auth.guard import guard_of
+
+    pass
+    from service.http.server import CannotListen, listen
+    from service.settings import Settings
+    from service.state import OFF
+    from service.transport.server.app import TransportSettings, run_transport
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+    def started(url: str) -> None:
+        typer.echo(f"Rooms at {url} and {url}/api. Ctrl-C ends it.")
+
+    origins = tuple(origin or ())
+    access = Settings(
+        host=host,
+        port=port,
+        origins=origins,
+        state=OFF,
+        keys_file=keys_file,
+        jwt_secret_file=jwt_secret_file,
+        insecure=insecure,
+    )
+    try:
+        listener = listen(host, port)
+    except CannotListen as error:
+        fail(Code.USAGE, "the rooms server cannot start", str(error), "robojax transport --port 0 takes a free port")
+    with listener:
+        close_to_strangers(listener.getsockname()[0], access, "transport")
+        run_transport(listener, TransportSettings(origins=origins, is_odd=oddities), started, guard_of(access))
+
+
+def follow(
+    front: Annotated[str, typer.Argument(help="ADDRESS:PORT of the server, its hosts_address.", show_default=False)],
+    secret_file: Annotated[
+        str | None,
+        typer.Option(envvar="ROBOJAX_HOSTS_SECRET_FILE", help="File with the secret that is the same on all hosts."),
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds in which the server has to be there.")] = 300.0,
+) -> None:
+    """Run the programs of a server with `--hosts-count` on this machine's devices, too; it ends when that server does.
+
+    No port is opened for anybody but the other hosts. Exit codes: 0 the server ended, 2 it cannot begin, 4 the server
+    or another host is gone; start it again then, and the server too.
+    """
+    from service.distributed.host_coordinator import read_address, read_secret
+    from service.settings import SettingsError
+
+    try:
+        host, port = read_address("front", front)
+        secret = read_secret(secret_file)
+    except SettingsError as error:
+        fail(Code.USAGE, "this host cannot follow", str(error), "robojax follow ADDRESS:PORT --secret-file FILE")
+    try:
+        from service.distributed.ray_node import follow_front
+    except ModuleNotFoundError as error:
+        fail(Code.USAGE, "this host cannot follow", f"{error.name} is not installed", "pip install 'robojax[ray]'")
+    typer.echo(f"Waiting for the server at {front}.")
+    try:
+        why = follow_front(host.strip("[]"), port, secret, wait, typer.echo)
+    except KeyboardInterrupt:
+        why = None
+    typer.echo(f"Ended: {why or 'the server did, or Ctrl-C'}.", err=why is not None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What still runs are threads that wait for Ray, which is gone.
+    os._exit(0 if why is None else Code.TRANSPORT)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Look at this port, not at the settings'.")] = None,
+) -> None:
+    """Look at Python, JAX's devices, rendering, video, the port, keys, disk and caches; each finding has its fix.
+
+    Exit code 1 when something is missing that the server needs.
+    """
+    pass
+    from service.doctor import diagnose
+    from service.state import usual_state
+
+    settings = settings_or_end({"port": port})
+    if settings.state is None:
+        settings = settings.model_copy(update={"state": usual_state(settings.port)})
+    show_findings(diagnose(settings), as_json=as_json)

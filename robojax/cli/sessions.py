@@ -1,0 +1,381 @@
+"""`sessions`, `start`, `stop`, `policy`, `rollback`: commands to a running server."""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from robojax.cli.app import Code, fail, print_table
+
+Url = Annotated[str | None, typer.Option(help="The server's URL; default: host and port of the settings.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        help="Key or token for a server that wants one; default: ROBOJAX_KEY, which no list of processes shows."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
+
+
+def sessions(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """List the sessions of a running server."""
+    import json
+
+    base = base_url(url)
+    found = call(base, "GET", "/sessions", key=key)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        typer.echo(f"no sessions at {base}")
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    print_table(("session", "status", "policy", "cameras", "rate", "commands"), map(_row, found))
+    console = Console(highlight=False)
+    # Below it: a column of a table this wide has no room for a sentence.
+    for session in found:
+        if why := _why(session, session["stats"]):
+            console.print(f"[bold]{escape(session['session_id'])}[/bold]: {escape(why)}", soft_wrap=True)
+
+
+def _row(session: Any) -> Sequence[str]:
+    stats = session["stats"]
+    return (
+        session["session_id"],
+        session["status"] + (", dry run" if stats.get("dry_run") else ""),
+        session["policy_path"],
+        " ".join(session["camera_names"]),
+        f"{stats['rate']:g} Hz" if stats.get("rate") else "",
+        str(stats.get("commands_sent", "")),
+    )
+
+
+def _why(session: Any, stats: Any) -> str:
+    """Why it does not move, and the command that changes that."""
+    name, error = session["session_id"], session["error_message"]
+    if stats.get("emergency_stop"):
+        return f"latched by an emergency stop ({stats['emergency_stop']}); once it is safe: robojax reset {name}"
+    if session["status"] == "initializing":
+        return stats.get("progress") or ""
+    if session["status"] == "interrupted":
+        return f"{error}; to load it again: robojax restart {name}"
+    return error or stats.get("hold") or ""
+
+
+def stop(
+    session_id: Annotated[str | None, typer.Argument(help="The session to stop; it can be started again.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Emergency stop of every robot; latched until each session is reset.")
+    ] = False,
+    emergency: Annotated[
+        bool, typer.Option("--emergency", help="Emergency stop of this one session; latched until it is reset.")
+    ] = False,
+    reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
+    url: Url = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop one session, or with --all every robot.
+
+    One session is stopped as POST /sessions/ID/stop does: start moves it again. --all is the emergency stop: every
+    session is latched and needs `robojax reset ID` before a start; ID --emergency does so with one.
+    """
+    import json
+    from urllib.parse import quote
+
+    if everything == (session_id is not None):
+        fail(
+            Code.USAGE, "nothing was stopped", "one of ID and --all is needed", "robojax stop ID, or robojax stop --all"
+        )
+    base = base_url(url)
+    if session_id is not None:
+        place = f"/sessions/{quote(session_id, safe='')}"
+        if emergency:
+            body = {"reason": reason or "robojax stop --emergency"}
+            found = call(base, "POST", f"{place}/emergency_stop", body, key=key, silent=_BLOCKED)
+        else:
+            found = call(base, "POST", f"{place}/stop", key=key, silent=_BLOCKED)
+    else:
+        body = {"reason": reason or "robojax stop --all"}
+        found = call(base, "POST", "/debug/emergency_stop", body, key=key, silent=_BLOCKED)
+    typer.echo(json.dumps(found, indent=2) if as_json else _told(found))
+
+
+def _told(found: Any) -> str:
+    stopped = found.get("stopped")
+    if stopped is None:
+        return found["message"]
+    names = f": {', '.join(stopped)}; each needs `robojax reset ID` before it can start" if stopped else ""
+    return found["message"] + names
+
+
+def base_url(url: str | None) -> str:
+    """Where the server is: as said, or as the settings say."""
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            fail(
+                Code.USAGE,
+                f"{url!r} is no URL",
+                "it has to begin with http:// or https://",
+                "try http://127.0.0.1:8001",
+            )
+        return url.rstrip("/")
+    from robojax.cli.serve import settings_or_end
+
+    settings = settings_or_end()
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+
+
+def call(
+    base: str,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    key: str | None = None,
+    patience: float = 10,
+    then: str | None = None,
+    silent: str | None = None,
+) -> Any:
+    """The server's JSON answer, or the end of this command.
+
+    Args:
+        key: key or token of the caller's; ROBOJAX_KEY when None.
+        then: what to do where there is no such thing, or it cannot be done now.
+        silent: what to do when the server was reached and says nothing.
+    """
+    from robojax.client import Client, Garbled, Refused, Unreachable, Unusable
+
+    try:
+        with Client(base, key=key, timeout=patience) as client:
+            return client.request(method, path, body)
+    except Refused as error:
+        usual = then or "robojax sessions shows what there is"
+        advice = (
+            usual if error.status in (400, 404, 409, 422) else _ADVICE.get(error.status, "look at the server's log")
+        )
+        fail(Code.TRANSPORT, f"the server at {base} refused", error.text, advice)
+    except Unusable as error:
+        fail(Code.USAGE, "the server cannot be called", str(error), "give another --url, or another key")
+    except (Unreachable, Garbled) as error:
+        why = error.why if isinstance(error, Unreachable) else str(error)
+        if silent is not None and isinstance(error, Unreachable) and error.may_have_arrived:
+            fail(Code.TRANSPORT, f"the server at {base} does not answer", why, silent)
+        fail(
+            Code.TRANSPORT, f"no robojax server answers at {base}", why, "start it with `robojax serve`, or give --url"
+        )
+
+
+def credentials(key: str | None) -> dict[str, str]:
+    """The header of a key or token, as said or as ROBOJAX_KEY says; empty without one."""
+    from robojax.client import Unusable
+    from robojax.client.http import credentials as header_of
+
+    try:
+        return header_of(key)
+    except Unusable as error:
+        fail(Code.USAGE, "the key cannot be used", str(error), "robojax token new makes one")
+
+
+# docs/safety.md says so too.
+_BLOCKED = (
+    "if it is blocked, no command leaves it and the stop is done before the next; robots hold by themselves after "
+    "0.5 s. To stop them now, use the robot's own stop, or end the server: kill its process, or systemctl stop robojax"
+)
+_ADVICE = {
+    401: "set ROBOJAX_KEY or give --key; `robojax token new --role operator` makes one on the server's machine",
+    403: "use a key of that role; `robojax token new` makes one on the server's machine",
+    429: "wait as long as it says, and try again",
+}
+
+
+SESSION = Annotated[str, typer.Argument(help="The session.")]
+# Loading and compiling; a stalled download is given up before.
+LOADED = 1800.0
+
+
+def start(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Let a session move its robot. One that is latched wants a reset first, one that was interrupted a restart."""
+    _print_answer(_call("POST", session_id, "/start", url, key), as_json)
+
+
+def restart(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Stop a session and let it move its robot anew, also after an error.
+
+    One that was interrupted (its server was ended) is only loaded again, in its old rooms: start then moves the robot.
+    """
+    _print_answer(_call("POST", session_id, "/restart", url, key, patience=LOADED), as_json)
+
+
+def adjust(
+    session_id: SESSION,
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            help="How a new chunk joins the plan: replace, weighted_average, latest_only, average, conservative, "
+            "ensemble, crossfade, rtc; or default."
+        ),
+    ] = None,
+    ask_ahead: Annotated[
+        str | None, typer.Option(help="Seconds before it is needed that a chunk is asked for; or default (measured).")
+    ] = None,
+    action_steps: Annotated[
+        str | None, typer.Option(help="Actions of a chunk to do before the next takes over; or default (the policy's).")
+    ] = None,
+    temporal_ensemble_coeff: Annotated[str | None, typer.Option(help="Of ensemble; or default.")] = None,
+    language_instruction: Annotated[
+        str | None, typer.Option(help="What the robot is to do, in words, for policies that read language.")
+    ] = None,
+    url: Url = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change what a session's policy is told and how its chunks are joined, from the next chunk on, while it moves."""
+    asked = {
+        "overlap": (overlap, str),
+        "ask_ahead": (ask_ahead, float),
+        "action_steps": (action_steps, int),
+        "temporal_ensemble_coeff": (temporal_ensemble_coeff, float),
+    }
+    body: dict[str, object] = {}
+    if language_instruction is not None:
+        body["language_instruction"] = language_instruction
+    for name, (text, kind) in asked.items():
+        if text is None:
+            continue
+        try:
+            body[name] = None if text == "default" else kind(text)
+            if name != "overlap" and text != "default" and not math.isfinite(kind(text)):
+                raise ValueError
+        except ValueError:
+            flag = f"--{name.replace('_', '-')}"
+            fail(
+                Code.USAGE, "nothing was changed", f"{flag} {text!r} is no number", f"give a number, or {flag} default"
+            )
+    if not body:
+        fail(Code.USAGE, "nothing was changed", "nothing was asked for", "robojax adjust ID --overlap crossfade")
+    place = f"/sessions/{quote(session_id, safe='')}"
+    found = call(
+        base_url(url),
+        "PATCH",
+        place,
+        body,
+        key=key,
+        then="robojax sessions lists them, robojax adjust --help what can be changed",
+    )
+    _print_answer(found, as_json)
+
+
+def reset(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Take the latch of an emergency stop off, once you have seen that the robot is safe. Nothing moves by it."""
+    _print_answer(_call("POST", session_id, "/reset", url, key, before="/debug"), as_json)
+
+
+def delete(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Stop a session and remove it with its rooms; recordings stay."""
+    _print_answer(_call("DELETE", session_id, "", url, key), as_json)
+
+
+def _call(
+    method: str, session_id: str, move: str, url: str | None, key: str | None, before: str = "", patience: float = 10
+) -> Any:
+    place = f"{before}/sessions/{quote(session_id, safe='')}{move}"
+    return call(base_url(url), method, place, key=key, patience=patience)
+
+
+def _print_answer(found: Any, as_json: bool) -> None:
+    import json
+
+    typer.echo(json.dumps(found, indent=2) if as_json else found["message"])
+
+
+def deployments(
+    session_id: Annotated[str | None, typer.Argument(help="Only those of this session.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="How many.")] = 20,
+    url: Url = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what became of pushes to the policies of running sessions, the newest first."""
+    import json
+
+    base = base_url(url)
+    path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
+    found = call(base, "GET", path, key=key)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        whose = f" of session {session_id!r}" if session_id else ""
+        typer.echo(f"no policy updates{whose} at {base}")
+        return
+    columns = ("deployment", "policy", "commit", "set off by", "sessions", "stages", "result", "why")
+    print_table(columns, map(_deployment_row, found))
+
+
+def _deployment_row(deployment: Any) -> Sequence[str]:
+    return (
+        deployment["id"],
+        deployment["repo"] + (f"@{deployment['ref']}" if deployment["ref"] else ""),
+        (deployment["sha"] or "")[:12],
+        deployment["trigger"],
+        " ".join(deployment["sessions"]),
+        " ".join(_stage(stage) for stage in deployment["stages"]),
+        deployment["result"] or "under way",
+        deployment["text"],
+    )
+
+
+def policy(
+    session_id: SESSION,
+    revision: Annotated[
+        str | None,
+        typer.Argument(help="Branch, tag or commit; default: the one that is staged, else the newest it follows."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Take a commit out of the quarantine for it.")] = False,
+    url: Url = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
+    body = {"revision": revision, "force": force}
+    path = f"/sessions/{quote(session_id, safe='')}/policy"
+    found = call(base_url(url), "POST", path, body, key=key, patience=1800, then=_then(session_id))
+    _print_deployment(session_id, found, as_json)
+
+
+def rollback(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+    """Bring back the policy that a session ran before its last update."""
+    path = f"/sessions/{quote(session_id, safe='')}/rollback"
+    found = call(base_url(url), "POST", path, key=key, patience=120, then=_then(session_id))
+    _print_deployment(session_id, found, as_json)
+
+
+def _then(session_id: str) -> str:
+    return f"robojax sessions shows what runs, robojax deployments {session_id} what was tried"
+
+
+def _print_deployment(session_id: str, found: Any, as_json: bool) -> None:
+    import json
+
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    result = found["result"] or "on probation"
+    if result in ("rejected", "failed"):
+        fail(
+            Code.POLICY,
+            f"session {session_id!r} goes on with the policy it has",
+            found["text"] or str(found["reason"]),
+            f"robojax deployments {session_id} shows the stages",
+        )
+    if not as_json:
+        typer.echo(f"{session_id}: {result} {(found['sha'] or '')[:12]} {found['text']}".rstrip())
+
+
+def _stage(stage: Any) -> str:
+    return stage["name"] + (f" {stage['seconds']:.1f}s" if stage["seconds"] is not None else " ...")

@@ -1,0 +1,453 @@
+"""`demo`, `eval`, `record-demo`: commands of the simulated arm."""
+
+import asyncio
+import math
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from robojax.cli.app import Code, fail
+from robojax.sim.tasks import TASKS, Task, TaskName
+
+if TYPE_CHECKING:
+    from robojax.sim.demo import View
+    from robojax.sim.evaluation import Evaluation
+    from robojax.sim.tasks import Outcome, Score
+
+FIRST_SEED = 5000  # demonstrations begin at 0: these cubes were never seen
+DEMO = Path(__file__).parent.parent / "demo"
+
+WhichTask = Annotated[
+    TaskName, typer.Option("--task", help="pick: one red cube. two-cubes: a red and a blue one, asked for in turn.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of the first episode; the next ones follow it.")]
+
+
+def policy_of(task: Task, given: str | None) -> str:
+    """A folder's whole path, a repo id as it is, or the policy that is shipped for the task; ends the command when
+    there is none."""
+    if given is not None:
+        return str(Path(given).resolve()) if Path(given).exists() else given
+    if task.policy is None:
+        fail(
+            Code.POLICY,
+            "no policy to drive the arm with",
+            f"none was given, and none is shipped for the task {task.name}",
+            f"train one on what robojax record-demo data/{task.name} --task {task.name} records, and give its folder",
+        )
+    return str(DEMO / task.policy)
+
+
+def evaluate(
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy.path", help="A folder, or a Hub repo id; the one shipped for the task by default."),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repo.")] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 40,
+    task: WhichTask = TaskName.PICK,
+    seed: Seed = FIRST_SEED,
+    whole_stack: Annotated[
+        bool, typer.Option("--whole-stack", help="Through server, rooms and video, in real time: 6 s an episode.")
+    ] = False,
+    delay: Annotated[int, typer.Option(min=0, help="In-process: ticks between seeing and acting.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for eval.json and a video of each episode; nothing is kept without.")
+    ] = None,
+    require: Annotated[int, typer.Option(min=0, help="Cubes that must be lifted, else exit 1.")] = 0,
+) -> None:
+    """Let a policy pick up cubes it never saw, and count: a table, Wilson's 95 % interval, videos, JSON.
+
+    In-process as fast as it goes, or with --whole-stack as a robot meets it. A policy that reads language is told which
+    cube to lift; lifting another one is a failure. Exit code 1 when fewer than --require were lifted or the evaluation
+    was interrupted, 3 when the policy cannot be used, 4 when server or arm failed.
+    """
+    from robojax.sim.evaluation import REPORT, Evaluation
+
+    if whole_stack and delay:
+        fail(Code.USAGE, "--delay and --whole-stack exclude each other", "a real loop has its own delay", "give one")
+    if output is not None and (output / REPORT).exists():
+        fail(Code.USAGE, f"{output} has an evaluation already", "it is not written over", "choose another folder")
+    chosen = TASKS[task]
+    run = Evaluation(policy_of(chosen, policy), revision, chosen, range(seed, seed + episodes), output is not None)
+    # Asked to end, it reports what there is, as it does at Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        is_whole = _play(run, whole_stack, delay, output)
+    finally:  # also what was found until something failed
+        _show(run.score)
+        if output is not None and run.score.done:
+            _save(run, output)
+    if not is_whole:
+        fail(
+            Code.CHECK,
+            f"ended after {run.score.done} of {episodes} episodes",
+            "it was interrupted",
+            "run it again for a whole one",
+        )
+    if run.score.lifted < require:
+        fail(Code.CHECK, f"{run.score}", f"at least {require} were wanted", "train longer, or on more demonstrations")
+
+
+def _play(run: "Evaluation", whole_stack: bool, delay: int, output: Path | None) -> bool:
+    """Plays the episodes; False when a person ended it before."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from jaxmodels.errors import JaxModelsError
+    from robojax.sim.demo import ShowFailed
+    from service.processes import ChildDied
+
+    films = None if output is None else output / "films"
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[score]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    try:
+        if films is not None:
+            films.mkdir(parents=True, exist_ok=True)
+        with Progress(*columns, console=Console(stderr=True, highlight=False)) as bar:
+            row = bar.add_task("loading", total=len(run.seeds), score="")
+
+            def count(outcome: "Outcome") -> None:
+                run.score.outcomes.append(outcome)
+                bar.update(row, advance=1, description="playing", score=str(run.score))
+                if not outcome.lifted:
+                    where = f"episode {outcome.number} (seed {outcome.seed}, {outcome.instruction})"
+                    bar.console.print(f"{where}: {outcome.verdict}", soft_wrap=True)
+
+            if whole_stack:
+                asyncio.run(_through_the_stack(run, films, count))
+            else:
+                _in_process(run, delay, films, count)
+    except KeyboardInterrupt:
+        return False
+    except JaxModelsError as error:
+        fail(
+            Code.POLICY,
+            f"policy {run.policy!r} cannot be used",
+            str(error),
+            f"robojax check {run.policy} says what it needs",
+        )
+    except (ShowFailed, ChildDied) as error:
+        fail(Code.TRANSPORT, "the evaluation stopped", str(error), "robojax doctor says what this machine lacks")
+    except (OSError, RuntimeError, ValueError) as error:
+        fail(Code.USAGE, "nothing can be evaluated", str(error), "robojax doctor says what this machine lacks")
+    return True
+
+
+def _in_process(run: "Evaluation", delay: int, films: Path | None, count: Callable[["Outcome"], None]) -> None:
+    import jaxmodels
+    from robojax.sim.evaluation import evaluate as play
+
+    policy = jaxmodels.load_policy(run.policy, run.revision)
+    run.found |= {
+        "through": "the policy alone",
+        "policy_type": policy.requirements.policy_type,
+        "commit": policy.commit,
+        "reads_language": policy.requirements.language,
+        "action_steps": policy.requirements.action_steps,
+        "delay": delay,
+        "device": policy.device,
+        "dtype": policy.dtype,
+    }
+    for outcome in play(policy, run.seeds, task=run.task, delay=delay, films=films):
+        count(outcome)
+
+
+async def _through_the_stack(run: "Evaluation", films: Path | None, count: Callable[["Outcome"], None]) -> None:
+    from robojax.sim.demo import show
+
+    first, episodes = run.seeds[0], len(run.seeds)
+    async with show() as running:
+        request = await running.create_session(run.policy, run.task, first, revision=run.revision)
+        run.found |= {
+            "through": "server, rooms and video",
+            "policy_type": request.policy_type,
+            "reads_language": request.instruction is not None,
+        }
+        async for view in running.views(request, seed=first, episodes=episodes, task=run.task, films=films):
+            run.found |= {"commit": view.status["stats"].get("policy_commit"), "session": view.status["stats"]}
+            run.found |= {"inference": view.status.get("inference_stats")}
+            for outcome in view.news:
+                count(outcome)
+
+
+def _save(run: "Evaluation", output: Path) -> None:
+    try:
+        typer.echo(f"report: {run.save(output)}")
+    except OSError as error:
+        fail(Code.USAGE, f"nothing was written into {output}", str(error), "choose another folder")
+
+
+def _show(score: "Score") -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("instruction", no_wrap=True)
+    for column in ("episodes", "lifted", "wrong", "missed", "share", "Wilson's 95 %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    rows = score.by_instruction()
+    if not rows:
+        return
+    for name, each in rows.items():
+        table.add_row(name, *_cells(each))
+    if len(rows) > 1:
+        table.add_row("all", *_cells(score))
+    Console(highlight=False).print(table)
+
+
+def _cells(score: "Score") -> tuple[str, ...]:
+    low, high = score.interval
+    counts = (score.done, score.lifted, score.wrong, score.done - score.lifted - score.wrong)
+    share = score.lifted / score.done
+    return *(str(count) for count in counts), f"{100 * share:.1f} %", f"{100 * low:.1f}-{100 * high:.1f} %"
+
+
+PASS_SHARE = 0.8
+
+app = typer.Typer(help="Watch a simulated arm pick up cubes, driven by the real server.", invoke_without_command=True)
+
+
+@app.callback()
+def demo(
+    context: typer.Context,
+    episodes: Annotated[int, typer.Option(min=0, help="Cubes to pick up; 0 goes on until Ctrl-C.")] = 20,
+    headless: Annotated[bool, typer.Option("--headless", help="Plain lines instead of a live table.")] = False,
+    task: WhichTask = TaskName.PICK,
+    policy: Annotated[
+        str | None, typer.Option(help="Policy folder or Hub repo id; the one shipped for the task by default.")
+    ] = None,
+    seed: Seed = FIRST_SEED,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the server; 0 takes a free one.")] = 0,
+    require: Annotated[
+        int | None, typer.Option(min=0, help="Cubes that must be lifted, else exit 1; default: 80 % of the episodes.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Folder to record into: an MCAP file, and a LeRobotDataset made of it.")
+    ] = None,
+) -> None:
+    """Start the server, its rooms and a simulated SO-100 arm, and watch it pick up cubes.
+
+    Everything on the way is the real one: camera frames as WebRTC video, joints over WebSocket, the session made
+    through the HTTP API, the policy compiled. A policy that reads language is told before each episode which cube to
+    lift, through PATCH /sessions/{id}.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from robojax.sim.demo import ChildDied, ShowFailed
+
+    wanted = math.ceil(PASS_SHARE * episodes) if require is None else require
+    chosen = TASKS[task]
+    given = policy_of(chosen, policy)
+    try:
+        is_plain = headless or not sys.stdout.isatty()
+        lifted = asyncio.run(_watch(given, chosen, episodes, seed, port, is_plain, record))
+    except KeyboardInterrupt:
+        typer.echo("ended; server and arm are stopped")
+        return
+    except (ShowFailed, ChildDied) as error:
+        typer.echo(f"the demo stopped: {error}\nrobojax doctor says what this machine lacks", err=True)
+        raise typer.Exit(4) from error
+    if lifted < wanted:
+        typer.echo(f"fewer than the {wanted} cubes wanted", err=True)
+        raise typer.Exit(1)
+
+
+async def _watch(
+    policy: str, task: Task, episodes: int, seed: int, port: int, is_plain: bool, record: Path | None
+) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    pass
+    from robojax.sim.demo import show
+
+    console = Console()
+    console.print("starting the server ...")
+    async with show(port=port, recordings=record) as running:
+        console.print(f"server: {running.url}   making the session: loading and compiling ...")
+        console.print(f"watch it, and stop it: [bold]{running.page}[/bold]", soft_wrap=True, highlight=False)
+        request = await running.create_session(policy, task, seed)
+        console.print("the session, by hand:")
+        for line in request.curl():
+            console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+        view = None
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            async for view in running.views(request, seed=seed, episodes=episodes, task=task):
+                for outcome in view.news:
+                    end = f"of {episodes}" if episodes else "so far"
+                    console.print(f"{_line(outcome, task)}   {view.score.lifted} lifted {end}", highlight=False)
+                if not is_plain:
+                    live.update(table(view, episodes), refresh=True)
+        assert view is not None, "there is at least one view"
+        if is_plain:
+            for name, value in facts(view):
+                console.print(f"{name}: {value}", highlight=False)
+        for instruction, score in view.score.by_instruction().items():
+            if len(task.cubes) > 1:
+                console.print(f"{instruction}: {score}", highlight=False)
+        console.print(f"[bold]{view.score}[/bold]", highlight=False)
+        if record is not None:
+            console.print("finishing the recording ...")
+            made = await running.recorded()
+            file = record / f"{made['name']}.mcap"
+            dataset = (
+                f"; dataset: {file.with_suffix('')}" if made["dataset"] == "ready" else "; no dataset could be made"
+            )
+            console.print(f"recording: {file}{dataset}", soft_wrap=True, highlight=False, markup=False)
+        return view.score.lifted
+
+
+def _line(outcome: "Outcome", task: Task) -> str:
+    asked = f", {outcome.instruction}" if len(task.cubes) > 1 else ""
+    return f"cube {outcome.number:>3} (seed {outcome.seed}{asked}): {outcome.verdict}"
+
+
+@app.command()
+def picture(file: Annotated[Path, typer.Argument(help="PNG to write.")], seed: Seed = 3) -> None:
+    """Draw the arm at work."""
+    from robojax.sim.videos import save_picture
+
+    try:
+        save_picture(file, seed=seed)
+    except RuntimeError as error:
+        typer.echo(f"nothing drawn: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(str(file))
+
+
+def record_demo(
+    folder: Annotated[Path, typer.Argument(help="New folder for the LeRobotDataset.")],
+    episodes: Annotated[int, typer.Option(min=1, help="Successful demonstrations to record.")] = 200,
+    task: WhichTask = TaskName.PICK,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first one; those that are evaluated begin at 5000.")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each core.")] = None,
+) -> None:
+    """Record demonstrations of a scripted expert as a LeRobotDataset v3.0: joints, 240x240 video, a task for each.
+
+    What is recorded follows from task and seed alone. The folder appears when everything was written; nothing is left
+    of a recording that failed or was interrupted.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from jaxmodels.errors import JaxModelsError
+    from robojax.sim.expert import demonstrations
+
+    # Asked to end, it takes back what it began, as it does at Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    columns = (
+        TextColumn("recording"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    seeds: list[int] = []
+    try:
+        with (
+            Progress(*columns, console=Console(stderr=True, highlight=False)) as bar,
+            demonstrations(folder, TASKS[task], episodes=episodes, seed=seed, workers=workers) as recorded,
+        ):
+            row = bar.add_task("recording", total=episodes)
+            for number in recorded:
+                seeds.append(number)
+                bar.advance(row)
+    except KeyboardInterrupt:
+        fail(Code.CHECK, "nothing was recorded", f"ended after {len(seeds)} of {episodes}", "run it again")
+    except JaxModelsError as error:
+        fail(Code.USAGE, "nothing was recorded", str(error), "mend that, and run it again")
+    except (OSError, RuntimeError) as error:
+        fail(Code.USAGE, "nothing was recorded", str(error), "robojax doctor says what this machine lacks")
+    left_out = sorted({*range(seed, seeds[-1] + 1)} - {*seeds})
+    failed = f"; the expert failed at {left_out}, which are left out" if left_out else ""
+    typer.echo(f"{folder}: {episodes} demonstrations, seeds {seeds[0]} to {seeds[-1]}{failed}")
+    train = (
+        "robojax train --policy.type=act --preset=small --image_size=96 --batch_size=32 "
+        f"--dataset.root={folder} --output_dir=runs/{task}"
+    )
+    typer.echo(f"train on them: {train}  (other types, and their flags: robojax train --help)")
+
+
+def facts(view: "View") -> list[tuple[str, str]]:
+    """Name and text of every figure, in order."""
+    status = view.status
+    stats: dict[str, Any] = status["stats"]
+    inference: dict[str, Any] = status.get("inference_stats") or {}
+    stages = inference.get("stages_ms", {})
+    lateness = stats.get("tick_lateness_ms", {})
+    why = f" ({stats['hold']})" if stats.get("hold") else ""
+    rows = [
+        ("session", f"{status['session_id']}: {status['status']}{why}"),
+        ("camera fps", ", ".join(f"{name} {_number(fps)}" for name, fps in stats.get("camera_fps", {}).items())),
+        ("inference ms", f"{_pair(stages.get('total', {}))}, {inference.get('inference_count', 0)} chunks"),
+        ("tick late ms", f"{_pair(lateness)} at {_number(stats.get('rate'))} Hz"),
+        ("commands", f"{stats.get('commands_sent', 0)} sent, {stats.get('late_actions_dropped', 0)} late ones dropped"),
+    ]
+    if status.get("error_message"):
+        rows.append(("error", str(status["error_message"])))
+    return rows
+
+
+def table(view: "View", episodes: int) -> Table:
+    """The live table."""
+    title = f"robojax demo: a policy of type {view.status['policy_type']} picks up cubes"
+    shown = Table(title=title, title_justify="left", show_header=False)
+    shown.add_column(style="bold")
+    shown.add_column(min_width=64)
+    ahead = f"{episodes - view.score.done} to go" if episodes else "Ctrl-C ends it"
+    shown.add_row("cubes", f"{view.score}, {ahead}")
+    if view.asked:
+        shown.add_row("asked", view.asked)
+    for name, value in facts(view):
+        shown.add_row(name, value)
+    joints: dict[str, Any] = view.status["stats"].get("measured_joints") or {}
+    targets: dict[str, Any] = view.status["stats"].get("last_command") or {}
+    for name, value in joints.items():
+        shown.add_row(name, f"{_number(value):>7} -> {_number(targets.get(name)):>7}  {_bar(name, value)}")
+    return shown
+
+
+def _pair(figures: dict[str, Any]) -> str:
+    return f"p50 {_number(figures.get('p50'))}, p99 {_number(figures.get('p99'))}"
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _bar(name: str, value: Any, width: int = 30) -> str:
+    """Where the joint is in its range."""
+    if value is None:
+        return ""
+    low = 0.0 if name == "Jaw" else -100.0
+    place = round((min(max(value, low), 100.0) - low) / (100.0 - low) * (width - 1))
+    return "·" * place + "●" + "·" * (width - 1 - place)

@@ -1,0 +1,190 @@
+"""`token`: API keys and bearer tokens, on the server's machine."""
+
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from robojax.cli.app import Code, fail, print_table
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Role = Annotated[str, typer.Option(help="viewer looks; operator makes and moves sessions of its own; admin does all.")]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Of the server, whose state folder has the keys.")]
+State = Annotated[str | None, typer.Option(help="The server's state folder; default: that of its port.")]
+KeysFile = Annotated[str | None, typer.Option(help="The server's --keys-file, when it has one.")]
+Owner = Annotated[
+    str | None, typer.Option(help="Whose sessions it works on: a robot's or a viewer's key, say. Default: its name.")
+]
+Everybodys = Annotated[bool, typer.Option("--all", help="It works on everybody's sessions.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+
+
+@app.command()
+def new(
+    role: Role,
+    name: Annotated[str | None, typer.Option(help="What it is called in the list and the log.")] = None,
+    days: Annotated[float | None, typer.Option(help="Days after which it ends; default: never.")] = None,
+    owner: Owner = None,
+    everybodys: Everybodys = False,
+    port: Port = None,
+    state: State = None,
+    keys_file: KeysFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it, this once. A running server takes it at once; with its first key it wants one of all."""
+    import json
+    import secrets
+    import time
+
+    from service.auth.caller import Role as Roles
+
+    file = _keys(port, state, keys_file)
+    name = name or f"{role}-{secrets.token_hex(3)}"
+    try:
+        of = Roles.named(role)
+    except ValueError as error:
+        fail(Code.USAGE, "no key was made", str(error), "robojax token new --help says what each may do")
+    if owner is not None and everybodys:
+        fail(Code.USAGE, "no key was made", "--owner and --all exclude each other", "leave one of them out")
+    with _trouble("no key was made"):
+        key = file.new(name, of, None if everybodys else owner or name, time.time(), days)
+    if as_json:
+        typer.echo(json.dumps({"name": name, "role": str(of), "key": key}))
+        return
+    typer.echo(key)
+    typer.echo(f"key {name!r} ({of}) is in {file.path} as a hash; it is shown only here and now", err=True)
+    typer.echo("use it: export ROBOJAX_KEY=...; over HTTP: X-API-Key or Authorization: Bearer", err=True)
+
+
+@app.command("list")
+def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as_json: AsJson = False) -> None:
+    """List the keys there are, without the keys themselves."""
+    import json
+    import time
+    from datetime import UTC, datetime
+
+    def when(at: float | None) -> str | None:
+        return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="minutes")
+
+    file = _keys(port, state, keys_file)
+    with _trouble("the keys cannot be listed"):
+        found = file.known()
+    if as_json:
+        shown = [
+            {
+                "name": key.name,
+                "role": str(key.role),
+                "owner": key.owner,
+                "made_at": when(key.made_at),
+                "expires_at": when(key.expires_at),
+                "is_over": key.is_over(time.time()),
+            }
+            for key in found
+        ]
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    if not found:
+        typer.echo(f"no keys in {file.path}; robojax token new --role operator makes one")
+        return
+    rows = []
+    for key in found:
+        until = when(key.expires_at) or "when it is revoked"
+        rows.append(
+            (
+                key.name,
+                str(key.role),
+                "everybody" if key.owner is None or str(key.role) == "admin" else key.owner,
+                when(key.made_at) or "",
+                f"{until} (over)" if key.is_over(time.time()) else until,
+            )
+        )
+    print_table(("name", "role", "sessions of", "made", "ends"), rows)
+
+
+@app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="Of the key.")],
+    port: Port = None,
+    state: State = None,
+    keys_file: KeysFile = None,
+) -> None:
+    """Take a key back; a running server lets it in no more, and closes its sockets within seconds."""
+    file = _keys(port, state, keys_file)
+    with _trouble("no key was revoked"):
+        gone = file.revoke(name)
+        left = len(file.known())
+    typer.echo(f"key {gone.name!r} ({gone.role}) is revoked; {left} left in {file.path}")
+    if not left:
+        typer.echo("a running server lets nobody in by a key now; one that is started lets this machine in", err=True)
+
+
+@app.command()
+def jwt(
+    role: Role,
+    name: Annotated[str, typer.Option(help="Who it stands for.")],
+    hours: Annotated[float, typer.Option(help="Hours after which it ends.")] = 1.0,
+    owner: Owner = None,
+    port: Port = None,
+    state: State = None,
+    secret_file: Annotated[
+        str | None, typer.Option("--jwt-secret-file", help="The server's --jwt-secret-file, when it has one.")
+    ] = None,
+) -> None:
+    """Sign a bearer token. It cannot be revoked by itself; the secret's file is made the first time."""
+    import time
+
+    from service.auth.caller import Role as Roles
+    from service.auth.config import secret_path
+    from service.auth.tokens import BadToken, SecretFile
+
+    settings = _settings(port, state, {"jwt_secret_file": secret_file})
+    path = secret_path(settings, settings.state)
+    if path is None:
+        _nowhere("no token was signed", "--jwt-secret-file")
+    file = SecretFile(path, settings.jwt_hours * 3600)
+    with _trouble("no token was signed"):
+        try:
+            typer.echo(file.make().sign(name, Roles.named(role), hours * 3600, time.time(), owner))
+        except (BadToken, ValueError, OverflowError) as error:
+            fail(Code.USAGE, "no token was signed", str(error), "robojax token jwt --help")
+
+
+def _keys(port: int | None, state: str | None, keys_file: str | None) -> Any:
+    from service.auth.config import keys_path
+    from service.auth.keys import KeyFile
+
+    settings = _settings(port, state, {"keys_file": keys_file})
+    path = keys_path(settings, settings.state)
+    if path is None:
+        _nowhere("there is no place for keys", "--keys-file")
+    return KeyFile(path)
+
+
+def _settings(port: int | None, state: str | None, more: dict[str, str | None]) -> Any:
+    from robojax.cli.serve import settings_or_end
+    from service.state import usual_state
+
+    settings = settings_or_end({"port": port, "state": state, **more})
+    return settings if settings.state else settings.model_copy(update={"state": usual_state(settings.port)})
+
+
+def _nowhere(what: str, flag: str) -> NoReturn:
+    why = "a server on any free port, or with --state off, keeps nothing"
+    fail(Code.USAGE, what, why, f"give --port, --state or {flag} as the server has it")
+
+
+def _trouble(what: str) -> Any:
+    """What goes wrong in here ends the command."""
+    from contextlib import contextmanager
+
+    from service.auth.keys import KeyRefused
+    from service.reloading_file import FileUnusable
+
+    @contextmanager
+    def told() -> Any:
+        try:
+            yield
+        except (KeyRefused, FileUnusable) as error:
+            fail(Code.USAGE, what, str(error), "robojax token --help")
+
+    return told()

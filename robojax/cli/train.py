@@ -1,0 +1,310 @@
+"""`train`: trains a policy and shows progress."""
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from robojax.cli.app import Code, fail
+from robojax.cli.train_flags import FLAGS, POLICY_PREFIX, Given, WrongFlags, check_fields, policy_values, read_flags
+
+if TYPE_CHECKING:
+    from jaxmodels.data import Dataset
+    from jaxmodels.training import Progress as Step
+    from jaxmodels.training import Start, TrainingConfig
+
+HELP = """Usage: robojax train --policy.type=act --dataset.root=DIR --output_dir=DIR [--name=value ...]
+
+A policy from demonstrations (LeRobotDataset), with the flags of lerobot-train. A killed run goes on, to the same
+weights, with the same flags and --resume=true. The folder of the run gets policy/ in LeRobot's layout, checkpoints/,
+metrics.jsonl and loss.png.
+"""
+INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(
+    "train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def train(context: typer.Context) -> None:
+    """Train a policy on a LeRobotDataset; flags as of lerobot-train."""
+    if not context.args or {"--help", "-h"} & set(context.args):
+        typer.echo(_help(context.args))
+        raise typer.Exit(0 if context.args else Code.USAGE)
+    try:
+        given = read_flags(context.args)
+        _check_fields(given)
+        _check(given.values)
+    except WrongFlags as error:
+        fail(Code.USAGE, "flags that cannot be read", str(error), "see robojax train --help")
+
+    from jaxmodels.errors import JaxModelsError
+
+    output = Path(given.values.get("output_dir") or _default_output(given.values))
+    try:
+        _run(given, output)
+    except WrongFlags as error:
+        fail(Code.USAGE, "flags that cannot be read", str(error), "see robojax train --help --policy.type=<type>")
+    except JaxModelsError as error:
+        fail(Code.POLICY, "not trained", str(error), "mend that, and call the same command again")
+    except KeyboardInterrupt:
+        typer.echo(f"\nstopped; the same flags with --output_dir={output} --resume=true go on from the last checkpoint")
+        raise typer.Exit(INTERRUPTED) from None
+    except OSError as error:
+        then = f"make room or give rights; the same flags with --output_dir={output} --resume=true go on"
+        fail(Code.CHECK, "training stopped", str(error), then)
+
+
+def _run(given: Given, output: Path) -> None:
+    from jaxmodels import training
+    from jaxmodels.data import open_dataset
+
+    pass
+
+    values = given.values
+    processes = [values.get(f"distributed.{name}") for name in ("coordinator_address", "num_processes", "process_id")]
+    if values.get("distributed.auto") or any(value is not None for value in processes):
+        training.join(*processes)
+    with Shown(is_shown=not values.get("distributed.process_id")) as shown:
+        dataset = open_dataset(
+            values.get("dataset.root") or values["dataset.repo_id"],
+            revision=values.get("dataset.revision"),
+            episodes=values.get("dataset.episodes"),
+            on_progress=shown.downloading,
+        )
+        start = _start(given, dataset, shown.downloading)
+        config = _config(values, start)
+        shown.begin(dataset, start, config)
+        folder = training.train(
+            dataset,
+            start,
+            config,
+            output,
+            resume=values.get("resume", False),
+            device=values.get("policy.device"),
+            on_progress=shown.step,
+            on_decoding=shown.decoding,
+        )
+        shown.end(folder, output)
+
+
+def _check_fields(given: Given) -> None:
+    """Before anything is missed: what is missing may be there, misspelt. And before a dataset is fetched."""
+    if not given.policy:
+        return
+    from jaxmodels.training import policy_fields, policy_types
+
+    # A policy to go on with says its type itself, later; without one that there is, any may be meant.
+    kind = given.values.get("policy.type")
+    known = [kind] if kind in policy_types() else policy_types()
+    fields = [name for each in known for name in policy_fields(each)]
+    check_fields(given.policy, fields, kind if kind in known else None)
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    wrong = []
+    if ("policy.type" in values) == ("policy.path" in values):
+        wrong.append("wanted one of --policy.type (a new policy) and --policy.path (one to go on with)")
+    wrong += _unknown_type(values.get("policy.type"))
+    if not {"dataset.root", "dataset.repo_id"} & set(values):
+        wrong.append("wanted --dataset.root (a folder) or --dataset.repo_id (of the Hub)")
+    root = values.get("dataset.root")
+    if root is not None and not Path(root).is_dir():
+        wrong.append(f"--dataset.root is {root!r}; there is no such folder")
+    if "policy.path" in values:
+        wrong += [f"--{name} is of a new policy" for name in ("preset", "image_size", "text_encoder") if name in values]
+    if "mesh" in values and "fsdp" in values:
+        wrong.append("wanted one of --mesh and --fsdp")
+    if values.get("resume") and "output_dir" not in values:
+        wrong.append("--resume wants --output_dir, the folder of the run")
+    if wrong:
+        raise WrongFlags("\n".join(wrong))
+
+
+def _unknown_type(kind: str | None) -> list[str]:
+    """Said before a dataset is fetched."""
+    if kind is None:
+        return []
+    from jaxmodels.training import policy_types
+
+    types = policy_types()
+    return [] if kind in types else [f"--policy.type is {kind!r}; wanted {', '.join(types[:-1])} or {types[-1]}"]
+
+
+def _start(given: Given, dataset: "Dataset", tell: Any) -> "Start":
+    from jaxmodels.training import new_policy, policy_fields, trained_policy
+
+    values, device = given.values, given.values.get("policy.device")
+    # LeRobot knows these names; gpu and tpu are only ours.
+    kept = {"device": device} if device is not None and device.split(":")[0] in ("cpu", "cuda") else {}
+    if "policy.path" in values:
+        path, revision = values["policy.path"], values.get("policy.revision")
+        start = trained_policy(path, revision=revision, on_progress=tell)
+        kind = start.policy.type
+        fields = policy_values(given.policy, policy_fields(kind), kind) | kept
+        return start.with_values(fields) if fields else start
+    kind = values["policy.type"]
+    return new_policy(
+        dataset,
+        kind,
+        preset=values.get("preset"),
+        image_size=values.get("image_size"),
+        text_encoder=values.get("text_encoder"),
+        values=policy_values(given.policy, policy_fields(kind), kind) | kept,
+        on_progress=tell,
+    )
+
+
+def _config(values: Mapping[str, Any], start: "Start") -> "TrainingConfig":
+    from jaxmodels.training import (
+        ImageTransforms,
+        OptimizerConfig,
+        SchedulerConfig,
+        TrainingConfig,
+        optimizer_preset,
+        parse_transforms,
+        scheduler_preset,
+    )
+
+    is_preset = values.get("use_policy_training_preset", True)
+    optimizer = optimizer_preset(start.policy) if is_preset else OptimizerConfig()
+    scheduler = scheduler_preset(start.policy) if is_preset else SchedulerConfig()
+    pictures = _part(values, "dataset.image_transforms.")
+    if "tfs" in pictures:
+        pictures["tfs"] = parse_transforms(pictures["tfs"])
+    mesh = {"data": 1, "fsdp": None} if values.get("fsdp") else values.get("mesh", {})
+    known = TrainingConfig.__dataclass_fields__
+    plain = {name: value for name, value in values.items() if name in known and name not in ("fsdp", "mesh")}
+    if "dataset.use_imagenet_stats" in values:
+        plain["use_imagenet_stats"] = values["dataset.use_imagenet_stats"]
+    return TrainingConfig(
+        **plain,
+        **mesh,
+        optimizer=replace(optimizer, **_part(values, "optimizer.")),
+        scheduler=replace(scheduler, **_part(values, "scheduler.")),
+        image_transforms=ImageTransforms(**pictures),
+    )
+
+
+def _part(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _default_output(values: Mapping[str, Any]) -> Path:
+    name = values.get("job_name") or values.get("policy.type") or "policy"
+    return Path("outputs/train") / f"{datetime.now():%Y-%m-%d/%H-%M-%S}_{name}"
+
+
+def _help(arguments: list[str]) -> str:
+    """All flags, and the fields of a policy's config when its type is among the arguments."""
+    lines, group = [HELP], ""
+    width = max(len(name) for name in FLAGS) + 4
+    for flag in FLAGS.values():
+        if flag.group != group:
+            lines.append(f"\n{flag.group}:" if group else f"{flag.group}:")
+            group = flag.group
+        lines.append(f"  {'--' + flag.name:<{width}} {flag.help}")
+    kind = next((word.partition("=")[2] for word in arguments if word.startswith("--policy.type=")), None)
+    if kind is None:
+        lines.append("\nEvery field of a policy's config is --policy.<field>=<value>; which there are says")
+        lines.append("  robojax train --help --policy.type=act")
+        return "\n".join(lines)
+    from jaxmodels.errors import ConfigError
+    from jaxmodels.training import policy_fields
+
+    try:
+        fields = policy_fields(kind)
+    except ConfigError as error:
+        fail(Code.USAGE, "no such policy", str(error), "see robojax train --help")
+    lines.append(f"\nFields of {kind}:")
+    return "\n".join([*lines, *(f"  --{POLICY_PREFIX}{name:<{width - 9}} {words}" for name, words in fields.items())])
+
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
+BETWEEN_LINES = 10.0  # seconds, of decoding and downloading in a log
+
+
+class Shown:
+    """A bar where there is a terminal, a line for every report where there is none.
+
+    Args:
+        is_shown: False for all but the first of several processes.
+    """
+
+    def __init__(self, *, is_shown: bool):
+        self._console = Console(quiet=not is_shown, highlight=False)
+        self._stack = ExitStack()
+        self._bar = Progress(*COLUMNS, TimeElapsedColumn(), console=self._console)
+        self._tasks: dict[str, TaskID] = {}
+        self._told_at: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._stack.enter_context(self._bar)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def downloading(self, stage: str) -> None:
+        """`jaxmodels.hub.fetch` tells how much there is."""
+        total = getattr(stage, "total", 0)
+        if total:
+            self._advance(f"{stage}", getattr(stage, "done", 0), total)
+
+    def decoding(self, done: int, total: int) -> None:
+        self._advance("decoding", done, total)
+
+    def begin(self, dataset: "Dataset", start: "Start", config: "TrainingConfig") -> None:
+        """What is going to be trained on what."""
+        frames = int(dataset.lengths.sum())
+        self._console.print(
+            f"{start.policy.type} on {dataset.folder.name}: {len(dataset.lengths)} episodes, {frames} frames at "
+            f"{dataset.fps:g} Hz; {config.steps} steps of {config.batch_size}, "
+            f"{config.steps * config.batch_size / frames:.1f} times through",
+            soft_wrap=True,
+        )
+
+    def step(self, step: "Step") -> None:
+        told = (
+            f"loss {step.loss:.4f}  rate {step.learning_rate:.2g}  {step.samples_per_second:.0f} samples/s  "
+            f"waited for data {step.waited:.0%}  {_span(step.left)} left"
+        )
+        if self._console.is_terminal:
+            self._advance("training", step.step, step.steps, told)
+        else:
+            self._console.print(f"step {step.step}/{step.steps}  {told}", soft_wrap=True)
+
+    def end(self, folder: Path, output: Path) -> None:
+        self._stack.close()
+        self._console.print(
+            f"policy: {folder}\nloss curve: {output / 'loss.png'}\nlook at it: robojax check {folder}", soft_wrap=True
+        )
+
+    def _advance(self, name: str, done: int, total: int, told: str = "") -> None:
+        if not self._console.is_terminal:
+            now = time.monotonic()
+            if now - self._told_at.setdefault(name, now) >= BETWEEN_LINES:
+                self._told_at[name] = now
+                self._console.print(f"{name} {done}/{total} ({done / total:.0%})", soft_wrap=True)
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(name, total=total, told="")
+        self._bar.update(self._tasks[name], completed=done, total=total, told=told)
+
+
+def _span(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

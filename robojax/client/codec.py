@@ -1,0 +1,134 @@
+"""Arrays, pictures and observations on the wire."""
+
+import math
+from collections.abc import Mapping
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from robojax.client.errors import Garbled, Unusable
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DTYPES = frozenset({"uint8", "int32", "int64", "float16", "float32", "float64", "bool"})
+LARGEST = 64 << 20  # bytes of one array that a server may answer
+JPEG_QUALITY = 90
+
+
+def packed(array: "np.ndarray") -> dict[str, object]:
+    """An array as a map; its bytes are little endian and in C order."""
+    import numpy as np
+
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": little.tobytes()}
+
+
+def unpacked(found: object) -> "np.ndarray":
+    """The array in such a map, or in nested lists.
+
+    Raises:
+        Garbled: it is neither.
+    """
+    import numpy as np
+
+    if isinstance(found, list):
+        try:
+            return np.asarray(found, np.float32)
+        except (ValueError, TypeError) as error:
+            raise Garbled("the server answered lists that are no array") from error
+    if not isinstance(found, Mapping):
+        raise Garbled(f"the server answered a {type(found).__name__} where an array was wanted")
+    dtype, shape, data = found.get("dtype"), found.get("shape"), found.get("data")
+    if dtype not in DTYPES or not isinstance(data, bytes) or len(data) > LARGEST or not isinstance(shape, list):
+        raise Garbled("the server answered something that is no array")
+    if not all(isinstance(each, int) and each >= 0 for each in shape):
+        raise Garbled("the server answered an array without a shape")
+    kind = np.dtype(dtype).newbyteorder("<")
+    if math.prod(shape) * kind.itemsize != len(data):
+        raise Garbled(f"the server answered {len(data)} bytes for an array of {shape} {dtype}")
+    return np.frombuffer(data, kind).reshape(shape)
+
+
+def picture(name: str, image: Any, is_compressed: bool) -> object:
+    """One picture as msgpack takes it.
+
+    Args:
+        image: uint8 (h, w, 3), RGB; or the bytes of a JPEG or PNG file.
+        is_compressed: whether an array is sent as JPEG.
+
+    Raises:
+        Unusable: it is no picture.
+    """
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if getattr(image, "dtype", None) != "uint8" or getattr(image, "ndim", 0) != 3 or image.shape[2] != 3:
+        found = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}".rstrip()
+        raise Unusable(f"picture {name!r} is {found}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG")
+    return jpeg(image) if is_compressed else packed(image)
+
+
+def jpeg(image: "np.ndarray") -> bytes:
+    """A picture as the bytes of a JPEG file."""
+    from PIL import Image
+
+    file = BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=JPEG_QUALITY)
+    return file.getvalue()
+
+
+def numbers(what: str, values: Any) -> object:
+    """A state as msgpack takes it: an array, a map by name, or a list.
+
+    Raises:
+        Unusable: a value is no finite number.
+    """
+    if isinstance(values, Mapping):
+        return {str(name): _finite(f"{what} {name!r}", value) for name, value in values.items()}
+    if hasattr(values, "dtype"):
+        import numpy as np
+
+        if values.dtype.name not in DTYPES or not np.isfinite(values).all():
+            raise Unusable(f"{what} has values that are no finite numbers; nothing was sent")
+        return packed(values)
+    return [_finite(f"{what} {place}", value) for place, value in enumerate(values)]
+
+
+def _finite(what: str, value: Any) -> float:
+    if isinstance(value, bool) or (not isinstance(value, int | float) and not hasattr(value, "__float__")):
+        raise Unusable(f"{what} is {value!r}, which is no number; nothing was sent")
+    number = float(value)
+    if not math.isfinite(number):
+        raise Unusable(f"{what} is {number}; nothing was sent")
+    return number
+
+
+Image = Any  # uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file
+
+
+def observation(
+    images: Mapping[str, Image] | None = None,
+    state: Any = None,
+    *,
+    prompt: str | None = None,
+    number: int | None = None,
+    is_compressed: bool = False,
+    **more: object,
+) -> dict[str, object]:
+    """An observation as msgpack takes it; what is None is left out.
+
+    Args:
+        images: camera name to uint8 (h, w, 3) in RGB, or to the bytes of a JPEG or PNG file.
+        state: joint positions, in the order of the session's joints or by name.
+        prompt: what is to be done, in words, from now on.
+        is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
+
+    Raises:
+        Unusable: it cannot be sent; says what is wrong.
+    """
+    found: dict[str, object] = {}
+    if images:
+        found["images"] = {name: picture(name, image, is_compressed) for name, image in images.items()}
+    if state is not None:
+        found["state"] = numbers("state", state)
+    found |= {"prompt": prompt, "number": number} | more
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,203 @@
+"""LeRobot's robot flags, parsed to a config and an opened arm."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from robojax.robot.arm import JOINTS, Arm, Calibration, JointCalibration, find_calibration, read_calibration
+from robojax.robot.bus import INSTALL, Bus
+from robojax.robot.cameras import CameraConfig
+from robojax.robot.errors import RobotError
+
+TYPES = ("so101_follower", "so100_follower", "simulated")
+# In units of the arm (degrees, or percent of the range): what a quick motion needs, and less than a swing.
+MAX_RELATIVE_TARGET = 20.0
+UNITS = (
+    "give --robot.use_degrees=true or false, as your demonstrations were recorded: LeRobot's default was false up to "
+    "0.4.3 and is true since. A joint beyond 100 or -100 in the dataset's meta/stats.json means degrees"
+)
+
+
+@dataclass(frozen=True)
+class RobotConfig:
+    """A robot, with LeRobot's fields.
+
+    Attributes:
+        id: names its calibration file.
+        use_degrees: whether joints other than the gripper are in degrees, else in -100..100 of their range.
+        max_relative_target: the farthest a target may be from where the joint is; None for no limit.
+        disable_torque_on_disconnect: whether the arm is let go at the end. It falls then.
+    """
+
+    type: str
+    port: str = ""
+    id: str = "arm"
+    use_degrees: bool = False
+    cameras: Mapping[str, CameraConfig] = field(default_factory=dict)
+    calibration_dir: Path | None = None
+    max_relative_target: float | Mapping[str, float] | None = MAX_RELATIVE_TARGET
+    disable_torque_on_disconnect: bool = False
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether there is no arm."""
+        return self.type == "simulated"
+
+
+def robot_config(
+    *,
+    type: str | None,
+    port: str | None = None,
+    id: str | None = None,
+    cameras: str | None = None,
+    use_degrees: str | None = None,
+    max_relative_target: str | None = None,
+    calibration_dir: str | None = None,
+    disable_torque_on_disconnect: str | None = None,
+) -> RobotConfig:
+    """A robot as flags tell of it.
+
+    Raises:
+        RobotError: they do not.
+    """
+    wrong: list[tuple[str, str]] = []
+
+    def tried(read: Any, text: str | None, default: Any) -> Any:
+        try:
+            return default if text is None else read(text)
+        except RobotError as error:
+            wrong.append((str(error), error.then))
+            return default
+
+    if type not in TYPES:
+        wrong.append((f"--robot.type is {type!r}", f"give one of {', '.join(TYPES)}"))
+    is_real = type != "simulated"
+    if is_real and not port:
+        wrong.append(("--robot.port is missing", "e.g. --robot.port=/dev/ttyACM0; lerobot-find-port finds it"))
+    if is_real and not id:
+        wrong.append(("--robot.id is missing", "give the id that the arm was calibrated with"))
+    if is_real and use_degrees is None:
+        wrong.append(("the unit of the joints is not known", UNITS))
+    config = RobotConfig(
+        type=type or "",
+        port=port or "",
+        id=id or "arm",
+        use_degrees=tried(lambda text: _boolean("robot.use_degrees", text), use_degrees, False),
+        cameras=tried(read_cameras, cameras, {}),
+        calibration_dir=None if calibration_dir is None else Path(calibration_dir).expanduser(),
+        max_relative_target=tried(read_cap, max_relative_target, MAX_RELATIVE_TARGET),
+        disable_torque_on_disconnect=tried(
+            lambda text: _boolean("robot.disable_torque_on_disconnect", text), disable_torque_on_disconnect, False
+        ),
+    )
+    if wrong:
+        raise RobotError("\n".join(text for text, _ in wrong), "\n".join(then for _, then in wrong))
+    return config
+
+
+def read_cameras(text: str) -> dict[str, CameraConfig]:
+    """``{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}``.
+
+    Raises:
+        RobotError: it is no such map.
+    """
+    example = '--robot.cameras="{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"'
+    found = _yaml("robot.cameras", text, example)
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(each, dict) for name, each in found.items()
+    ):
+        raise RobotError("--robot.cameras is no map from name to camera", f"write it like {example}")
+    known = {each.name for each in fields(CameraConfig)}
+    cameras, wrong = {}, []
+    for name, each in found.items():
+        if strange := sorted(set(map(str, each)) - known):
+            wrong.append(f"camera {name!r}: {', '.join(strange)} is not known; there are {', '.join(sorted(known))}")
+            continue
+        try:
+            cameras[name] = CameraConfig(**each)
+        except (ValueError, TypeError) as error:
+            wrong.append(f"camera {name!r}: {error}")
+    if wrong:
+        raise RobotError("; ".join(wrong), f"write it like {example}")
+    return cameras
+
+
+def read_cap(text: str) -> float | dict[str, float] | None:
+    """A number, a map from joint to number, or none.
+
+    Raises:
+        RobotError: it is neither.
+    """
+    found = _yaml("robot.max_relative_target", text, "--robot.max_relative_target=10")
+    if found in (None, "none"):
+        return None
+    values: dict[str, Any] = found if isinstance(found, dict) else dict.fromkeys(JOINTS, found)
+    good = all(
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        for value in values.values()
+    )
+    if set(values) != set(JOINTS) or not good:
+        raise RobotError(
+            "--robot.max_relative_target is neither a positive number nor one for each joint",
+            f"the joints are {', '.join(JOINTS)}; none takes the limit off",
+        )
+    numbers = {name: float(value) for name, value in values.items()}
+    return numbers if isinstance(found, dict) else next(iter(numbers.values()))
+
+
+def _boolean(name: str, text: str) -> bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    raise RobotError(f"--{name} is {text!r}", "give true or false")
+
+
+def _yaml(name: str, text: str, example: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise RobotError(f"{error.name} is not installed, which reads --{name}", INSTALL) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        first = str(error).splitlines()[0]
+        raise RobotError(f"--{name} cannot be read: {first}", f"write it like {example}") from error
+
+
+# Of the simulated arm: its servos stand in the middle of two thirds of a turn.
+LOW, HIGH = 700, 3395
+
+
+def calibration_of(config: RobotConfig) -> Calibration:
+    """Its calibration.
+
+    Raises:
+        RobotError: there is none, or it cannot be used.
+    """
+    if config.is_simulated:
+        return {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in JOINTS.items()}
+    return read_calibration(find_calibration(config.type, config.id, config.calibration_dir), JOINTS)
+
+
+@contextmanager
+def open_arm(config: RobotConfig) -> Iterator[Arm]:
+    """The arm until the context ends; nothing is written to it by that.
+
+    Raises:
+        RobotError: its calibration, its port or a package is not there.
+    """
+    calibration = calibration_of(config)
+    if config.is_simulated and not config.port:
+        from robojax.robot.bus import HOMING_OFFSET, MAX_POSITION, MIN_POSITION
+        from robojax.robot.simulated_bus import Servo, SimulatedBus
+
+        servos = {servo: Servo() for servo in JOINTS.values()}
+        for servo in servos.values():
+            servo[HOMING_OFFSET], servo[MIN_POSITION], servo[MAX_POSITION] = 0, LOW, HIGH
+        with SimulatedBus(servos) as simulated, Bus(simulated.port) as bus:
+            yield Arm(bus, calibration, config.use_degrees)
+        return
+    with Bus(config.port) as bus:
+        yield Arm(bus, calibration, config.use_degrees)

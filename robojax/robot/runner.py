@@ -1,0 +1,343 @@
+"""Runs a robot's session from connection to release."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
+from robojax.robot.arm import JOINTS
+from robojax.robot.arm_thread import Body, Follower
+from robojax.robot.cameras import Camera
+from robojax.robot.config import RobotConfig, open_arm
+from robojax.robot.errors import RobotError
+from robojax.robot.links import Link, Pictures, RoomsLink, StreamLink, Tell, described, together
+
+
+@asynccontextmanager
+async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
+    """A queue of keys; Ctrl-C stays what it is, and the terminal is put back at the end."""
+    pressed: asyncio.Queue[str] = asyncio.Queue()
+    if not sys.stdin.isatty():
+        yield pressed
+        return
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        found = b""
+        with contextlib.suppress(OSError):
+            found = os.read(terminal, 64)
+        if not found:
+            loop.remove_reader(terminal)  # it hung up, and would be readable for ever
+        for key in found.decode(errors="replace"):
+            pressed.put_nowait(key)
+
+    tty.setcbreak(terminal)
+    loop.add_reader(terminal, read)
+    try:
+        yield pressed
+    finally:
+        loop.remove_reader(terminal)
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+LOOK = 0.1  # seconds between looks at the arm
+LEAVE = 3.0  # seconds that saying goodbye to the server may take
+EMERGENCY, QUIT = " ", "q"
+# SIGHUP: the terminal was closed, or the connection to it was lost.
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ON_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is to be done.
+
+    Attributes:
+        server: URL; None for this machine's.
+        session: id; the robot's when None.
+        policy: a folder on the server's machine or a repo id, for a session that is made now and removed at the end;
+            None for one that is there.
+        transport: "direct", or the rooms' server; of a session that is there: where its rooms are. None: direct, or
+            the rooms of the server itself.
+        rate: observations (and looks at the arm) per second.
+        patience: seconds without a command after which the arm is held.
+        is_started: whether the session is started, or waits for somebody to do so.
+        is_compressed: whether pictures go as JPEG; None: unless the server is on this machine.
+    """
+
+    robot: RobotConfig
+    server: str | None = None
+    key: str | None = None
+    session: str | None = None
+    policy: str | None = None
+    revision: str | None = None
+    task: str | None = None
+    transport: str | None = None
+    rate: float = 30.0
+    patience: float = 0.5
+    is_started: bool = True
+    is_dry_run: bool = False
+    is_compressed: bool | None = None
+
+    @property
+    def session_id(self) -> str:
+        """The session's id."""
+        return self.session or self.robot.id
+
+
+class _Ended(Exception):
+    """Somebody ended the program before anything was held."""
+
+
+async def run(program: Program, tell: Tell) -> None:
+    """Move the arm until Ctrl-C, SIGTERM, SIGHUP or the key q; the arm is held at the end.
+
+    Args:
+        tell: takes what happens, a line each.
+
+    Raises:
+        RobotError: something of the robot cannot be used, or was lost. What is left of it is held.
+        ClientError: the server is not there, or refuses.
+    """
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in ENDS:
+        loop.add_signal_handler(number, over.set)
+    try:
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(AsyncClient(program.server, key=program.key))
+            cameras = await asyncio.to_thread(_open_cameras, program.robot)
+            for camera in cameras.values():
+                stack.callback(camera.close)
+            arm = stack.enter_context(open_arm(program.robot))
+            session = await stack.enter_async_context(_session(client, program, tuple(cameras), over, tell))
+            if over.is_set():
+                raise _Ended
+            await asyncio.to_thread(arm.engage)
+            tell("the arm is held where it is")
+            follower = Follower(JOINTS, program.patience, program.robot.max_relative_target)
+            with Body(arm, follower, program.rate) as body:
+                ended = await _tied(program, client, session, body, cameras, over, tell)
+            if body.failure is not None:
+                raise body.failure
+            if program.robot.disable_torque_on_disconnect:
+                arm.release()
+                tell("the arm's torque is off")
+            else:
+                tell("the arm is held; put a hand under it before you switch its power off")
+            if ended is not None:
+                raise ended
+    except _Ended:
+        tell("ended; the arm was told nothing")
+    finally:
+        for number in ENDS:
+            loop.remove_signal_handler(number)
+
+
+async def _tied(
+    program: Program,
+    client: AsyncClient,
+    session: AsyncSession,
+    body: Body,
+    cameras: Mapping[str, Camera],
+    over: asyncio.Event,
+    tell: Tell,
+) -> Exception | None:
+    """Moves until something ends it; what that was, unless somebody wanted it."""
+
+    def pictures() -> dict[str, np.ndarray]:
+        now = time.monotonic()
+        return {name: camera.newest(now) for name, camera in cameras.items()}
+
+    linked = asyncio.Event()
+    status = await session.status()
+    link = _link(program, client, session, status.rooms.joint_output != "", body, pictures, tell)
+    try:
+        async with keys() as pressed:
+            await together(
+                link.run(linked),
+                _started(program, session, linked, tell),
+                _watched(body, tell),
+                _keys(pressed, session, body, over, tell),
+                _until(over),
+            )
+    except (RobotError, ClientError) as error:
+        return error
+    finally:
+        body.stop("the program ends", is_latched=True)
+        with contextlib.suppress(ClientError, TimeoutError):
+            async with asyncio.timeout(LEAVE):
+                await session.stop()
+    return None
+
+
+def _link(
+    program: Program,
+    client: AsyncClient,
+    session: AsyncSession,
+    has_rooms: bool,
+    body: Body,
+    pictures: Pictures,
+    tell: Tell,
+) -> Link:
+    if has_rooms:
+        transport = program.transport if program.transport not in (None, "direct") else client.url
+        return RoomsLink(session, str(transport), body, pictures, program.rate, tell)
+    is_near = urlsplit(client.url).hostname in ON_THIS_MACHINE
+    is_compressed = not is_near if program.is_compressed is None else program.is_compressed
+    return StreamLink(session, body, pictures, program.rate, is_compressed, tell)
+
+
+@asynccontextmanager
+async def _session(
+    client: AsyncClient, program: Program, cameras: tuple[str, ...], over: asyncio.Event, tell: Tell
+) -> AsyncIterator[AsyncSession]:
+    """The session; one that is made here is removed at the end."""
+    session = client.session(program.session_id)
+    if program.policy is None:
+        status = await session.status()
+        if missing := sorted(set(status.camera_names) - set(cameras)):
+            raise RobotError(
+                f"session {session.id} wants cameras {', '.join(status.camera_names)}; {', '.join(missing)} not given",
+                "name them as the policy does in --robot.cameras",
+            )
+        if status.status == "interrupted":
+            tell(f"session {session.id} was interrupted; it is loaded again")
+            await session.restart()
+        tell(described(await session.status()))
+        yield session
+        return
+    asked = {"policy_path": program.policy, "revision": program.revision, "camera_names": list(cameras)}
+    fit = await _unless(over, client.request("POST", "/policies/check", asked, timeout=600))
+    if not fit["fits"]:
+        raise RobotError(
+            f"the policy does not fit this robot: {'; '.join(fit['misfits'])}",
+            f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras",
+        )
+    tell(f"loading {program.policy} ...")
+    making = client.create(
+        session.id,
+        program.policy,
+        transport_server_url=program.transport or "direct",
+        camera_names=cameras,
+        policy_type=fit["policy_type"],
+        revision=program.revision,
+        language_instruction=program.task,
+        dry_run=program.is_dry_run,
+    )
+    made = await _unless(over, making, lambda: _removed(session))
+    try:
+        yield made
+    finally:
+        await _removed(made)
+
+
+async def _removed(session: AsyncSession) -> None:
+    with contextlib.suppress(ClientError, TimeoutError):
+        async with asyncio.timeout(LEAVE):
+            await session.delete()
+
+
+async def _unless(
+    over: asyncio.Event, work: Coroutine[Any, Any, Any], undo: Callable[[], Coroutine[Any, Any, None]] | None = None
+) -> Any:
+    """What the work gives, unless somebody ends the program meanwhile; then it is undone.
+
+    Raises:
+        _Ended: somebody did.
+    """
+    task, ended = asyncio.create_task(work), asyncio.create_task(over.wait())
+    try:
+        await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and undo is not None:
+            # A refusal comes soon: a session of this id that is somebody else's is not removed.
+            await asyncio.wait((task,), timeout=LEAVE)
+        if not over.is_set() or (task.done() and task.exception() is not None):
+            return task.result()
+        if undo is not None:
+            await undo()
+        raise _Ended
+    finally:
+        for each in (task, ended):
+            each.cancel()
+        await asyncio.gather(task, ended, return_exceptions=True)
+
+
+async def _started(program: Program, session: AsyncSession, linked: asyncio.Event, tell: Tell) -> None:
+    await linked.wait()
+    if not program.is_started:
+        tell(f"ready; robojax start {session.id} lets it move")
+    else:
+        try:
+            await session.start()
+        except Refused as error:
+            # It runs already: somebody else started it, which is what was wanted.
+            if not (await session.status()).is_moving:
+                raise error
+        tell("started: space is the emergency stop, q or Ctrl-C holds the arm and leaves")
+    await asyncio.Event().wait()
+
+
+async def _watched(body: Body, tell: Tell) -> None:
+    """Until the arm's own thread ends, which only a failure does."""
+    last: str | None = "?"
+    clamped: frozenset[str] = frozenset()
+    while not body.is_over:
+        if (hold := body.hold) != last:
+            tell("moving" if hold is None else f"held: {hold}")
+            if body.is_latched:
+                tell("it stays held; when it is safe, end this program, robojax reset the session, and start it again")
+            last = hold
+        figures = body.figures()["clamped"]
+        assert isinstance(figures, dict)
+        if new := frozenset(figures) - clamped:
+            tell(f"targets of {', '.join(sorted(new))} were too far away (max_relative_target); it goes there slowly")
+            clamped |= new
+        await asyncio.sleep(LOOK)
+
+
+async def _keys(
+    pressed: "asyncio.Queue[str]", session: AsyncSession, body: Body, over: asyncio.Event, tell: Tell
+) -> None:
+    while True:
+        key = await pressed.get()
+        if key == EMERGENCY:
+            body.stop("emergency stop by key", is_latched=True)
+            try:
+                await session.emergency_stop("key at the robot")
+            except ClientError as error:
+                tell(f"the arm is held; the server could not be told: {error}")
+        elif key == QUIT:
+            over.set()
+
+
+async def _until(over: asyncio.Event) -> None:
+    await over.wait()
+
+
+def _open_cameras(config: RobotConfig) -> dict[str, Camera]:
+    cameras: dict[str, Camera] = {}
+    try:
+        for name, each in config.cameras.items():
+            cameras[name] = Camera(name, each)
+    except RobotError:
+        for camera in cameras.values():
+            camera.close()
+        raise
+    return cameras

@@ -1,0 +1,214 @@
+"""Simulated servos behind a pseudo-terminal.
+
+The bytes are a real bus's (ping, read, write, sync read, sync write, checksums, status bits), so that everything above
+is what a real arm gets.
+"""
+
+import os
+import select
+import threading
+import time
+import tty
+from collections.abc import Callable, Mapping
+
+from robojax.robot import bus
+from robojax.robot.bus import RESOLUTION, Register
+
+PING, READ, WRITE, SYNC_READ, SYNC_WRITE = 0x01, 0x02, 0x03, 0x82, 0x83
+EVERYBODY = 0xFE
+SPEED = 3000.0  # steps a second without load: what an STS3215 does at 7.4 V is about this
+# Position limits of a servo and its homing offset, as a calibration leaves them.
+FIRST = {
+    bus.FIRMWARE_MAJOR: 3,
+    bus.FIRMWARE_MINOR: 10,
+    bus.MODEL: bus.MODEL_NUMBER,
+    bus.RETURN_DELAY: 250,
+    bus.MAX_POSITION: RESOLUTION - 1,
+    bus.MAX_TEMPERATURE: 70,
+    bus.MAX_VOLTAGE: 80,
+    bus.MIN_VOLTAGE: 40,
+    bus.MAX_TORQUE: 1000,
+    bus.PROTECTION_CURRENT: 500,
+    bus.P_COEFFICIENT: 32,
+    bus.D_COEFFICIENT: 32,
+    bus.OVERLOAD_TORQUE: 80,
+    bus.LOCK: 1,
+    bus.PRESENT_VOLTAGE: 74,
+    bus.PRESENT_TEMPERATURE: 31,
+}
+
+
+class Servo:
+    """One servo: its memory, and a shaft that goes towards the goal while torque is on.
+
+    Attributes:
+        status: its status byte.
+        written: every goal that it was given while torque was on, with its time.
+    """
+
+    def __init__(self, position: int = RESOLUTION // 2, speed: float = SPEED):
+        self.memory = bytearray(128)
+        self.status = 0
+        self.written: list[tuple[float, int]] = []
+        self._position, self._speed, self._at = float(position), speed, 0.0
+        for register, value in FIRST.items():
+            self[register] = value
+        self[bus.GOAL_POSITION] = position
+        self[bus.PRESENT_POSITION] = position
+
+    def __getitem__(self, register: Register) -> int:
+        return register.decode(bytes(self.memory[register.address : register.address + register.length]))
+
+    def __setitem__(self, register: Register, value: int) -> None:
+        self.memory[register.address : register.address + register.length] = register.encode(value)
+
+    def read(self, address: int, length: int, now: float) -> bytes:
+        """Bytes of its memory."""
+        self._move(now)
+        return bytes(self.memory[address : address + length])
+
+    def write(self, address: int, data: bytes, now: float) -> None:
+        """Bytes into its memory, but for what only the servo itself writes."""
+        self._move(now)
+        kept = bytes(self.memory[:5]), bytes(self.memory[56:71])
+        self.memory[address : address + len(data)] = data
+        self.memory[:5], self.memory[56:71] = kept
+        goal = bus.GOAL_POSITION
+        if address <= goal.address < address + len(data) and self[bus.TORQUE_ENABLE]:
+            self.written.append((now, self[goal]))
+
+    def place(self, position: float) -> None:
+        """Puts the shaft somewhere, as a hand does."""
+        self._position = position
+        self[bus.PRESENT_POSITION] = round(position)
+
+    def _move(self, now: float) -> None:
+        seconds, self._at = (now - self._at if self._at else 0.0), now
+        if self[bus.TORQUE_ENABLE]:
+            low, high = self[bus.MIN_POSITION], self[bus.MAX_POSITION]
+            way = min(max(self[bus.GOAL_POSITION], low), high) - self._position
+            step = self._speed * seconds
+            self._position += max(-step, min(step, way))
+            self[bus.PRESENT_POSITION] = round(self._position)
+
+
+class ServoLine:
+    """All servos of one bus: bytes in, bytes out.
+
+    Attributes:
+        silent: ids that do not answer, as if unplugged.
+        garbled: ids whose answers have a wrong checksum.
+    """
+
+    def __init__(self, servos: Mapping[int, Servo]):
+        self.servos = dict(servos)
+        self.silent: set[int] = set()
+        self.garbled: set[int] = set()
+        self._heard = bytearray()
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """What the bus carries after these bytes came."""
+        self._heard += data
+        answers = bytearray()
+        while (packet := self._next()) is not None:
+            answers += self._obey(packet, now)
+        return bytes(answers)
+
+    def _next(self) -> bytes | None:
+        """The next packet that is whole and has the right checksum: id, length, instruction, parameters."""
+        while True:
+            start = self._heard.find(b"\xff\xff")
+            if start < 0:
+                del self._heard[: max(0, len(self._heard) - 1)]
+                return None
+            del self._heard[:start]
+            if len(self._heard) < 4:
+                return None
+            whole = self._heard[3] + 4
+            if len(self._heard) < whole:
+                return None
+            packet = bytes(self._heard[2:whole])
+            if packet[1] >= 2 and packet[-1] == checksum(packet[:-1]):
+                del self._heard[:whole]
+                return packet[:-1]
+            del self._heard[0]
+
+    def _obey(self, packet: bytes, now: float) -> bytes:
+        target, instruction, parameters = packet[0], packet[2], packet[3:]
+        if instruction == SYNC_WRITE and target == EVERYBODY and len(parameters) > 2:
+            address, length = parameters[0], parameters[1]
+            for start in range(2, len(parameters) - length, length + 1):
+                servo = parameters[start]
+                if servo in self.servos and servo not in self.silent:
+                    self.servos[servo].write(address, parameters[start + 1 : start + 1 + length], now)
+            return b""
+        if instruction == SYNC_READ and target == EVERYBODY and len(parameters) > 2:
+            address, length = parameters[0], parameters[1]
+            return b"".join(self._answer(servo, self._read(servo, address, length, now)) for servo in parameters[2:])
+        if target not in self.servos:
+            return b""
+        if instruction == READ and len(parameters) == 2:
+            return self._answer(target, self._read(target, parameters[0], parameters[1], now))
+        if instruction == WRITE and len(parameters) > 1:
+            if target not in self.silent:
+                self.servos[target].write(parameters[0], parameters[1:], now)
+            return self._answer(target, b"")
+        return self._answer(target, b"") if instruction == PING else b""
+
+    def _read(self, servo: int, address: int, length: int, now: float) -> bytes:
+        return self.servos[servo].read(address, length, now) if servo in self.servos else b""
+
+    def _answer(self, servo: int, data: bytes) -> bytes:
+        if servo not in self.servos or servo in self.silent:
+            return b""
+        body = bytes([servo, len(data) + 2, self.servos[servo].status]) + data
+        wrong = 1 if servo in self.garbled else 0
+        return b"\xff\xff" + body + bytes([checksum(body) ^ wrong])
+
+
+def checksum(body: bytes) -> int:
+    """The last byte of a packet with this body."""
+    return ~sum(body) & 0xFF
+
+
+class SimulatedBus:
+    """Servos behind a pseudo-terminal, on a thread of their own until the context ends.
+
+    Attributes:
+        port: what to give as ``--robot.port``.
+    """
+
+    def __init__(self, servos: Mapping[int, Servo], clock: Callable[[], float] = time.monotonic):
+        self.line = ServoLine(servos)
+        self.lock = threading.Lock()
+        self._clock = clock
+        self._ours, self._theirs = os.openpty()
+        tty.setraw(self._theirs)
+        self.port = os.ttyname(self._theirs)
+        self._ended, self._end = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="servos", daemon=True)
+
+    def __enter__(self) -> "SimulatedBus":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.write(self._end, b"x")
+        self._thread.join()
+        for each in (self._ours, self._theirs, self._ended, self._end):
+            os.close(each)
+
+    def servo(self, number: int) -> Servo:
+        """One of them."""
+        return self.line.servos[number]
+
+    def _run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._ours, self._ended], [], [])
+            if self._ended in ready:
+                return
+            data = os.read(self._ours, 4096)
+            with self.lock:
+                answer = self.line.feed(data, self._clock())
+            if answer:
+                os.write(self._ours, answer)

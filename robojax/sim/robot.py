@@ -1,0 +1,291 @@
+"""Process that connects the simulated arm to a server.
+
+It joins the session's rooms, sends its camera and its joints at 25 Hz, obeys the newest command, and plays episodes:
+fold the arm, lay the cubes, let the server see them, say which to lift if the policy reads that, start the session,
+move for `HORIZON` ticks, stop the session, look whether that cube is up. One line of JSON on standard output for
+everything that its parent may want to know.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, Arm, to_wire
+from robojax.sim.tasks import PICK, TASKS, Outcome, Score, Task
+from robojax.sim.videos import save_film
+from service.errors import ServiceError
+from service.transport.client.rest import headers_of
+from service.transport.client.robot import Robot, connect_robot
+from service.transport.link import EmergencyStop, Rooms
+
+
+class Body:
+    """The simulation on one thread, because an OpenGL context belongs to the thread that made it.
+
+    Args:
+        films: a folder for a video of each episode.
+    """
+
+    def __init__(self, task: Task = PICK, films: Path | None = None) -> None:
+        self._thread = ThreadPoolExecutor(1, "arm")
+        self._task, self._films = task, films
+        self._arm: Arm | None = None
+        self._frames: list[np.ndarray] = []
+
+    async def reset(self, seed: int) -> str:
+        """Folds the arm and lays the cubes of `seed`; the instruction."""
+        return await self._run(self._reset, seed)
+
+    async def tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One step towards `target`; the pose after it and what the camera sees."""
+        return await self._run(self._tick, target)
+
+    async def outcome(self, number: int, seed: int, ticks: int) -> Outcome:
+        """How the episode ended, and its film when it is filmed."""
+        return await self._run(self._outcome, number, seed, ticks)
+
+    async def close(self) -> None:
+        await self._run(lambda: self._arm.close() if self._arm else None)
+        self._thread.shutdown()
+
+    def _run(self, call, *arguments):
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def _reset(self, seed: int) -> str:
+        self._arm = self._arm or Arm(self._task)
+        self._arm.reset(seed)
+        self._frames.clear()
+        return self._arm.asked.instruction
+
+    def _tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert self._arm is not None, "reset comes first"
+        self._arm.step(target)
+        picture = self._arm.picture(CAMERA, *FRAME)
+        if self._films is not None:
+            self._frames.append(picture)
+        return self._arm.joints, picture
+
+    def _outcome(self, number: int, seed: int, ticks: int) -> Outcome:
+        assert self._arm is not None, "reset comes first"
+        outcome = Outcome(number, seed, self._arm.asked.instruction, self._arm.is_lifted, self._arm.wrong, ticks)
+        if self._films is not None:
+            save_film(self._films, self._frames, outcome)
+        return outcome
+
+
+PERIOD = 1 / RATE
+SETTLE = 12  # ticks after laying the cubes, so that no frame of the episode before is on its way any more
+PATIENCE = 15.0  # seconds for the session to be startable, and for the first command to come
+
+
+class EpisodeFailed(Exception):
+    """An episode could not be played; the text says why."""
+
+
+class Sessions:
+    """The few calls of the session API that a robot's operator makes."""
+
+    def __init__(self, http: aiohttp.ClientSession, server: str, session_id: str):
+        self._http, self._url = http, f"{server.rstrip('/')}/sessions/{session_id}"
+
+    async def status(self) -> dict[str, Any]:
+        async with self._http.get(self._url) as answer:
+            answer.raise_for_status()
+            return await answer.json()
+
+    async def rooms(self) -> Rooms:
+        rooms = (await self.status())["rooms"]
+        return Rooms(
+            rooms["workspace_id"],
+            rooms["camera_room_ids"],
+            rooms["joint_input_room_id"],
+            rooms["joint_output_room_id"],
+        )
+
+    async def post(self, move: str) -> None:
+        async with self._http.post(f"{self._url}/{move}") as answer:
+            if answer.status != 200:
+                raise EpisodeFailed(f"{move} was refused with {answer.status}: {(await answer.json()).get('detail')}")
+
+    async def instruct(self, instruction: str) -> None:
+        """What the policy is to do from its next chunk on."""
+        async with self._http.patch(self._url, json={"language_instruction": instruction}) as answer:
+            if answer.status != 200:
+                raise EpisodeFailed(f"the instruction was refused with {answer.status}: {await answer.text()}")
+
+    async def tell_score(self, score: Score) -> None:
+        """So that whoever looks at the session sees how it goes."""
+        told = {"tried": score.done, "succeeded": score.lifted, "note": "cubes lifted"}
+        async with self._http.post(f"{self._url}/score", json=told) as answer:
+            answer.raise_for_status()
+
+
+class Player:
+    """Plays episodes with a robot that is in its rooms.
+
+    Args:
+        instructs: whether the session's policy reads what it is to do.
+    """
+
+    def __init__(self, body: Body, sessions: Sessions, *, instructs: bool = False):
+        self._body, self._sessions, self._instructs = body, sessions, instructs
+        self._heard: dict[str, float] = {}  # the server forwards only joints whose target changed
+        self._commands = 0
+        self.stopped: str | None = None
+
+    def obey(self, values: Mapping[str, float], seen_at: float) -> None:
+        """Take a command."""
+        self._heard.update(values)
+        self._commands += 1
+
+    def stop(self, stop: EmergencyStop) -> None:
+        """Take an emergency stop: this arm does not move any more."""
+        self.stopped = stop.reason
+
+    async def play(self, robot: Robot, number: int, seed: int) -> Outcome:
+        """One episode.
+
+        Raises:
+            EpisodeFailed: the session could not be instructed or started, or sent nothing.
+        """
+        instruction = await self._body.reset(seed)
+        tell("asked", number=number, instruction=instruction)
+        home = to_wire(HOME)
+        clock = Clock()
+        for _ in range(SETTLE):
+            await self._show(robot, home)
+            await clock.next()
+        if self._instructs:
+            await self._while_showing(self._sessions.instruct(instruction), robot, clock, home)
+        # The session holds until it has seen fresh pictures.
+        await self._while_showing(self._sessions.post("start"), robot, clock, home)
+        before, ticks, patience = self._commands, 0, PATIENCE
+        while ticks < HORIZON:
+            # Until the first command the arm waits, folded; then it goes where it was told last.
+            moves = self._commands > before and len(self._heard) == len(JOINTS)
+            target = np.array([self._heard[joint] for joint in JOINTS]) if moves else home
+            await self._show(robot, target)
+            await clock.next()
+            ticks += moves
+            patience -= 0 if moves else PERIOD
+            if patience < 0:
+                status, patience = await self._sessions.status(), PATIENCE
+                if status["stats"].get("hold_code") == "compiling":
+                    continue  # for pictures of this size: a large policy on a slow machine
+                why = status["stats"].get("hold") or status["error_message"] or "nothing said why"
+                raise EpisodeFailed(f"no command in {PATIENCE:.0f} s; the session is {status['status']}: {why}")
+            if self.stopped is not None:
+                raise EpisodeFailed(f"emergency stop: {self.stopped}")
+        await self._sessions.post("stop")
+        return await self._body.outcome(number, seed, ticks)
+
+    async def _while_showing(
+        self, call: Coroutine[Any, Any, None], robot: Robot, clock: "Clock", home: np.ndarray
+    ) -> None:
+        """A call of the operator's while the pictures go on."""
+        calling = asyncio.create_task(call)
+        try:
+            while not calling.done():
+                await self._show(robot, home)
+                await clock.next()
+        finally:
+            if not calling.done():
+                calling.cancel()
+        calling.result()
+
+    async def _show(self, robot: Robot, target: np.ndarray) -> None:
+        pose, picture = await self._body.tick(target)
+        robot.show(CAMERA, picture)
+        robot.send_joints(dict(zip(JOINTS, pose.tolist(), strict=True)))
+
+
+class Clock:
+    """Absolute deadlines, 40 ms apart; when one was missed, the next is from now on."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + PERIOD
+
+    async def next(self) -> None:
+        now = time.monotonic()
+        if now > self._due + PERIOD:
+            self._due = now
+        await asyncio.sleep(max(0.0, self._due - now))
+        self._due += PERIOD
+
+
+def tell(event: str, **values: object) -> None:
+    """One line for the parent."""
+    sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
+    sys.stdout.flush()
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Joins and plays until the episodes are over (0: until the process is ended)."""
+    body = Body(TASKS[args.task], args.films)
+    await body.reset(args.seed)
+    try:
+        key = os.environ.get("ROBOJAX_KEY")
+        patience = aiohttp.ClientTimeout(total=30)
+        async with aiohttp.ClientSession(timeout=patience, trust_env=False, headers=headers_of(key)) as http:
+            sessions = Sessions(http, args.server, args.session)
+            player = Player(body, sessions, instructs=args.instruct)
+            rooms = await sessions.rooms()
+            async with connect_robot(
+                args.transport,
+                rooms,
+                on_command=player.obey,
+                on_emergency_stop=player.stop,
+                rate=RATE,
+                key=key,
+                sessions=args.server,
+            ) as robot:
+                tell("joined")
+                number, score = 0, Score()
+                while args.episodes == 0 or number < args.episodes:
+                    number += 1
+                    outcome = await player.play(robot, number, args.seed + number - 1)
+                    tell("episode", **asdict(outcome))
+                    score.outcomes.append(outcome)
+                    await sessions.tell_score(score)
+    finally:
+        await body.close()
+    return 0
+
+
+def main() -> int:
+    """The process."""
+    parser = argparse.ArgumentParser(description="The simulated arm of the demo, as a client of the server.")
+    parser.add_argument("--server", required=True, help="URL of the session API")
+    parser.add_argument("--transport", required=True, help="URL of the transport server")
+    parser.add_argument("--session", required=True, help="session id")
+    parser.add_argument("--task", choices=list(TASKS), default=PICK.name, help="what is to be done")
+    parser.add_argument("--instruct", action="store_true", help="say before each episode which cube is to be lifted")
+    parser.add_argument("--seed", type=int, default=5000, help="of the first episode")
+    parser.add_argument("--episodes", type=int, default=0, help="0 plays on until it is ended")
+    parser.add_argument("--films", type=Path, help="folder for a video of each episode")
+    args = parser.parse_args()
+    # Asked to end, it leaves its rooms, as it does at Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return asyncio.run(run(args))
+    except KeyboardInterrupt:
+        return 0
+    except (EpisodeFailed, ServiceError, aiohttp.ClientError, RuntimeError, OSError) as error:
+        tell("failed", reason=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

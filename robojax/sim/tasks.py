@@ -1,0 +1,169 @@
+"""Tasks of the arm, outcomes of episodes, success rates."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import combinations
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+RADIUS, BEARING, YAW = (0.20, 0.28), 0.6, 0.25  # where cubes may lie: metres from the base, radians
+
+
+class TaskName(StrEnum):
+    """What commands call the tasks."""
+
+    PICK = "pick"
+    TWO_CUBES = "two-cubes"
+
+
+@dataclass(frozen=True)
+class Cube:
+    """A cube that can be asked for.
+
+    Attributes:
+        name: its colour, as a person says it.
+        colour: the same as red, green and blue, 0..1.
+    """
+
+    name: str
+    colour: tuple[float, float, float]
+
+    @property
+    def instruction(self) -> str:
+        """What a policy is told."""
+        return f"pick up the {self.name} cube"
+
+
+class Place(NamedTuple):
+    """Where a cube lies on the table: metres from the arm's base, radians from straight ahead, radians of its turn."""
+
+    radius: float
+    bearing: float
+    yaw: float
+
+    @property
+    def centre(self) -> tuple[float, float]:
+        """x and y in metres; the arm reaches towards -y."""
+        return self.radius * np.sin(self.bearing), -self.radius * np.cos(self.bearing)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Cubes on the table, one of which is asked for in each episode.
+
+    Attributes:
+        apart: metres between the centres of any two cubes, at least.
+        policy: folder beside this file with the policy that is shipped for it; None when there is none.
+    """
+
+    name: TaskName
+    cubes: tuple[Cube, ...]
+    apart: float = 0.0
+    policy: str | None = None
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """One for each cube."""
+        return tuple(cube.instruction for cube in self.cubes)
+
+    def asked(self, seed: int) -> Cube:
+        """The cube of an episode: in turn, so that any even run of seeds asks for each as often as for another."""
+        return self.cubes[seed % len(self.cubes)]
+
+    def places(self, seed: int) -> tuple[Place, ...]:
+        """Where the cubes of an episode lie; which of them is asked for has no part in it."""
+        random = np.random.default_rng(seed)
+        while True:
+            drawn = tuple(
+                Place(random.uniform(*RADIUS), random.uniform(-BEARING, BEARING), random.uniform(-YAW, YAW))
+                for _ in self.cubes
+            )
+            if all(np.hypot(*np.subtract(a.centre, b.centre)) >= self.apart for a, b in combinations(drawn, 2)):
+                return drawn
+
+
+RED = Cube("red", (0.85, 0.08, 0.08))
+BLUE = Cube("blue", (0.08, 0.16, 0.85))
+PICK = Task(TaskName.PICK, (RED,), policy="policy")
+# The expert touches no other cube from 5 cm on; a policy is not as exact.
+TWO_CUBES = Task(TaskName.TWO_CUBES, (RED, BLUE), apart=0.09)
+TASKS: Mapping[str, Task] = {task.name: task for task in (PICK, TWO_CUBES)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one episode ended.
+
+    Attributes:
+        number: counted from 1.
+        instruction: what was asked for.
+        lifted: the asked cube was up at the end, and no other ever was.
+        wrong: another cube that was up at any moment; None when there was none.
+        ticks: from the first command to the end.
+    """
+
+    number: int
+    seed: int
+    instruction: str
+    lifted: bool
+    wrong: str | None
+    ticks: int
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.wrong is not None:
+            return f"wrong, lifted the {self.wrong} cube"
+        return "lifted" if self.lifted else "missed"
+
+
+@dataclass
+class Score:
+    """Outcomes so far."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def lifted(self) -> int:
+        return sum(outcome.lifted for outcome in self.outcomes)
+
+    @property
+    def wrong(self) -> int:
+        return sum(outcome.wrong is not None for outcome in self.outcomes)
+
+    @property
+    def done(self) -> int:
+        return len(self.outcomes)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval of the share that is lifted; (0, 1) before the first episode."""
+        return wilson(self.lifted, self.done)
+
+    def by_instruction(self) -> dict[str, "Score"]:
+        """The same for each instruction, in the order in which they came first."""
+        found: dict[str, Score] = {}
+        for outcome in self.outcomes:
+            found.setdefault(outcome.instruction, Score()).outcomes.append(outcome)
+        return found
+
+    def __str__(self) -> str:
+        wrong = f", {self.wrong} times a wrong one" if self.wrong else ""
+        return f"{self.lifted} of {self.done} cubes lifted{wrong}"
+
+
+def wilson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share (https://doi.org/10.1080/01621459.1927.10502953, without continuity
+    correction): unlike the usual one it stays inside 0..1 and is not empty when all or none succeeded."""
+    if trials == 0:
+        return 0.0, 1.0
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share, spread = successes / trials, z * z / trials
+    middle = share + spread / 2
+    half = (spread * (share * (1 - share) + spread / 4)) ** 0.5
+    # A bound that is 0 or 1 exactly comes out a rounding error beside it.
+    low, high = (middle - half) / (1 + spread), (middle + half) / (1 + spread)
+    return (0.0 if successes == 0 else low), (1.0 if successes == trials else high)

@@ -1,0 +1,140 @@
+"""Route table on a Sanic app: admission, ids, metrics."""
+
+import logging
+import math
+import re
+import time
+from typing import Any
+
+from sanic import Blueprint, HTTPResponse
+from sanic.config import Config
+
+from service.api import operations, pages, policies, predict, sessions
+from service.api.context import App, Request, Route
+from service.http.bodies import request_id
+from service.http.limits import ConnectionLimits, Connections
+from service.http.origins import Origins, harden, preflight
+from service.http.protocol import FULL, PunctualProtocol
+from service.logging import begin_about
+from service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+PREFIXES = ("", "/api")
+SPARE = 16  # connections kept for emergency stops
+ROUTES: tuple[Route, ...] = (
+    *operations.HEALTH_ROUTES,
+    *sessions.SESSION_ROUTES,
+    *sessions.CONTROL_ROUTES,
+    *predict.ACT_ROUTES,
+    *sessions.ADJUST_ROUTES,
+    *sessions.SCORE_ROUTES,
+    *policies.CHECK_ROUTES,
+    *policies.DEPLOYMENT_ROUTES,
+    *operations.CLUSTER_ROUTES,
+    *predict.MODEL_ROUTES,
+    *operations.DEBUG_ROUTES,
+    *sessions.RECORDING_ROUTES,
+    *operations.METRICS_ROUTES,
+    *operations.TICKET_ROUTES,
+    *pages.DOCUMENT_ROUTES,
+    *pages.DASHBOARD_ROUTES,
+)
+
+
+def configuration(settings: Settings) -> Config:
+    """Sanic's own settings."""
+    # Without a prefix it reads nothing from the environment: ROBOJAX_* is the one way to configure.
+    config = Config(env_prefix="")
+    config.update(
+        REQUEST_MAX_SIZE=settings.max_body,
+        RESPONSE_TIMEOUT=settings.answer_deadline,
+        # Sanic's own request timeout starts anew with every byte; service.http.protocol has the deadline that counts.
+        REQUEST_TIMEOUT=settings.request_deadline,
+        REQUEST_DEADLINE=settings.request_deadline,
+        CONNECTIONS=Connections(
+            ConnectionLimits(settings.max_connections, settings.max_all_connections, settings.limit_local, SPARE)
+        ),
+        KEEP_ALIVE_TIMEOUT=15,
+        GRACEFUL_SHUTDOWN_TIMEOUT=3,
+        FALLBACK_ERROR_FORMAT="json",
+        AUTO_EXTEND=False,
+        MOTD=False,
+        # It rewrites Sanic's own classes from their source: a second app of one process would not start.
+        TOUCHUP=False,
+    )
+    return config
+
+
+def api(prefix: str, origins: Origins) -> Blueprint:
+    """All routes under a prefix."""
+    blueprint = Blueprint(f"api{prefix.replace('/', '-')}")
+    methods: dict[str, list[str]] = {}
+    for route in ROUTES:
+        answered = [route.method, "HEAD"] if route.method == "GET" else [route.method]
+        blueprint.add_route(
+            route.handler,
+            prefix + route.sanic_path,
+            methods=answered,
+            name=route.name,
+            unquote=True,
+            error_format="json",
+            stream=route.is_streamed,
+            ctx_is_patient=route.is_patient,
+            ctx_role=route.role,
+            ctx_is_stop=route.is_stop,
+            ctx_is_own=route.is_own,
+        )
+        methods.setdefault(route.sanic_path, []).extend(answered)
+    for number, (path, allowed) in enumerate(methods.items()):
+        # Bound now: a closure would see the last path only.
+        async def options(request: Request, allowed: Any = (*allowed, "OPTIONS"), **parts: str) -> HTTPResponse:
+            return preflight(request, allowed)
+
+        blueprint.add_route(
+            options, prefix + path, methods=["OPTIONS"], name=f"options{number}", error_format="json", ctx_role=None
+        )
+
+    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
+    @blueprint.on_request
+    async def refuse(request: Request) -> HTTPResponse | None:
+        return origins.refusal(request)
+
+    @blueprint.on_response
+    async def permit(request: Request, response: HTTPResponse) -> None:
+        origins.permit(request, response)
+
+    return blueprint
+
+
+def watch(app: App) -> None:
+    """Every request gets an id, its own time limit, and is counted."""
+
+    @app.on_request
+    async def begin(request: Request) -> HTTPResponse | None:
+        begin_about(request=request_id(request), session=None)
+        request.ctx.began = time.perf_counter()
+        if request.route is not None and isinstance(request.protocol, PunctualProtocol):
+            is_patient = getattr(request.route.ctx, "is_patient", False)
+            request.protocol.response_timeout = math.inf if is_patient else app.ctx.settings.answer_deadline
+            if request.protocol.is_spare and not getattr(request.route.ctx, "is_stop", False):
+                request.protocol.answer_and_close()
+                headers = {"retry-after": "5"}
+                return HTTPResponse(FULL, status=429, headers=headers, content_type="application/json")
+        return None
+
+    @app.on_response
+    async def end(request: Request, response: HTTPResponse) -> None:
+        response.headers["x-request-id"] = request_id(request)
+        harden(response)
+        route = _template(request.route.path) if request.route else "unknown"
+        seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
+        app.ctx.metrics.answered(request.method if request.route else "any", route, response.status, seconds)
+        # Who changed something stays on record; looks are many.
+        level = logging.DEBUG if request.method in ("GET", "HEAD", "OPTIONS") else logging.INFO
+        log.log(level, "%s %s: %d in %.1f ms", request.method, request.path, response.status, seconds * 1e3)
+
+
+def _template(path: str) -> str:
+    """``sessions/<session_id:str>`` as the documents write it."""
+    return "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", path).strip("/")

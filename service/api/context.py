@@ -1,0 +1,203 @@
+"""Route description, shared app context, a caller's sessions."""
+
+import asyncio
+import inspect
+import re
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import sanic
+from pydantic import BaseModel
+from sanic import HTTPResponse
+from sanic.config import Config
+
+from service.api.metrics import Metrics
+from service.auth.caller import Role, caller_of
+from service.auth.guard import Guard
+from service.dashboard.live import Live
+from service.errors import UnknownSession
+from service.http.limits import Creates
+from service.inference.model_server import Models
+from service.inference.policy_sources import PolicyPlaces, PolicyReader
+from service.logging import RecentLogs
+from service.loop_watchdog import LoopWatchdog
+from service.recording.recordings import Recordings
+from service.rollout.deployments import Updates
+from service.sessions.store import Listed, Sessions
+from service.settings import Settings
+from service.streaming.clients import Doors
+from service.transport.server.rooms import RoomTable
+
+if TYPE_CHECKING:
+    # They import Ray, and PostgreSQL's driver, which only some servers need.
+    from service.distributed.cluster import Cluster
+    from service.distributed.peers import FrontOfCluster
+
+Handler = Callable[..., Coroutine[Any, Any, HTTPResponse | None]]
+
+
+@dataclass(frozen=True)
+class Query:
+    """An optional query parameter."""
+
+    name: str
+    schema: Mapping[str, Any]
+    description: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """A row of the route table.
+
+    The handler's name gives the operation id and summary as FastAPI makes them, its docstring the description.
+
+    Attributes:
+        path: with ``{session_id}`` parts, as OpenAPI writes them.
+        tag: the group in the documents.
+        answer: JSON schema or model of the 200 answer.
+        content_type: of the 200 answer.
+        is_specified: whether it is part of the specification's document.
+        body: model of the request's body.
+        specified_body: what the specification's document has in its place.
+        errors: other statuses it answers with.
+        optional_body: JSON schema of a body that may be left out.
+        forms: content type to JSON schema of bodies in several forms.
+        answer_forms: of the 200 answer, besides its usual content type.
+        query: its query parameters.
+        is_patient: it may take longer than other answers.
+        is_streamed: it reads its body itself, and holds it to a limit of its own.
+        is_stop: it stops robots, and is let in where nothing else is.
+        is_own: this very server answers, on whichever of a cluster's servers the session is.
+        role: the least role of a key that may call it; None lets everybody in.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    tag: str
+    answer: Mapping[str, Any] | type[BaseModel] = field(default_factory=dict)
+    content_type: str = "application/json"
+    is_specified: bool = False
+    body: type[BaseModel] | None = None
+    specified_body: type[BaseModel] | None = None
+    optional_body: Mapping[str, Any] | None = None
+    forms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    answer_forms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    query: tuple[Query, ...] = ()
+    errors: tuple[int, ...] = ()
+    is_patient: bool = False
+    is_streamed: bool = False
+    is_stop: bool = False
+    is_own: bool = False
+    role: Role | None = Role.ADMIN
+
+    @property
+    def name(self) -> str:
+        """The handler's."""
+        return getattr(self.handler, "__name__", type(self.handler).__name__)
+
+    @property
+    def operation_id(self) -> str:
+        """As FastAPI makes it of function name, path and method."""
+        return re.sub(r"\W", "_", f"{self.name}{self.path}") + f"_{self.method.lower()}"
+
+    @property
+    def summary(self) -> str:
+        """The function name as a title."""
+        return self.name.replace("_", " ").title()
+
+    @property
+    def description(self) -> str:
+        """The docstring."""
+        return inspect.getdoc(self.handler) or ""
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the path's variable parts."""
+        return re.findall(r"{(\w+)}", self.path)
+
+    @property
+    def sanic_path(self) -> str:
+        """The path as Sanic writes it."""
+        return re.sub(r"{(\w+)}", r"<\1:str>", self.path)
+
+
+class OtherFronts(Protocol):
+    """The other servers of a database, as far as routes ask for them (``service.api.redirects``)."""
+
+    async def stop_all(self, request: "Request", reason: str) -> dict[str, Any]:
+        """Stop the robots of all of them: how many, and which did not answer."""
+        ...
+
+
+@dataclass
+class Context:
+    """The app's ``ctx``.
+
+    Attributes:
+        documents: served file name to its bytes.
+        page: the documentation's HTML and its Content-Security-Policy.
+        versions: of this and of what matters below it.
+        table: the embedded transport's rooms, or None when it is off.
+        guard: who is let in where.
+        creates: how often each caller may make a session.
+        doors: for clients that need no rooms.
+        loop_watchdog: how often the event loop was blocked.
+        sessions, models, updates, recordings: there from the server's start to its stop.
+        places: where policies may come from.
+        policy_reader: what policies need, before they are loaded.
+        live: pages that look on.
+        engines: those of a cluster; None where policies run here.
+        front, others: this server among those that share its database, and those; None for one of its own.
+        importing: done when JAX is imported, which takes seconds; None where nothing needs it.
+        started_at: monotonic.
+    """
+
+    settings: Settings
+    documents: Mapping[str, bytes]
+    page: tuple[bytes, str]
+    versions: Mapping[str, str]
+    metrics: Metrics
+    logs: RecentLogs
+    table: RoomTable | None
+    guard: Guard
+    places: PolicyPlaces
+    policy_reader: PolicyReader
+    live: Live
+    creates: Creates
+    doors: Doors
+    loop_watchdog: LoopWatchdog
+    started_at: float = field(default_factory=time.monotonic)
+    importing: asyncio.Future[Any] | None = None
+    engines: "Cluster | None" = None
+    front: "FrontOfCluster | None" = None
+    others: OtherFronts | None = None
+    sessions: Sessions = field(init=False)
+    models: Models = field(init=False)
+    updates: Updates = field(init=False)
+    recordings: Recordings = field(init=False)
+
+
+App: TypeAlias = sanic.Sanic[Config, Context]
+Request: TypeAlias = sanic.Request[App, SimpleNamespace]
+
+
+def sessions_of(request: Request) -> list[Listed]:
+    """All that this caller may see, oldest first."""
+    caller = caller_of(request)
+    return [session for session in request.app.ctx.sessions.list() if caller.sees(session.new.owner)]
+
+
+def session_of(request: Request, session_id: str) -> Listed:
+    """The session of this id.
+
+    Raises:
+        UnknownSession: there is none, or it is somebody else's: which of the two is not told.
+    """
+    session = request.app.ctx.sessions.get(session_id)
+    if not caller_of(request).sees(session.new.owner):
+        raise UnknownSession(f"Session {session_id} not found")
+    return session

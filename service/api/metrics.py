@@ -1,0 +1,281 @@
+"""Prometheus collectors of requests, sessions, models, devices."""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from service.control.robot_io import Drive
+from service.inference.model_server import ServedModel
+from service.loop_watchdog import LoopWatchdog
+from service.sessions.store import Listed
+from service.stage import Stage
+from service.stats import BOUNDS, Recent
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STAGES = [stage for stage in Stage if stage is not Stage.DELETED]
+
+# Metric name -> (key in a session's stats, help). Counters of one session; they end with it.
+_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "ticks": ("ticks", "Ticks of the control loop"),
+    "missed_ticks": ("missed_ticks", "Ticks that came so late that they were left out"),
+    "commands_sent": ("commands_sent", "Joint commands put on the wire"),
+    "commands_refused": ("commands_refused", "Joint commands the link did not take"),
+    "joints_received": ("joints_received", "Joint updates received"),
+    "chunks": ("chunks", "Action chunks the policy gave"),
+    "chunks_rejected": ("chunks_rejected", "Action chunks that were not finite or of the wrong shape"),
+    "late_actions_dropped": ("late_actions_dropped", "Actions dropped because they were late"),
+    "starvations": ("starvations", "Times the action queue ran dry"),
+    "inferences": ("inference_count", "Inferences"),
+    "errors": ("errors", "Failed inferences and rejected chunks"),
+}
+# The same, counted by a label: metric name -> (key, label, help).
+_LABELLED: Mapping[str, tuple[str, str, str]] = {
+    "frames_received": ("images_received", "camera", "Frames received"),
+    "holds": ("holds", "reason", "Times the robot was held"),
+    "inputs_dropped": ("inputs_dropped", "reason", "Frames and joint values that were not usable"),
+}
+_ATTEMPTS = 5
+_SESSION = re.compile(rb'[{,]session="([^"]*)"')
+_PREPARING = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
+    ("forwards", "Forward passes", lambda served: served.forwards),
+    ("errors", "Requests for a forward pass that were refused or failed", lambda served: served.errors),
+    ("compiles", "Shapes compiled since the start", lambda served: served.compiles),
+    ("compile_seconds", "Time spent compiling since the start", lambda served: served.compile_seconds),
+    ("forward_seconds", "Time spent computing", lambda served: served.stages["compute"].total),
+)
+
+
+class Metrics:
+    """The registry of one app."""
+
+    def __init__(
+        self,
+        sessions: Callable[[], Sequence[Listed]],
+        models: Callable[[], Sequence[ServedModel]],
+        engine: Callable[[], Mapping[str, Any]] = dict,
+        watchdog: LoopWatchdog | None = None,
+    ):
+        """``engine`` gives ``Engine.facts``."""
+        self._registry = CollectorRegistry()
+        self._thread = ThreadPoolExecutor(1, "figures")
+        self._is_free = asyncio.Semaphore(1)
+        self._next: asyncio.Task[bytes] | None = None
+        self._registry.register(_Sessions(sessions))
+        self._registry.register(_Models(models))
+        self._registry.register(_Devices(engine))
+        if watchdog is not None:
+            self._registry.register(_Loop(watchdog))
+        labels = ("method", "route", "status")
+        self._requests = Counter("robojax_requests", "HTTP requests answered", labels, registry=self._registry)
+        self._seconds = Histogram(
+            "robojax_request_seconds", "Time to answer an HTTP request", ("method", "route"), registry=self._registry
+        )
+        self._preparing = Histogram(
+            "robojax_prepare_seconds",
+            "Time to make a policy and its rooms ready, by step",
+            ("step",),
+            buckets=_PREPARING,
+            registry=self._registry,
+        )
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count one answer."""
+        self._requests.labels(method, route, str(status)).inc()
+        self._seconds.labels(method, route).observe(seconds)
+
+    def prepared(self, steps: Mapping[str, float]) -> None:
+        """A session got ready; its steps in seconds."""
+        for step, seconds in steps.items():
+            self._preparing.labels(step.replace(" ", "_")).observe(seconds)
+
+    async def text(self, own: Collection[str] | None = None) -> bytes:
+        """Everything, in Prometheus's text format; of sessions only ``own``, or all of them when None.
+
+        With many sessions it takes 60 ms, so it is written in a thread, and one thread only, at most half of the time:
+        several that want the interpreter keep every tick waiting. Whoever asks meanwhile shares the next one.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(self._written(), name="figures")
+        text = await asyncio.shield(self._next)
+        if own is None:
+            return text
+        names = {name.encode() for name in own}
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _only, text, names)
+
+    async def _written(self) -> bytes:
+        await self._is_free.acquire()
+        self._next = None  # who asks from here on wants figures that are newer than these
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        try:
+            return await loop.run_in_executor(self._thread, self._generated)
+        finally:
+            loop.call_later(time.monotonic() - began, self._is_free.release)
+
+    def _generated(self) -> bytes:
+        for _ in range(_ATTEMPTS):
+            # Sessions live on while they are read: one that comes or goes at that moment ends the reading.
+            with suppress(RuntimeError):
+                return generate_latest(self._registry)
+        return generate_latest(self._registry)
+
+
+def _only(text: bytes, own: Collection[bytes]) -> bytes:
+    found = ((line, _SESSION.search(line)) for line in text.splitlines(keepends=True))
+    return b"".join(line for line, session in found if session is None or session[1] in own)
+
+
+class _Sessions(Collector):
+    def __init__(self, sessions: Callable[[], Sequence[Listed]]):
+        self._sessions = sessions
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead: the registry would otherwise collect at once, before there is a server."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """All sessions as they are now."""
+        sessions = self._sessions()
+        statuses = [(session.id, session.status()) for session in sessions]
+        stages = GaugeMetricFamily("robojax_sessions", "Sessions by stage", labels=["stage"])
+        for stage in _STAGES:
+            stages.add_metric([str(stage)], sum(session.stage is stage for session in sessions))
+        yield stages
+        stats = {name: status.stats for name, status in statuses}
+        for metric, (key, text) in _COUNTERS.items():
+            family = CounterMetricFamily(f"robojax_{metric}", text, labels=["session"])
+            for name, found in stats.items():
+                if key in found:
+                    family.add_metric([name], _number(found[key]))
+            yield family
+        for metric, (key, label, text) in _LABELLED.items():
+            family = CounterMetricFamily(f"robojax_{metric}", text, labels=["session", label])
+            for name, found in stats.items():
+                for value, count in _mapping(found.get(key)).items():
+                    family.add_metric([name, value], _number(count))
+            yield family
+        yield _histogram(
+            "robojax_tick_lateness_seconds",
+            "How late ticks came",
+            ("session",),
+            (((session.id,), session.drive.control.lateness) for session in sessions if session.drive),
+        )
+        yield _histogram(
+            "robojax_stage_seconds",
+            "Time from a picture to the plan made of it, by stage: the age of the picture when it was asked, waiting "
+            "for the device, to it, computing, back from it, the whole inference, the same as the control loop saw it",
+            ("session", "stage"),
+            (
+                ((session.id, stage), figures)
+                for session in sessions
+                if session.drive
+                for stage, figures in _stages(session.drive).items()
+            ),
+        )
+
+
+def _stages(drive: Drive) -> Mapping[str, Recent]:
+    inference = {stage: figures for stage, figures in drive.thinking.seconds.items() if stage != "total"}
+    whole = {"inference": drive.thinking.seconds["total"], "answer": drive.control.latency}
+    return {"frame_age": drive.thinking.frame_age, **inference, **whole}
+
+
+class _Models(Collector):
+    def __init__(self, models: Callable[[], Sequence[ServedModel]]):
+        self._models = models
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead, as with sessions."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """All models as they are now."""
+        models = self._models()
+        yield GaugeMetricFamily("robojax_models", "Models loaded", value=len(models))
+        for metric, text, value in _MODEL_COUNTERS:
+            family = CounterMetricFamily(f"robojax_model_{metric}", text, labels=["model"])
+            for served in models:
+                family.add_metric([served.name], value(served))
+            yield family
+
+
+class _Devices(Collector):
+    def __init__(self, engine: Callable[[], Mapping[str, Any]]):
+        self._engine = engine
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead, as with sessions."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """All devices as they are now; two lanes of one device are told apart by their number."""
+        facts = self._engine()
+        load = GaugeMetricFamily("robojax_device_load", "Share of the newest seconds in use", labels=["device", "lane"])
+        waiting = GaugeMetricFamily("robojax_device_waiting", "Inferences that wait", labels=["device", "lane"])
+        failed = GaugeMetricFamily(
+            "robojax_device_failed", "Whether it is not used any more", labels=["device", "lane"]
+        )
+        batches = CounterMetricFamily("robojax_batches", "Batches by padded size", labels=["device", "lane", "size"])
+        for lane, figures in enumerate(facts.get("devices", ())):
+            labels = [figures["device"] or "", str(lane)]
+            load.add_metric(labels, figures["load"])
+            waiting.add_metric(labels, figures["waiting"])
+            failed.add_metric(labels, float(figures["failed"] is not None))
+            for size, count in figures["batches"].items():
+                batches.add_metric([*labels, size], count)
+        yield from (load, waiting, failed, batches)
+        yield GaugeMetricFamily(
+            "robojax_loads_left_behind",
+            "Threads of loads that were ended and still run",
+            value=facts.get("loads_left_behind", 0),
+        )
+        yield GaugeMetricFamily(
+            "robojax_promised_load", "Devices' time promised to sessions", value=facts.get("promised_load", 0)
+        )
+
+
+class _Loop(Collector):
+    def __init__(self, watchdog: LoopWatchdog):
+        self._watchdog = watchdog
+
+    def collect(self) -> Iterable[Metric]:
+        """The event loop until now."""
+        blocked, paused = self._watchdog.blocked, self._watchdog.paused
+        yield CounterMetricFamily(
+            "robojax_loop_blocked", "Times that the event loop was blocked for 250 ms or longer", value=blocked.count
+        )
+        yield CounterMetricFamily(
+            "robojax_loop_blocked_seconds", "Time that the event loop was blocked so", value=blocked.seconds
+        )
+        yield CounterMetricFamily(
+            "robojax_process_paused", "Times that the whole process stood still for so long", value=paused.count
+        )
+        yield CounterMetricFamily(
+            "robojax_process_paused_seconds", "Time that the whole process stood still so", value=paused.seconds
+        )
+
+
+def _histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Recent]]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for values, figures in rows:
+        counts = accumulate(figures.spread)
+        buckets = [(bound, count) for bound, count in zip((*map(str, BOUNDS), "+Inf"), counts, strict=True)]
+        family.add_metric(list(values), buckets, figures.total)
+    return family
+
+
+def _mapping(found: object) -> Mapping[str, Any]:
+    return found if isinstance(found, Mapping) else {}
+
+
+def _number(found: object) -> float:
+    return float(found) if isinstance(found, int | float) else float("nan")

@@ -1,0 +1,312 @@
+"""Health, readiness, metrics, debug, tickets, emergency stop, cluster."""
+
+import logging
+import os
+import platform
+import threading
+import time
+from typing import Any
+
+import psutil
+from sanic import HTTPResponse
+
+from service.api.context import Query, Request, Route, session_of, sessions_of
+from service.api.metrics import CONTENT_TYPE
+from service.api.schemas import AdoptRequest
+from service.auth.caller import STRANGER, Role, caller_of
+from service.auth.tokens import LIFETIME
+from service.errors import InvalidRequest, MoveRefused, UnknownSession
+from service.http.bodies import REASON, answer, read_body, reason_in
+from service.stage import Stage
+from service.transport.address import Kind
+
+log = logging.getLogger(__name__)
+
+FOLDERS = {
+    "keys_file",
+    "jwt_secret_file",
+    "transport_key_file",
+    "database",
+    "compile_cache",
+    "policy_cache",
+    "policy_roots",
+    "limits",
+    "log_file",
+    "models",
+    "state",
+    "recordings",
+    "webhook_secret_file",
+    "registry_token_file",
+    "registry_watch",
+    "registry_jobs",
+}
+LEVELS = ("debug", "info", "warning", "error")
+
+
+async def emergency_stop(request: Request) -> HTTPResponse:
+    """Stop every robot now and latch it: each session needs a reset and a start before it moves again.
+
+    The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, and whatever the key's role, the stop
+    happens, for the sessions of others too; `stopped` names those that the caller may see. Where servers
+    share a database, the robots of all are stopped; `fronts_not_reached` names those of which that is not known.
+    """
+    sessions = request.app.ctx.sessions
+    reason = await reason_in(request)
+    stopped = await sessions.emergency_stop(reason)
+    own = {session.id for session in sessions_of(request)}
+    log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
+    seen = [one for one in stopped if one in own]
+    elsewhere: dict[str, Any] = {}
+    if request.app.ctx.others is not None:
+        elsewhere = await request.app.ctx.others.stop_all(request, reason)
+        seen += elsewhere.pop("stopped", [])
+    count = len(stopped) + elsewhere.pop("count", 0)
+    told = {"message": f"Emergency stop of {count} sessions", "count": count}
+    return answer({**told, "stopped": seen, **elsewhere, **sessions.caveat()})
+
+
+async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
+    """Take the latch of an emergency stop off; nothing moves by it."""
+    sessions = request.app.ctx.sessions
+    try:
+        session = await sessions.reset(session_of(request, session_id).id)
+    except UnknownSession:
+        # A latch stays with the id of a session that was deleted, and keeps the next one from starting.
+        caller, front = caller_of(request), request.app.ctx.front
+        is_reset = await sessions.forget_latch(session_id, caller.sees)
+        if front is not None:
+            is_reset = await front.forget_latch(session_id, caller) or is_reset
+        if not is_reset:
+            raise
+        told = {"message": f"Session {session_id} reset", "session_id": session_id, "status": str(Stage.DELETED)}
+        return answer({**told, **sessions.caveat()})
+    message = f"Session {session.id} reset"
+    return answer({"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()})
+
+
+async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:
+    """What a session is about to do: its actions with their due times, rates, and the age of what it sees."""
+    return answer(dict(session_of(request, session_id).queue()))
+
+
+async def get_system_info(request: Request) -> HTTPResponse:
+    """The process and the machine."""
+    context = request.app.ctx
+    rooms = None
+    if context.table is not None:
+        rooms = {str(kind): sum(place.kind is kind for place in context.table.rooms) for kind in Kind}
+    return answer(
+        {
+            "versions": dict(context.versions),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "load_average": [round(load, 2) for load in os.getloadavg()],
+            "pid": os.getpid(),
+            "threads": threading.active_count(),
+            "memory_mb": round(psutil.Process().memory_info().rss / 1e6, 1),
+            "uptime": round(time.monotonic() - context.started_at, 3),
+            "sessions": {session.id: str(session.stage) for session in context.sessions.list()},
+            "engine": context.sessions.engine.facts(),
+            "embedded_rooms": rooms,
+            # Folders are this machine's own business.
+            "settings": context.settings.model_dump(mode="json", exclude=FOLDERS),
+            "models": [served.name for served in context.models.list()],
+        }
+    )
+
+
+async def get_recent_logs(request: Request) -> HTTPResponse:
+    """The newest lines of the log, oldest first, without secrets and folders of the machine."""
+    asked = request.get_args(keep_blank_values=True)
+    limit = _limit(str(asked.get("limit", "100")))
+    level = str(asked.get("level", "debug"))
+    if level not in LEVELS:
+        raise InvalidRequest(f"level should be one of {', '.join(LEVELS)}", ("query", "level"))
+    number = logging.getLevelNamesMapping()[level.upper()]
+    return answer({"logs": [dict(line) for line in request.app.ctx.logs.newest(limit, number)]})
+
+
+def _limit(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 100_000):
+        raise InvalidRequest("limit should be a whole number from 1 to 100000", ("query", "limit"))
+    return int(text)
+
+
+DEBUG_ROUTES = (
+    Route(
+        "POST",
+        "/debug/emergency_stop",
+        emergency_stop,
+        "Debug",
+        optional_body=REASON,
+        is_stop=True,
+        is_streamed=True,
+        role=Role.VIEWER,
+    ),
+    Route("GET", "/debug/system", get_system_info, "Debug"),
+    Route(
+        "GET",
+        "/debug/logs",
+        get_recent_logs,
+        "Debug",
+        query=(
+            Query("limit", {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 100}, "How many lines."),
+            Query("level", {"type": "string", "enum": list(LEVELS), "default": "debug"}, "The least severe to show."),
+        ),
+    ),
+    Route(
+        "POST",
+        "/debug/sessions/{session_id}/reset",
+        debug_reset_session,
+        "Debug",
+        errors=(404, 409),
+        role=Role.OPERATOR,
+    ),
+    Route("GET", "/debug/sessions/{session_id}/queue", get_session_queue_info, "Debug", errors=(404,)),
+)
+
+
+async def root(request: Request) -> HTTPResponse:
+    """Whether the server answers."""
+    return answer({"message": "robojax inference server is running", "status": "healthy"})
+
+
+async def health_check(request: Request) -> HTTPResponse:
+    """What runs here: sessions, device, versions, seconds since the start."""
+    context = request.app.ctx
+    # Where keys are wanted, whoever has none is told no more than that it runs.
+    if caller_of(request) is STRANGER:
+        active = sum(session.stage is not Stage.INTERRUPTED for session in context.sessions.list())
+        return answer({"status": "healthy", "server_running": True, "active_sessions": active, "session_ids": []})
+    sessions = sessions_of(request)
+    # Of a server that ended: they run no policy and have no rooms until somebody restarts them.
+    interrupted = sum(session.stage is Stage.INTERRUPTED for session in sessions)
+    facts = context.sessions.engine.facts()
+    models = context.models.list()
+    device = facts["device"] or next((served.model.description["device"] for served in models), None)
+    return answer(
+        {
+            "status": "healthy",
+            "server_running": True,  # what clients of the transport server's own health look for
+            "active_sessions": len(sessions) - interrupted,
+            "interrupted_sessions": interrupted,
+            "session_ids": [session.id for session in sessions],
+            "device": device or ("loading" if facts["policies_loading"] else None),
+            "engine": {"devices": facts["devices"], "promised_load": facts["promised_load"]},
+            "models": [served.name for served in models],
+            "versions": dict(context.versions),
+            "uptime": round(time.monotonic() - context.started_at, 3),
+        }
+    )
+
+
+async def readiness(request: Request) -> HTTPResponse:
+    """Whether a new session can be made now, and what that would wait for: 200 when it can, 503 when it cannot.
+
+    `loading` lists what is downloaded, read or compiled at this moment (one thing at a time: a new policy waits for
+    it), with the seconds it will probably still take, or null where nothing of the kind was ever measured here.
+    """
+    context = request.app.ctx
+    waiting_for = []
+    if context.importing is not None and not context.importing.done():
+        waiting_for.append("JAX is being imported")
+    elif context.importing is not None and context.importing.exception() is not None:
+        waiting_for.append("JAX cannot be imported; the server's log says more")
+    if context.sessions.is_closing:
+        waiting_for.append("the server is shutting down")
+    facts: Any = context.sessions.engine.facts()
+    if facts["loads_refused"] is not None:
+        waiting_for.append(facts["loads_refused"])
+    failed = [device["failed"] for device in facts["devices"]]
+    if failed and all(failed):
+        waiting_for.append(f"no device works: {failed[0]}")
+    loading = [
+        {
+            "progress": session.progress.word,
+            "progress_s": round(session.progress.seconds(), 1),
+            "progress_left_s": None if (left := session.progress.left()) is None else round(left, 1),
+            "progress_percent": session.progress.percent(),
+        }
+        for session in context.sessions.list()
+        if session.stage is Stage.INITIALIZING
+    ]
+    found = {"ready": not waiting_for, "waiting_for": waiting_for, "loading": loading}
+    if not waiting_for:
+        return answer(found)
+    return answer({"detail": "; ".join(waiting_for), "code": "not_ready"} | found, 503, {"retry-after": "1"})
+
+
+HEALTH_ROUTES = (
+    Route("GET", "/", root, "Health", is_specified=True, role=None),
+    Route("GET", "/health", health_check, "Health", is_specified=True, role=None),
+    Route("GET", "/ready", readiness, "Health", errors=(503,), role=None),
+)
+
+
+async def cluster(request: Request) -> HTTPResponse:
+    """Engines with their load, other fronts, and what is wrong; null where engines, or sessions, are its own."""
+    context = request.app.ctx
+    return answer(
+        {
+            "engines": None if context.engines is None else context.engines.facts(),
+            "front": None if context.front is None else context.front.facts(),
+        }
+    )
+
+
+async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
+    """Take over a session of a front that died. It is `interrupted` here until it is restarted, and moves nothing.
+
+    A front without a heartbeat may still move its robots: where it is not sure that it ended, this is
+    refused. The body `{"force": true}` says that somebody has seen that it is off.
+    """
+    front = request.app.ctx.front
+    if front is None:
+        session_of(request, session_id)  # what is not theirs is not there
+        raise MoveRefused("this server shares its sessions with no other one; --database names one for all")
+    body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
+    session = await front.adopt(session_id, caller_of(request), force=body.force)
+    return answer({"message": f"Session {session_id} adopted", "session_id": session_id, "status": str(session.stage)})
+
+
+CLUSTER_ROUTES = (
+    Route("GET", "/cluster", cluster, "Cluster", role=Role.VIEWER),
+    Route(
+        "POST",
+        "/sessions/{session_id}/adopt",
+        adopt_session,
+        "Cluster",
+        optional_body=AdoptRequest.model_json_schema(),
+        is_own=True,
+        errors=(404, 409, 503),
+        role=Role.OPERATOR,
+    ),
+)
+
+
+async def make_ticket(request: Request) -> HTTPResponse:
+    """A ticket lets one GET or WebSocket in, as `?ticket=...`, within 30 s and as the caller who got it.
+
+    It stands in an address, which is written down in places; so it is used up at once, and changes nothing itself.
+    """
+    ticket = request.app.ctx.guard.admissions.ticket(request.ctx.admission)
+    return answer({"ticket": ticket, "expires_in": int(LIFETIME)})
+
+
+_TICKET = {
+    "type": "object",
+    "properties": {"ticket": {"type": "string"}, "expires_in": {"type": "integer", "description": "seconds"}},
+    "required": ["ticket", "expires_in"],
+}
+TICKET_ROUTES = (Route("POST", "/tickets", make_ticket, "Access", _TICKET, role=Role.VIEWER),)
+
+
+async def get_metrics(request: Request) -> HTTPResponse:
+    """Figures in Prometheus's text format: requests, and counters and latencies of every session of the caller's."""
+    own = None if caller_of(request).sees_all else {session.id for session in sessions_of(request)}
+    return HTTPResponse(await request.app.ctx.metrics.text(own), content_type=CONTENT_TYPE)
+
+
+METRICS_ROUTES = (
+    Route("GET", "/metrics", get_metrics, "Debug", {"type": "string"}, content_type="text/plain", role=Role.VIEWER),
+)

@@ -1,0 +1,200 @@
+"""Policy routes: check, deploy, roll back, quarantine."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel
+from sanic import HTTPResponse
+
+from jaxmodels import Requirements
+from service.api.context import Query, Request, Route, session_of, sessions_of
+from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
+from service.auth.caller import Role, caller_of
+from service.errors import Forbidden, InvalidRequest, PolicyError, UnknownDeployment
+from service.http.bodies import InvalidBody, answer, read_body, without
+from service.sessions.compatibility import fit, misfits
+from service.sessions.request import NewSession, SessionSettings
+
+LIMIT = 500
+LONGEST = 10_000
+
+
+async def list_deployments(request: Request) -> HTTPResponse:
+    """Policy updates, newest first: what set each off, its commit, its stages with their times, what became of it."""
+    asked = request.get_args(keep_blank_values=True)
+    limit, session_id = str(asked.get("limit", "50")), asked.get("session_id")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= LIMIT):
+        raise InvalidRequest(f"limit should be a whole number from 1 to {LIMIT}", ("query", "limit"))
+    of = None if session_id is None else str(session_id)
+    if caller_of(request).sees_all:
+        return answer(request.app.ctx.updates.list(int(limit), of))
+    told = (_told(request, update) for update in request.app.ctx.updates.list(LONGEST, of))
+    return answer([update for update in told if update is not None][: int(limit)])
+
+
+async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
+    """One policy update."""
+    update = _told(request, request.app.ctx.updates.get(deployment_id))
+    if update is None:
+        raise UnknownDeployment(f"deployment {deployment_id[:80]!r} not found; GET /deployments lists them")
+    return answer(update)
+
+
+async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
+    """Bring a revision of its policy to a session: fetched by commit, verified, compiled and judged beside the running
+    one, which it replaces at a chunk boundary without a missed tick.
+
+    Without a revision: the one that is staged, else the newest of the branch or tag the session was made with. An older
+    commit is taken too. The answer comes when the session runs it, or when it was refused; `result` says which. The
+    probation that follows is seen in `GET /deployments/{deployment_id}`.
+    """
+    session_of(request, session_id)
+    body = read_body(request, PolicyRequest) if request.body else PolicyRequest()
+    request.app.ctx.places.check_revision(body.revision)
+    if body.force and caller_of(request).role < Role.ADMIN:
+        raise Forbidden("force takes a commit out of the quarantine, which wants the role admin; leave it out")
+    return answer(await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force))
+
+
+async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
+    """Bring back the policy that the session ran before the last update; it is in memory still."""
+    session_of(request, session_id)
+    return answer(await request.app.ctx.updates.rollback(session_id))
+
+
+async def list_quarantine(request: Request) -> HTTPResponse:
+    """Commits that were refused or taken back; they are not deployed again by themselves."""
+    return answer(request.app.ctx.updates.quarantine())
+
+
+async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse:
+    """Let a commit out of the quarantine."""
+    if not await request.app.ctx.updates.release(commit):
+        raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists those that are")
+    return answer({"message": f"Commit {commit} released"})
+
+
+def _told(request: Request, update: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """An update without the sessions of others; None when there are only such. What came before a session was made
+    was about another one of its id."""
+    if caller_of(request).sees_all:
+        return update
+    now, age = time.monotonic(), time.time() - update["at"]
+    own = {session.id for session in sessions_of(request) if age <= now - session.created_at + 1}
+    own.intersection_update(update["sessions"])
+    if not own:
+        return None
+    figures = {name: found for name, found in update["figures"].items() if name in own}
+    return {**update, "sessions": [name for name in update["sessions"] if name in own], "figures": figures}
+
+
+def _list_of(model: type[BaseModel]) -> dict[str, object]:
+    return {"type": "array", "items": {"$ref": f"#/components/schemas/{model.__name__}"}}
+
+
+DEPLOYMENT_ROUTES = (
+    Route(
+        "GET",
+        "/deployments",
+        list_deployments,
+        "Policies",
+        _list_of(Deployment),
+        query=(
+            Query("limit", {"type": "integer", "minimum": 1, "maximum": LIMIT, "default": 50}, "How many."),
+            Query("session_id", {"type": "string"}, "Only those of this session."),
+        ),
+        role=Role.VIEWER,
+    ),
+    Route(
+        "GET", "/deployments/{deployment_id}", get_deployment, "Policies", Deployment, errors=(404,), role=Role.VIEWER
+    ),
+    Route(
+        "POST",
+        "/sessions/{session_id}/policy",
+        set_session_policy,
+        "Policies",
+        Deployment,
+        optional_body={"$ref": f"#/components/schemas/{PolicyRequest.__name__}"},
+        errors=(404, 409, 502),
+        is_patient=True,
+        role=Role.OPERATOR,
+    ),
+    Route(
+        "POST",
+        "/sessions/{session_id}/rollback",
+        rollback_session_policy,
+        "Policies",
+        Deployment,
+        errors=(404, 409),
+        is_patient=True,
+        role=Role.OPERATOR,
+    ),
+    Route("GET", "/quarantine", list_quarantine, "Policies", _list_of(Quarantined), role=Role.OPERATOR),
+    Route("DELETE", "/quarantine/{commit}", release_from_quarantine, "Policies", errors=(404,)),
+)
+
+
+async def check_policy(request: Request) -> HTTPResponse:
+    """What a policy needs, and what of a request would not fit it, from its small files; nothing is loaded.
+
+    A policy that fits may still fail to load; one that does not would be refused by `POST /sessions` with the same
+    words.
+    """
+    body = read_body(request, PolicyCheckRequest)
+    try:
+        requirements = await request.app.ctx.policy_reader.read(body.policy_path, body.revision)
+    except PolicyError as error:
+        entry = {"loc": ["body", "policy_path"], "msg": without(str(error), body), "type": error.code}
+        raise InvalidBody([entry]) from error
+    return answer(_checked(requirements, body, request.app.ctx.sessions.settings))
+
+
+def _checked(requirements: Requirements, body: PolicyCheckRequest, settings: SessionSettings) -> dict[str, object]:
+    cameras = sorted(requirements.cameras)
+    new = NewSession(
+        session_id="check",
+        policy_path=body.policy_path,
+        transport_server_url="http://localhost",
+        camera_names=tuple(cameras if body.camera_names is None else body.camera_names),
+        policy_type=body.policy_type or requirements.policy_type,
+        joint_names=None if body.joint_names is None else tuple(body.joint_names),
+        rate=body.rate,
+        # Whether there will be one is not asked here; a blank one is compared.
+        language_instruction="do it" if body.language_instruction is None else body.language_instruction,
+    )
+    wrong, joints, rate = misfits(requirements, new), None, None
+    try:
+        settings.check(new)
+        if not wrong:
+            table, pace = fit(requirements, new, settings)
+            joints, rate = list(table.names), pace.rate
+    except (InvalidRequest, PolicyError) as error:
+        wrong.append(str(error))
+    found = PolicyCheck(
+        fits=not wrong,
+        misfits=[without(text, body) for text in wrong],
+        policy_type=requirements.policy_type,
+        camera_names=cameras,
+        camera_sizes={camera: list(size) for camera, size in requirements.cameras.items()},
+        joint_names=joints,
+        rate=rate,
+        requirements=asdict(requirements),
+    )
+    return found.model_dump(mode="json")
+
+
+CHECK_ROUTES = (
+    Route(
+        "POST",
+        "/policies/check",
+        check_policy,
+        "Policies",
+        PolicyCheck,
+        body=PolicyCheckRequest,
+        errors=(502,),
+        is_patient=True,
+        role=Role.OPERATOR,
+    ),
+)

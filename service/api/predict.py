@@ -1,0 +1,213 @@
+"""Routes that run a policy or model once."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from sanic import HTTPResponse
+
+from service.api.context import Request, Route, session_of
+from service.auth.caller import Role, caller_of
+from service.errors import InvalidRequest, NotAcceptable, ServiceError, UnknownForm
+from service.http.array_formats import FORMS, form_of_answer, form_of_body
+from service.http.bodies import answer, discard, read_pieces, send_pieces
+from service.inference.model_server import Ask
+from service.streaming import codec, direct_inference
+
+
+async def list_models(request: Request) -> HTTPResponse:
+    """All models: what each is, which inputs it takes, and how it fared."""
+    return answer([served.facts() for served in request.app.ctx.models.list()])
+
+
+async def get_model(request: Request, name: str) -> HTTPResponse:
+    """One model."""
+    return answer(request.app.ctx.models.get(name).facts())
+
+
+async def run_model(request: Request, name: str) -> HTTPResponse | None:
+    """One forward pass over the arrays of the body; the answer has the body's form, or the one that Accept names.
+
+    Forms: `application/x-npz` (numpy.savez; arrays by name), `application/msgpack` and `application/json` (both
+    `{"inputs": {name: {"dtype", "shape", "data"}}}`, data as little-endian bytes in msgpack, as nested lists in JSON,
+    where a plain number or list will do too). The answer has `outputs` likewise and `timings_ms`; an npz has the
+    outputs alone, and the timings are in the header Server-Timing, which every form has. New shapes compile first,
+    which the timings tell by themselves. Robots come first: a pass begins when no session waits for an inference.
+    """
+    models, settings = request.app.ctx.models, request.app.ctx.settings
+    with ExitStack() as held:
+        try:
+            served = models.get(name)
+            form = form_of_body(request.headers.get("content-type"))
+            wanted = form_of_answer(request.headers.get("accept"), form)
+            held.enter_context(models.forwards.place())
+            if form.is_small:
+                body = await read_pieces(request, settings.max_body, "max_body; npz and msgpack may have more")
+            else:
+                body = await read_pieces(request, settings.max_forward_bytes, "max_forward_bytes")
+        except ServiceError:
+            held.close()
+            await discard(request, 2 * settings.max_forward_bytes)
+            raise
+        forwarded = await models.forwards.forward(served, Ask(body, form, wanted), held)
+        timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
+        return await send_pieces(
+            request, forwarded.pieces, wanted.content_type, {"server-timing": timing}, within=settings.answer_deadline
+        )
+
+
+_SHAPE = {"type": "array", "items": {"type": "integer", "minimum": 1}, "maxItems": 8}
+_ARRAY = {
+    "type": "object",
+    "properties": {"dtype": {"type": "string"}, "shape": _SHAPE, "data": {"description": "nested lists of numbers"}},
+}
+_TIMINGS = {"type": "object", "additionalProperties": {"type": "number"}, "description": "milliseconds by stage"}
+_BINARY = {"type": "string", "format": "binary"}
+_INPUTS = {
+    "type": "object",
+    "properties": {
+        "inputs": {
+            "type": "object",
+            "additionalProperties": {"anyOf": [_ARRAY, {"type": "number"}, {"type": "array"}]},
+        }
+    },
+    "required": ["inputs"],
+}
+_OUTPUTS = {
+    "type": "object",
+    "properties": {"outputs": {"type": "object", "additionalProperties": _ARRAY}, "timings_ms": _TIMINGS},
+    "required": ["outputs", "timings_ms"],
+}
+_MODEL = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "source": {"type": "string"},
+        "class": {"type": "string"},
+        "kind": {"type": "string", "enum": ["continuous", "discrete", "patches"]},
+        "config": {"type": "object"},
+        "parameters": {"type": "integer"},
+        "bytes": {"type": "integer"},
+        "dtype": {"type": "string"},
+        "device": {"type": "string"},
+        "inputs": {"type": "array", "items": {"type": "object"}},
+        "outputs": {"type": "array", "items": {"type": "object"}},
+        "stats": {"type": "object"},
+    },
+    "required": ["name", "class", "kind", "config", "inputs", "outputs", "stats"],
+}
+_JSON = FORMS[0].content_type
+MODEL_ROUTES = (
+    Route("GET", "/models", list_models, "Models", {"type": "array", "items": _MODEL}, role=Role.VIEWER),
+    Route("GET", "/models/{name}", get_model, "Models", _MODEL, errors=(404,), role=Role.VIEWER),
+    Route(
+        "POST",
+        "/models/{name}/forward",
+        run_model,
+        "Models",
+        _OUTPUTS,
+        forms={form.content_type: _INPUTS if form.content_type == _JSON else _BINARY for form in FORMS},
+        answer_forms={form.content_type: _BINARY for form in FORMS if form.content_type != _JSON},
+        errors=(404, 406, 415),
+        is_patient=True,
+        is_streamed=True,
+        role=Role.OPERATOR,
+    ),
+)
+
+
+JSON, MSGPACK = "application/json", "application/msgpack"
+_FORMS = {JSON: JSON, MSGPACK: MSGPACK, "application/x-msgpack": MSGPACK, "application/vnd.msgpack": MSGPACK}
+
+
+async def act(request: Request, session_id: str) -> HTTPResponse:
+    """What the policy would do about this observation, for a session that was made with `transport_server_url` direct.
+
+    Nothing is sent to any robot: the client runs its own control loop. The chunk has passed the same checks as one that
+    the session would do itself. docs/direct.md says what an observation is, as JSON and as msgpack.
+    """
+    doors = request.app.ctx.doors
+    try:
+        session = session_of(request, session_id)
+        form = _form(request.headers.get("content-type"))
+        wanted = _wanted(request.headers.get("accept"), form)
+        consultation = doors.acting(session, caller_of(request))
+        consultation.open()
+        most = codec.LARGEST_JSON if form == JSON else doors.settings.socket.bytes
+        body = b"".join(await read_pieces(request, most, "msgpack may have more" if form == JSON else "of one act"))
+    except ServiceError:
+        await discard(request, 2 * doors.settings.socket.bytes)
+        raise
+    message = await codec.read_json(body) if form == JSON else codec.unpack(body)
+    if not isinstance(message, Mapping):
+        raise InvalidRequest("wanted a map with images and state", ("body",))
+    told = await direct_inference.act(consultation, message)
+    if wanted == JSON:
+        return HTTPResponse(codec.pack_json(told), content_type=JSON)
+    return HTTPResponse(codec.pack(told), content_type=MSGPACK)
+
+
+def _form(content_type: str | None) -> str:
+    form = _FORMS.get((content_type or "").partition(";")[0].strip().lower())
+    if form is None:
+        raise UnknownForm(f"Content-Type should be {JSON} or {MSGPACK}")
+    return form
+
+
+def _wanted(accept: str | None, usual: str) -> str:
+    kinds = [part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")]
+    for kind in kinds:
+        if kind in ("*/*", "application/*", ""):
+            return usual
+        if kind in _FORMS:
+            return _FORMS[kind]
+    raise NotAcceptable(f"Accept should allow {JSON} or {MSGPACK}")
+
+
+_NUMBERS = {"type": "array", "items": {"type": "number"}}
+_OBSERVATION = {
+    "type": "object",
+    "properties": {
+        "images": {
+            "type": "object",
+            "additionalProperties": {"type": "string", "description": "a JPEG or PNG file in base64"},
+        },
+        "state": {"anyOf": [_NUMBERS, {"type": "object", "additionalProperties": {"type": "number"}}]},
+        "prompt": {"type": "string", "maxLength": 2048},
+        "number": {"type": "integer"},
+        "want": {"type": "string", "enum": ["chunk", "action"]},
+        "executed": {"type": "integer", "minimum": 0},
+        "reset": {"type": "boolean"},
+    },
+    "required": ["state"],
+}
+_TOLD = {
+    "type": "object",
+    "properties": {
+        "number": {"type": "integer"},
+        "actions": {"type": "array", "items": _NUMBERS},
+        "action": _NUMBERS,
+        "left": {"type": "integer"},
+        "joint_names": {"type": "array", "items": {"type": "string"}},
+        "action_rate": {"type": "number"},
+        "action_steps": {"type": "integer"},
+        "clamped": {"type": "array", "items": {"type": "string"}},
+        "warnings": {"type": "array", "items": {"type": "string"}},
+        "timings_ms": {"type": "object", "additionalProperties": {"type": "number"}},
+    },
+    "required": ["joint_names", "action_rate", "action_steps"],
+}
+ACT_ROUTES = (
+    Route(
+        "POST",
+        "/sessions/{session_id}/act",
+        act,
+        "Control",
+        _TOLD,
+        forms={JSON: _OBSERVATION, MSGPACK: _BINARY},
+        answer_forms={MSGPACK: _BINARY},
+        errors=(404, 406, 409, 415, 429, 500, 503),
+        is_patient=True,
+        is_streamed=True,
+        role=Role.OPERATOR,
+    ),
+)

@@ -1,0 +1,156 @@
+"""Requests about sessions of other servers: sent on to those by 307, so that a client may ask any of them."""
+
+import asyncio
+import time
+from typing import Any
+
+from sanic import HTTPResponse
+from yarl import URL
+
+from service.api.context import App, Request
+from service.auth.caller import caller_of
+from service.distributed import peers
+from service.distributed.peers import NAME, PASSED, FrontOfCluster, status_of
+from service.distributed.session_table import Entry, Front
+from service.errors import MoveRefused, UnknownSession
+from service.http.bodies import answer, discard, reason_in, request_id
+from service.http.origins import Origins
+
+# What programs know such an answer by; its headers are for proxies that follow it themselves.
+CODE = "on_another_server"
+ADDRESS = "x-robojax-front-address"
+# Seconds for which it is remembered where a session is.
+REMEMBERED = 0.5
+# Bytes of a body that is read although nobody looks at it: its sender may listen only then.
+LARGEST = 64 << 20
+# Of a caller; tickets are known to the server that gave them only.
+_CREDENTIALS = ("authorization", "x-api-key")
+
+
+class Redirects:
+    """Looks at each request after the guard has let it in; the server that it goes to looks at its key again.
+
+    Emergency stops are not sent on but passed on, each with its caller's key: whoever stops a robot need not know how
+    to follow an answer.
+
+    Args:
+        origins: pages whose stops are passed on.
+
+    Attributes:
+        front: this server among the others; None until it is there.
+    """
+
+    def __init__(self, origins: Origins) -> None:
+        self.front: FrontOfCluster | None = None
+        self._origins = origins
+        self._stops: set[asyncio.Task[Any]] = set()
+        self._places: dict[str, tuple[float, tuple[Entry, Front | None]]] = {}
+
+    async def answer(self, request: Request) -> HTTPResponse | None:
+        """Where to ask, or what is known here; None: this server answers."""
+        route: Any = request.route
+        front = self.front
+        if route is None or front is None or PASSED in request.headers or getattr(route.ctx, "is_own", False):
+            return None
+        session_id = request.match_info.get("session_id")
+        # Pages that may not call are refused by the routes, later, in their own words.
+        if session_id is None or request.method == "OPTIONS" or self._origins.refusal(request) is not None:
+            return None
+        if any(session.id == session_id for session in request.app.ctx.sessions.list()):
+            return None
+        found = await self._find(front, session_id)
+        if found is None:
+            return None
+        entry, owning = found
+        is_alive = owning is not None and owning.is_alive
+        # One without a heartbeat is not dead for sure: a stop is tried all the same.
+        if owning is not None and getattr(route.ctx, "is_stop", False) and not owning.has_ended:
+            return await self._stop(request, owning, session_id)
+        if not request.body and request.stream is not None and request.stream.request_body:
+            await discard(request, LARGEST)
+        if not caller_of(request).sees(entry.owner):
+            raise UnknownSession(f"Session {session_id} not found")
+        if owning is None or not is_alive:
+            return await self._of_the_dead(request, front, entry)
+        location = f"{owning.url}{request.path}{f'?{request.query_string}' if request.query_string else ''}"
+        return answer(
+            {"detail": f"session {session_id!r} is on the front {owning.name}: ask {owning.url}", "code": CODE},
+            307,
+            {"location": location, PASSED: owning.name, ADDRESS: _host_and_port(owning.url)},
+        )
+
+    async def _find(self, front: FrontOfCluster, session_id: str) -> tuple[Entry, Front | None] | None:
+        now = time.monotonic()
+        kept = self._places.get(session_id)
+        if kept is not None and now - kept[0] <= REMEMBERED:
+            return kept[1]
+        self._places = {id: place for id, place in self._places.items() if now - place[0] <= REMEMBERED}
+        found = await front.find(session_id)
+        if found is not None:  # what is not there may be made at any moment
+            self._places[session_id] = now, found
+        return found
+
+    async def _of_the_dead(self, request: Request, front: FrontOfCluster, entry: Entry) -> HTTPResponse:
+        """What can be said and done of a session whose server died."""
+        last = request.path.rstrip("/").rsplit("/", 1)[-1]
+        if not entry.status and request.method != "DELETE":
+            raise UnknownSession(f"Session {entry.id} not found")  # its id was taken, and nothing came of it
+        if request.method in ("GET", "HEAD") and last == entry.id:
+            return answer(status_of(entry))
+        if request.method == "DELETE" and last == entry.id:
+            await front.forget(entry.id)
+            return answer({"message": f"Session {entry.id} deleted; its front {entry.front} had died"})
+        raise MoveRefused(
+            f"session {entry.id!r} is interrupted: its front {entry.front} has died. "
+            f"POST /sessions/{entry.id}/adopt takes it over here"
+        )
+
+    async def _stop(self, request: Request, owning: Front, session_id: str) -> HTTPResponse:
+        headers = self._headers(request)
+        stopping = peers.stop_session(owning, session_id, headers, await reason_in(request))
+        status, told = await self._see_through(stopping)
+        return answer(told, status, {PASSED: owning.name})
+
+    async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
+        """Stop the robots of all other servers, too: how many, and which servers are not known to have.
+
+        Those too that are not heard of: what they move, they may move still.
+        """
+        if PASSED in request.headers or self.front is None:
+            return {}
+        others = [*self.front.others, *self.front.silent]
+        return await self._see_through(peers.stop_all(others, self._headers(request), reason))
+
+    async def _see_through(self, stopping: Any) -> Any:
+        # It goes on when whoever asked for it does not wait.
+        task = asyncio.create_task(stopping, name="stop others")
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+        return await asyncio.shield(task)
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        assert self.front is not None, "asked only once it is there"
+        kept = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
+        return kept | {PASSED: self.front.name, "x-request-id": request_id(request)}
+
+    async def close(self) -> None:
+        """Let stops end that were begun."""
+        await asyncio.gather(*self._stops, return_exceptions=True)
+
+    def watch(self, app: App) -> None:
+        """From now on requests of this app are sent on."""
+
+        @app.on_request
+        async def send_on(request: Request) -> HTTPResponse | None:
+            return await self.answer(request)
+
+        @app.on_response
+        async def name(request: Request, response: HTTPResponse) -> None:
+            if self.front is not None:
+                response.headers[NAME] = self.front.name
+
+
+def _host_and_port(url: str) -> str:
+    address = URL(url)
+    host = f"[{address.host}]" if address.host and ":" in address.host else address.host
+    return f"{host}:{address.port}"

@@ -1,0 +1,357 @@
+"""Session routes: create, control, adjust, record, score."""
+
+import logging
+import time
+from collections.abc import Mapping
+
+from sanic import HTTPResponse
+
+from service.api.context import Request, Route, session_of, sessions_of
+from service.api.schemas import (
+    AdjustRequest,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    NewSessionRequest,
+    Recording,
+    RecordRequest,
+    ScoreRequest,
+    SessionStatusResponse,
+)
+from service.auth.caller import ANYBODY, Caller, Role, caller_of
+from service.errors import InvalidRequest, ServiceError, SessionExists, UnknownSession
+from service.http.bodies import REASON, answer, read_body, reason_in, refused
+from service.sessions.interrupted import Interrupted
+from service.sessions.request import NewSession
+from service.sessions.store import Listed, Sessions
+
+
+async def list_sessions(request: Request) -> HTTPResponse:
+    """All sessions, oldest first; those that failed stay listed for a while.
+
+    In a cluster those of the other fronts come after, each with its `front` in `stats`, as they stood a moment ago.
+    """
+    # Not asdict, which copies every figure of every session while robots wait for their ticks.
+    listed = [vars(session.status()) for session in sessions_of(request)]
+    front = request.app.ctx.front
+    if front is None:
+        return answer(listed)
+    try:
+        return answer([*listed, *await front.list(caller_of(request))])
+    except ServiceError as error:
+        # What is known here is not kept back; and whoever asks learns that it is not all.
+        return answer(listed, headers={"x-robojax-incomplete": str(error)})
+
+
+async def create_session(request: Request) -> HTTPResponse:
+    """Make a session: its rooms, and its policy loaded, compiled and warm. The answer comes when it is ready or failed.
+
+    With a workspace_id all of its rooms (cameras and joints) are made in that workspace, otherwise in a new one.
+    A client that gives up waiting finds the session in the list.
+    """
+    body = read_body(request, NewSessionRequest)
+    caller = caller_of(request)
+    request.app.ctx.creates.take(None if caller is ANYBODY else caller.name, request.ip)
+    new = NewSession(
+        session_id=body.session_id,
+        policy_path=body.policy_path,
+        transport_server_url=body.transport_server_url,
+        camera_names=tuple(body.camera_names),
+        workspace_id=body.workspace_id,
+        policy_type=body.policy_type,
+        language_instruction=body.language_instruction,
+        rate=body.rate,
+        revision=body.revision,
+        joint_names=None if body.joint_names is None else tuple(body.joint_names),
+        auto_update=body.auto_update,
+        dry_run=body.dry_run,
+        shadow_policy_path=body.shadow_policy_path,
+        shadow_revision=body.shadow_revision,
+        max_relative_target=body.max_relative_target,
+        overlap=body.overlap,
+        temporal_ensemble_coeff=body.temporal_ensemble_coeff,
+        ask_ahead=body.ask_ahead,
+        action_steps=body.action_steps,
+        degrade=body.degrade,
+        record=body.record,
+        owner=caller.owner,
+    )
+    _check_id(request, caller, new.session_id)
+    try:
+        request.app.ctx.recordings.check(new)
+        session = await request.app.ctx.sessions.create(new)
+    except ServiceError as error:
+        if error.status != 422:
+            raise
+        raise refused(error, body) from error
+    rooms = session.rooms
+    assert rooms is not None, "a session that is ready has rooms"
+    return answer(
+        {
+            "workspace_id": rooms.workspace_id,
+            "camera_room_ids": dict(rooms.cameras),
+            "joint_input_room_id": rooms.joint_input,
+            "joint_output_room_id": rooms.joint_output,
+        }
+    )
+
+
+async def get_session_status(request: Request, session_id: str) -> HTTPResponse:
+    """One session."""
+    return answer(vars(session_of(request, session_id).status()))
+
+
+async def delete_session(request: Request, session_id: str) -> HTTPResponse:
+    """Stop the robot, leave the rooms, remove those that the session made."""
+    sessions = request.app.ctx.sessions
+    await sessions.delete(session_of(request, session_id).id)
+    return answer({"message": f"Session {session_id} deleted", **sessions.caveat()})
+
+
+def _check_id(request: Request, caller: Caller, session_id: str) -> None:
+    """An id of somebody else's is taken, whatever became of the session; nothing more is told of it."""
+    try:
+        session = request.app.ctx.sessions.get(session_id)
+    except UnknownSession:
+        return
+    if not caller.sees(session.new.owner):
+        raise SessionExists(f"the session id {session_id!r} is taken; choose another")
+
+
+SESSION_LIST = {
+    "items": {"$ref": "#/components/schemas/SessionStatusResponse"},
+    "type": "array",
+    "title": "Response List Sessions Sessions Get",
+}
+SESSION_ROUTES = (
+    Route("GET", "/sessions", list_sessions, "Sessions", SESSION_LIST, is_specified=True, role=Role.VIEWER),
+    Route(
+        "POST",
+        "/sessions",
+        create_session,
+        "Sessions",
+        CreateSessionResponse,
+        is_specified=True,
+        body=NewSessionRequest,
+        specified_body=CreateSessionRequest,
+        errors=(409, 429, 500, 502, 503),
+        is_patient=True,
+        role=Role.OPERATOR,
+    ),
+    Route(
+        "GET",
+        "/sessions/{session_id}",
+        get_session_status,
+        "Sessions",
+        SessionStatusResponse,
+        errors=(404,),
+        role=Role.VIEWER,
+    ),
+    Route(
+        "DELETE",
+        "/sessions/{session_id}",
+        delete_session,
+        "Sessions",
+        is_specified=True,
+        errors=(404, 409),
+        role=Role.OPERATOR,
+    ),
+)
+
+
+log = logging.getLogger(__name__)
+
+
+async def start_inference(request: Request, session_id: str) -> HTTPResponse:
+    """Let the policy move the robot, as soon as every camera and every joint is fresh."""
+    sessions = request.app.ctx.sessions
+    return _moved(sessions, "Inference started", await sessions.start(session_of(request, session_id).id))
+
+
+async def stop_inference(request: Request, session_id: str) -> HTTPResponse:
+    """Hold the robot where it is."""
+    sessions = request.app.ctx.sessions
+    return _moved(sessions, "Inference stopped", await sessions.stop(session_of(request, session_id).id))
+
+
+async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
+    """Stop and start in one: plans and failures of before are forgotten.
+
+    One that is interrupted, because its server ended, loads its policy and joins its rooms anew; it is `ready` then and
+    waits for its start.
+    """
+    sessions = request.app.ctx.sessions
+    return _moved(sessions, "Inference restarted", await sessions.restart(session_of(request, session_id).id))
+
+
+async def emergency_stop_session(request: Request, session_id: str) -> HTTPResponse:
+    """Stop this robot now and latch it: it needs a reset and a start before it moves again.
+
+    The body may give a reason, ``{"reason": "..."}``. Whatever else is sent, whatever the key's role, and whosever
+    the session is, the stop happens.
+    """
+    sessions = request.app.ctx.sessions
+    await sessions.emergency_stop(await reason_in(request), session_id)
+    log.warning("emergency stop of session %s by %s", session_id, caller_of(request).name)
+    return answer({"message": f"Emergency stop of session {session_id}", "stopped": [session_id], **sessions.caveat()})
+
+
+def _moved(sessions: Sessions, what: str, session: Listed) -> HTTPResponse:
+    message = f"{what} for session {session.id}"
+    return answer({"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()})
+
+
+CONTROL_ROUTES = (
+    *(
+        Route(
+            "POST",
+            f"/sessions/{{session_id}}/{move}",
+            handler,
+            "Control",
+            is_specified=True,
+            errors=(404, 409),
+            role=Role.OPERATOR,
+        )
+        for move, handler in (("start", start_inference), ("stop", stop_inference))
+    ),
+    Route(
+        "POST",
+        "/sessions/{session_id}/restart",
+        restart_inference,
+        "Control",
+        is_specified=True,
+        errors=(404, 409, 429, 500, 502),
+        is_patient=True,
+        role=Role.OPERATOR,
+    ),
+    Route(
+        "POST",
+        "/sessions/{session_id}/emergency_stop",
+        emergency_stop_session,
+        "Control",
+        optional_body=REASON,
+        errors=(404,),
+        is_stop=True,
+        is_streamed=True,
+        role=Role.VIEWER,
+    ),
+)
+
+
+class Score:
+    """What was told last; one of a session's figures."""
+
+    def __init__(self) -> None:
+        self._told = ScoreRequest(tried=0, succeeded=0)
+        self._at = 0.0
+
+    def take(self, told: ScoreRequest, now: float) -> None:
+        """Remember it in place of what was told before."""
+        self._told, self._at = told, now
+
+    def __call__(self) -> Mapping[str, object]:
+        """The part of the stats."""
+        return {"score": self._told.model_dump() | {"age_s": round(time.monotonic() - self._at, 1)}}
+
+
+async def set_session_score(request: Request, session_id: str) -> HTTPResponse:
+    """Say how many episodes of a session's task are over and how many of them did what was wanted.
+
+    The server cannot know: a policy does not see whether it succeeded. The stats and the page show what was told last.
+    """
+    session = session_of(request, session_id)
+    told = read_body(request, ScoreRequest)
+    if isinstance(session, Interrupted):
+        raise session.refusal()
+    score = next((figures for figures in session.figures if isinstance(figures, Score)), None)
+    if score is None:
+        score = Score()
+        session.figures.append(score)
+    score.take(told, time.monotonic())
+    return answer({"message": f"Score of session {session.id} taken", "session_id": session.id, **told.model_dump()})
+
+
+SCORE_ROUTES = (
+    Route(
+        "POST",
+        "/sessions/{session_id}/score",
+        set_session_score,
+        "Control",
+        body=ScoreRequest,
+        errors=(404, 409),
+        role=Role.OPERATOR,
+    ),
+)
+
+
+async def record_session(request: Request, session_id: str) -> HTTPResponse:
+    """Record every tick of a session from now on (from its next start when it does not move), or no more.
+
+    The answer is what the session's `stats.recording` says from now on. A recording that ended becomes a dataset.
+    """
+    body = read_body(request, RecordRequest)
+    figures = request.app.ctx.recordings.switch(session_of(request, session_id), body.on)
+    return answer({"session_id": session_id, "recording": dict(figures)})
+
+
+async def list_recordings(request: Request) -> HTTPResponse:
+    """Recordings of the caller's sessions, newest first."""
+    return answer(await request.app.ctx.recordings.list(caller_of(request).sees))
+
+
+async def delete_recording(request: Request, name: str) -> HTTPResponse:
+    """Remove a recording, and the dataset that was made of it. None is ever removed by itself."""
+    await request.app.ctx.recordings.remove(name, caller_of(request).sees)
+    return answer({"message": f"Recording {name} deleted"})
+
+
+RECORDING_LIST = {"type": "array", "items": {"$ref": f"#/components/schemas/{Recording.__name__}"}}
+RECORDING_ROUTES = (
+    Route(
+        "POST",
+        "/sessions/{session_id}/record",
+        record_session,
+        "Recordings",
+        body=RecordRequest,
+        errors=(404, 409),
+        role=Role.OPERATOR,
+    ),
+    Route("GET", "/recordings", list_recordings, "Recordings", RECORDING_LIST, role=Role.VIEWER),
+    Route("DELETE", "/recordings/{name}", delete_recording, "Recordings", errors=(404, 409), role=Role.OPERATOR),
+)
+
+
+async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
+    """Tell the policy something else, join chunks in another way or ask for them at other moments: from the next chunk
+    on, and no tick is missed.
+
+    What is left out stays as it is, null goes back to the default. It is kept as what the session was made with is.
+    """
+    sessions = request.app.ctx.sessions
+    session = session_of(request, session_id)
+    body = read_body(request, AdjustRequest)
+    try:
+        adjusted = await sessions.adjust(session.id, {name: getattr(body, name) for name in body.model_fields_set})
+    except InvalidRequest as error:
+        raise refused(error, body) from error
+    return answer(
+        {
+            "message": f"Session {session.id} adjusted",
+            "session_id": session.id,
+            **adjusted.joining(),
+            "language_instruction": adjusted.new.language_instruction,
+            **sessions.caveat(),
+        }
+    )
+
+
+ADJUST_ROUTES = (
+    Route(
+        "PATCH",
+        "/sessions/{session_id}",
+        adjust_session,
+        "Control",
+        body=AdjustRequest,
+        errors=(404, 409),
+        role=Role.OPERATOR,
+    ),
+)

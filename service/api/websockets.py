@@ -1,0 +1,135 @@
+"""WebSocket routes of streams and openpi."""
+
+import secrets
+from collections.abc import Awaitable, Callable
+
+from sanic import Blueprint, HTTPResponse, Sanic
+from sanic.response import text
+from sanic.server.websockets.impl import WebsocketImplProtocol
+
+from service.api.blueprint import configuration, watch
+from service.api.context import App, Request, session_of
+from service.auth.caller import Role, caller_of
+from service.errors import TooManyRequests
+from service.http.bodies import install_errors
+from service.http.origins import Origins
+from service.sessions.store import Listed
+from service.streaming.openpi import OpenpiDoor
+from service.streaming.stream import Stream
+from service.streaming.websocket import DoorSocket, SocketClosed
+
+
+def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
+    """``{prefix}/sessions/{id}/stream`` and ``.../openpi``; the guard has looked at the ticket or key before."""
+    blueprint = Blueprint(f"doors{prefix.replace('/', '-')}")
+
+    async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
+        doors, sessions, session = request.app.ctx.doors, request.app.ctx.sessions, request.ctx.session
+        try:
+            socket = DoorSocket.take(websocket, doors.settings.socket)
+        except SocketClosed:
+            return
+        client = Stream(
+            socket,
+            doors.consult(session),
+            caller_of(request),
+            silence=doors.settings.silence,
+            most=doors.settings.socket.bytes,
+            is_still_in=request.ctx.is_still_in,
+            stop=lambda reason: sessions.emergency_stop(reason, session.id),
+        )
+        await _attend(request, socket, client.attend)
+
+    async def openpi(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
+        await _serve_openpi(request, websocket)
+
+    for handler, role in ((stream, Role.VIEWER), (openpi, Role.OPERATOR)):
+        name = handler.__name__
+        path = f"{prefix}/sessions/<session_id:str>/{name}"
+        blueprint.add_websocket_route(
+            handler, path, name=name, error_format="json", ctx_role=role, ctx_is_handed_over=True
+        )
+
+    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
+    @blueprint.on_request
+    async def refuse(request: Request) -> HTTPResponse | None:
+        return origins.refusal(request)
+
+    @blueprint.on_request
+    async def find(request: Request) -> None:
+        _prepare(request, session_of(request, str(request.match_info["session_id"])))
+
+    return blueprint
+
+
+def openpi_app(app: App) -> App:
+    """A second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and ``/healthz``."""
+    settings = app.ctx.settings
+    origins, session_id = Origins(settings.origins), settings.openpi_session
+    beside: App = Sanic(
+        f"openpi-{secrets.token_hex(4)}", config=configuration(settings), ctx=app.ctx, configure_logging=False
+    )
+    beside.config.CONNECTIONS = app.config.CONNECTIONS
+    watch(beside)
+    app.ctx.guard.watch(beside)
+    install_errors(beside)
+
+    async def openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
+        await _serve_openpi(request, websocket)
+
+    async def healthz(request: Request) -> HTTPResponse:
+        return text("OK\n")
+
+    beside.add_websocket_route(
+        openpi, "/", name="openpi", error_format="json", ctx_role=Role.OPERATOR, ctx_is_handed_over=True
+    )
+    beside.add_route(healthz, "/healthz", methods=["GET", "HEAD"], name="healthz", error_format="json", ctx_role=None)
+
+    @beside.on_request
+    async def refuse(request: Request) -> HTTPResponse | None:
+        return origins.refusal(request)
+
+    # This port ends before the first one does, and waits for its clients: no robot may go on meanwhile.
+    @beside.before_server_stop
+    async def hold(beside: App) -> None:
+        beside.ctx.sessions.begin_close()
+
+    @beside.on_request
+    async def find(request: Request) -> None:
+        if request.route is not None and request.route.name.endswith(".openpi"):
+            doors = request.app.ctx.doors
+            _prepare(request, session_of(request, session_id) if session_id else doors.only_one(caller_of(request)))
+
+    return beside
+
+
+def _prepare(request: Request, session: Listed) -> None:
+    """Before the upgrade, so that whatever forbids it is an answer that clients can read."""
+    request.app.ctx.doors.consult(session).link()
+    request.ctx.session = session
+
+
+async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
+    doors = request.app.ctx.doors
+    try:
+        socket = DoorSocket.take(websocket, doors.settings.socket)
+    except SocketClosed:
+        return
+    client = OpenpiDoor(socket, doors.consult(request.ctx.session), request.ctx.is_still_in)
+    await _attend(request, socket, client.attend)
+
+
+async def _attend(request: Request, socket: DoorSocket, attend: Callable[[], Awaitable[None]]) -> None:
+    leave = None
+    try:
+        leave = request.app.ctx.doors.enter(caller_of(request))
+        await attend()
+        socket.close()
+        await socket.until_lost()
+    except TooManyRequests as error:
+        socket.close(1013, str(error))
+        await socket.until_lost()
+    finally:
+        if leave is not None:
+            leave()
+        socket.abort()

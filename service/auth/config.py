@@ -1,0 +1,62 @@
+"""Access settings and paths of key files."""
+
+import ipaddress
+from pathlib import Path
+
+from pydantic import Field, FiniteFloat
+
+from service.setting_types import Group
+from service.state import state_folder
+
+
+class AccessSettings(Group):
+    """Access"""
+
+    insecure: bool = Field(
+        default=False,
+        description="Let everybody who reaches the port in, also from other machines, although no key is there.",
+    )
+    keys_file: str | None = Field(
+        default=None,
+        description="File of the keys that `robojax token new` makes; default: keys.json in the state folder. With a "
+        "key in it, a key is wanted from everybody.",
+    )
+    jwt_secret_file: str | None = Field(
+        default=None,
+        description="File with the secret that signs bearer tokens; default: jwt-secret in the state folder, which "
+        "`robojax token jwt` makes.",
+    )
+    jwt_hours: FiniteFloat = Field(default=24.0, gt=0, le=720, description="Hours that a bearer token may live.")
+    transport_key_file: str | None = Field(
+        default=None,
+        description="File with lines of URL and key, for sessions whose rooms are on another server that wants one.",
+    )
+
+
+KEYS = "keys.json"
+SECRET = "jwt-secret"
+
+
+def keys_path(access: AccessSettings, state: str | None) -> Path | None:
+    """Where the keys are, or would be; None when nothing is kept."""
+    return _path(access.keys_file, state, KEYS)
+
+
+def secret_path(access: AccessSettings, state: str | None) -> Path | None:
+    """Where the secret of bearer tokens is, or would be; None when nothing is kept."""
+    return _path(access.jwt_secret_file, state, SECRET)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or ``localhost``, is only for this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _path(named: str | None, state: str | None, usual: str) -> Path | None:
+    if named is not None:
+        return Path(named).expanduser()
+    folder = state_folder(state)
+    return None if folder is None else folder / usual

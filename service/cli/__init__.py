@@ -1,5 +1,0 @@
-"""The console command ``robojax``."""
-
-from service.cli.commands import main
-
-__all__ = ["main"]

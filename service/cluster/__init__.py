@@ -1,7 +1,0 @@
-"""Engines on other machines, and several front servers that share them, on Ray."""
-
-import os
-
-# Ray's handlers print the stacks of all threads at a SIGTERM, which is how a server is ended in order. It reads this
-# when it is imported, which is after this.
-os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")

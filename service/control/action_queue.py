@@ -1,0 +1,202 @@
+"""Actions by due time; late ones are dropped."""
+
+import math
+from collections import deque
+
+import numpy as np
+
+from service.control.aggregation import REPLACE, Overlap
+
+# Two chunks so close to whole actions apart (in actions) are whole actions apart.
+_WHOLE = 0.02
+# More actions than any inference takes.
+_REMEMBERED = 2048
+
+
+class ActionQueue:
+    """One plan at a time: action i is due at ``seen_at + i * period``, and a new chunk is joined with the rest of it.
+
+    A tick takes the action due nearest to it, so an action is at most half a period early; one that
+    is more than a period late when its turn comes is never given out. When ticks come at another
+    rate than actions, a tick takes the point on the line between the two actions around it: the
+    motion keeps the speed it was trained with.
+
+    Attributes:
+        period: seconds from one action to the next.
+        is_between: whether ticks take points between two actions.
+        overlap: how a new chunk joins what is left.
+        consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
+        late: actions dropped because their time was over, of all chunks.
+    """
+
+    def __init__(self, period: float, tick_period: float | None = None, overlap: Overlap = REPLACE):
+        self.period = period
+        self.overlap = overlap
+        self.consumed = 0
+        self.late = 0
+        self.is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
+        self._chunk = np.zeros((0, 0), np.float32)
+        # Of how many predictions each action is made.
+        self._counts = np.zeros(0, np.int64)
+        self._taken: deque[float] = deque(maxlen=_REMEMBERED)
+        self._seen_at = 0.0
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Actions left."""
+        return len(self._chunk) - self._next
+
+    def join_by(self, overlap: Overlap) -> None:
+        """From the next chunk on; what is planned is one prediction then, whatever it was made of."""
+        self.overlap = overlap
+        self._counts = np.ones(len(self._chunk), np.int64)
+
+    def planned(self, seen_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """What is planned for the moments of a chunk that belongs to ``seen_at``, between two actions if need be.
+
+        Returns:
+            the first index of such a chunk that something is planned for, the actions (n, a) from there on, and of how
+            many predictions (n,) each of them is made. n is 0 when nothing is left of the plan.
+        """
+        if not len(self):
+            return 0, self._chunk[:0], self._counts[:0]
+        place = (seen_at - self._seen_at) / self.period
+        whole = math.floor(place + 0.5)
+        place = float(whole) if abs(place - whole) < _WHOLE else place
+        skipped = max(math.ceil(-place), 0)
+        begin, share = math.floor(place) + skipped, place - math.floor(place)
+        count = max(min(length - skipped, math.floor(len(self._chunk) - 1 - place) + 1 - skipped), 0)
+        counts = self._counts[begin : begin + count]
+        before = self._chunk[begin : begin + count]
+        if not share or not count:
+            return skipped, before, counts
+        after = self._chunk[begin + 1 : begin + 1 + count]
+        return skipped, before + np.float32(share) * (after - before), counts
+
+    def joined(self, chunk: np.ndarray, seen_at: float, next_one: int = 0) -> np.ndarray:
+        """The chunk (t, a), each of its actions weighed against the one that is planned for its moment.
+
+        ``next_one`` is the first that can still be done.
+        """
+        first, planned, counts = self.planned(seen_at, len(chunk))
+        after = np.arange(first, first + len(planned)) - next_one + 1
+        kept = 1 - np.asarray(self.overlap.share(counts, after), np.float64)
+        if not len(planned) or not kept.any():
+            return chunk
+        joined = np.array(chunk, np.float32)
+        part = joined[first : first + len(planned)]
+        part += kept.reshape(-1, 1) * (planned - part)
+        return joined
+
+    def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
+        """Take a chunk (t, a) whose first action belongs to ``seen_at``; returns how many are still usable.
+
+        It replaces what is left (``joined`` weighs the two before); what of it is already past is counted as late.
+        """
+        first, planned, counts = self.planned(seen_at, len(chunk))
+        self._counts = np.ones(len(chunk), np.int64)
+        self._counts[first : first + len(planned)] += counts
+        self._chunk, self._seen_at, self.consumed = chunk, seen_at, 0
+        self._next = 0
+        self._next = min(max(math.floor(self._place(now) + 0.5), 0), len(chunk))
+        self.late += self._next
+        return len(self)
+
+    def faded(self, chunk: np.ndarray, seen_at: float, now: float, steps: int) -> np.ndarray:
+        """The chunk, but its next ``steps`` actions lead over from what is left of the old one.
+
+        For a chunk of another policy: two that mean the same may still differ by a jolt. With nothing left to lead
+        over from, the chunk as it is.
+        """
+        skipped, old, _ = self.planned(seen_at, len(chunk))
+        first = max(math.ceil((now - seen_at) / self.period), 0)
+        steps = min(steps, len(old) - first)
+        if steps <= 0 or skipped:
+            return chunk
+        weight = np.linspace(0, 1, steps + 2, dtype=np.float32)[1:-1, None]
+        faded = np.array(chunk, np.float32)
+        faded[:first] = old[:first]
+        faded[first : first + steps] += (1 - weight) * (old[first : first + steps] - chunk[first : first + steps])
+        return faded
+
+    def take(self, deadline: float, now: float) -> np.ndarray | None:
+        """The action for this tick; those before it that no tick took are counted as late."""
+        last = len(self._chunk) - 1
+        if last < 0:
+            return None
+        place, present = self._place(deadline), (now - self._seen_at) / self.period
+        if present > place + 1:
+            # This tick itself runs so late that its own action is over: do the one that belongs to now.
+            place = self._place(now)
+        if place > last and (not self.is_between or present > last + 1):
+            self._drop_until(last + 1)
+            return None
+        place = min(max(place, 0.0), float(last))
+        index = math.floor(place + 0.5)
+        if index < self._next and not (self.is_between and self.consumed):
+            return None
+        before = self._next
+        self._drop_until(index)
+        if index == self._next:
+            self._next += 1
+            done = self._next - before if self.is_between and self.consumed else 1
+            self.consumed += done
+            self._taken.extend([deadline] * done)
+        return self._between(place) if self.is_between else self._chunk[index]
+
+    def first_after(self, moment: float, seen_at: float) -> tuple[int, float]:
+        """Which action of a chunk comes next after this moment, and how much of a period lies between them (0..1]."""
+        place = (moment - seen_at) / self.period
+        if self.is_between:
+            first = math.floor(place) + 1
+            return (first, first - place) if first > 0 else (0, 1.0)
+        # As `_place` does: halfway between two actions it is the one before that a tick took.
+        return max(math.floor(place + 0.499) + 1, 0), 1.0
+
+    def clear(self) -> None:
+        """Forget all that is left; it does not count as late."""
+        self._chunk, self._counts = self._chunk[:0], self._counts[:0]
+        self._next = 0
+        self.consumed = 0
+
+    def due(self, index: int) -> float:
+        """When action ``index`` of this chunk is due."""
+        return self._seen_at + index * self.period
+
+    @property
+    def dry_at(self) -> float | None:
+        """When all that is planned is done; None when that is now."""
+        return self.due(len(self._chunk)) if len(self) else None
+
+    def taken_since(self, moment: float) -> int:
+        """How many actions, of whatever chunk, were given out for ticks from this moment on."""
+        count = 0
+        for deadline in reversed(self._taken):
+            if deadline < moment - 1e-6:
+                break
+            count += 1
+        return count
+
+    def due_times(self) -> list[float]:
+        """When each action left is due."""
+        return [self.due(index) for index in range(self._next, len(self._chunk))]
+
+    def _place(self, moment: float) -> float:
+        """Where a moment lies in the chunk, in actions: whole ones, unless ticks take points between them."""
+        place = (moment - self._seen_at) / self.period
+        if self.is_between:
+            return place
+        # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
+        return float(self._next) if abs(place - self._next) < 0.501 else math.floor(place + 0.5)
+
+    def _drop_until(self, index: int) -> None:
+        index = min(index, len(self._chunk))
+        if index > self._next:
+            # Ticks slower than actions pass over some of them on purpose.
+            self.late += 0 if self.is_between else index - self._next
+            self._next = index
+
+    def _between(self, place: float) -> np.ndarray:
+        before = int(place)
+        after = min(before + 1, len(self._chunk) - 1)
+        return self._chunk[before] + (place - before) * (self._chunk[after] - self._chunk[before])

@@ -1,0 +1,186 @@
+"""Strategies that join a new chunk with the remaining plan.
+
+Sources: lerobot/async_inference/configs.py, AGGREGATE_FUNCTIONS (old and new, of one time step, over all that both
+have); lerobot/policies/act/modeling_act.py, ACTTemporalEnsembler, and Zhao et al., arXiv 2304.13705, algorithm 2;
+real-time chunking: Black et al., arXiv 2506.07339.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+
+from jaxmodels import Requirements
+
+# Seconds; see docs/motion.md.
+CROSSFADED = 0.24
+# ACT's own.
+COEFFICIENT = 0.01
+LARGEST_COEFFICIENT = 10.0
+ALL = 1 << 30
+
+
+class Overlap(Protocol):
+    """One way to join."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lasting(self) -> int:
+        """How many actions of a plan still count after the next chunk has taken over, at most."""
+        ...
+
+    @property
+    def sends_plan(self) -> bool:
+        """Whether the policy is shown what is left of the plan, and begins its chunk with what will be over."""
+        ...
+
+    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
+        """The weight (n,) in 0..1 of each new action that something is planned for.
+
+        Args:
+            counts: (n,) of how many predictions the planned one is made.
+            after: (n,) 1 for the first action that can still be done, 2 for the next; 0 and below: it is over.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A new action weighs the same, however many went before.
+
+    Attributes:
+        weight: of the new one; 1 replaces the plan.
+    """
+
+    name: str
+    weight: float
+    sends_plan: bool = False
+
+    @property
+    def lasting(self) -> int:
+        """All, unless it is replaced."""
+        return ALL if self.weight < 1 else 0
+
+    def share(self, counts: np.ndarray, after: np.ndarray) -> float:
+        """The weight, of whatever."""
+        return self.weight
+
+
+@dataclass(frozen=True)
+class Ensembled:
+    """Of the predictions for one moment the oldest weighs 1 and the k-th weighs exp(-coefficient * k)."""
+
+    coefficient: float = COEFFICIENT
+    name: str = "ensemble"
+    lasting: int = ALL
+    sends_plan: bool = False
+
+    def __post_init__(self) -> None:
+        if not abs(self.coefficient) <= LARGEST_COEFFICIENT:
+            raise ValueError(
+                f"temporal_ensemble_coeff is {self.coefficient:g}, wanted -{LARGEST_COEFFICIENT:g} to "
+                f"{LARGEST_COEFFICIENT:g}; above 0 the older predictions weigh more, below the newer ones"
+            )
+
+    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """The last weight of so many and one, by the sum of all: a geometric series."""
+        c = self.coefficient
+        if abs(c) < 1e-9:
+            return 1.0 / (counts + 1.0)
+        # Written so that nothing overflows, whichever sign.
+        if c > 0:
+            ratio = math.exp(-c)
+            return ratio**counts * (1 - ratio) / (1 - ratio ** (counts + 1.0))
+        ratio = math.exp(c)
+        return (1 - ratio) / (1 - ratio ** (counts + 1.0))
+
+
+@dataclass(frozen=True)
+class Crossfaded:
+    """The plan leads over into the new chunk: the first actions weigh little, after ``steps`` of them it is all new.
+
+    Where less is left of the plan, it leads over as fast as that lasts. Real-time chunking with ``sends_plan``: the
+    chunk begins with what will be over, and what follows differs the less from the plan, the nearer it is.
+    """
+
+    steps: int
+    name: str = "crossfade"
+    sends_plan: bool = False
+
+    @property
+    def lasting(self) -> int:
+        """As long as it leads over."""
+        return self.steps
+
+    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Growing evenly."""
+        steps = min(self.steps, int(after[-1])) if len(after) else self.steps
+        return np.clip(after / (max(steps, 0) + 1.0), 0.0, 1.0)
+
+
+REPLACE = Weighted("replace", 1.0)
+ENSEMBLE, CROSSFADE, RTC = "ensemble", "crossfade", "rtc"
+# Chosen by benchmarks/smoothness.py.
+DEFAULT = CROSSFADE
+# By the names that requests know them by.
+OVERLAPS: Mapping[str, Overlap] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            REPLACE,
+            Weighted("weighted_average", 0.7),
+            Weighted("latest_only", 1.0),
+            Weighted("average", 0.5),
+            Weighted("conservative", 0.3),
+            Ensembled(),
+            Crossfaded(6),
+            # What follows the actions that were given is only suggested to the policy: the seam is led over, too.
+            Crossfaded(6, RTC, sends_plan=True),
+        )
+    }
+)
+
+
+def overlap_of(
+    requirements: Requirements, name: str | None = None, coefficient: float | None = None, *, action_rate: float = 25.0
+) -> Overlap:
+    """How chunks of this policy are joined.
+
+    Args:
+        name: one of ``OVERLAPS``; when None, as the checkpoint says, else the default.
+        coefficient: of ``ensemble``; when None the checkpoint's, else ACT's own.
+        action_rate: actions per second.
+
+    Raises:
+        ValueError: it is not possible with this policy, or there is no such way; says what is possible.
+    """
+    own = requirements.temporal_ensemble_coeff
+    if name is None:
+        name = ENSEMBLE if own is not None or coefficient is not None else DEFAULT
+    possible = [one for one, overlap in OVERLAPS.items() if requirements.takes_prefix or not overlap.sends_plan]
+    if name not in OVERLAPS:
+        raise ValueError(
+            f"overlap {name!r}: there is none of this name; possible with this policy: {_listed(possible)}"
+        )
+    if name not in possible:
+        raise ValueError(
+            f"real-time chunking wants a policy that continues the plan it is shown, and this one (of type "
+            f"{requirements.policy_type!r}) does not; possible with this policy: {_listed(possible)}"
+        )
+    if name == ENSEMBLE:
+        return Ensembled(next((one for one in (coefficient, own) if one is not None), COEFFICIENT))
+    if coefficient is not None:
+        raise ValueError(
+            f"overlap {name!r} has no coefficient; leave temporal_ensemble_coeff out, or ask for 'ensemble'"
+        )
+    found = OVERLAPS[name]
+    return replace(found, steps=max(round(CROSSFADED * action_rate), 1)) if isinstance(found, Crossfaded) else found
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,111 @@
+"""ControlConfig: rate, chunking, hold and safety settings of a session."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, FiniteFloat
+
+from service.control.aggregation import REPLACE, Overlap
+from service.setting_types import Group, Ranges, Seconds, Steps
+
+
+class SafetySettings(Group):
+    """Safety"""
+
+    safety: Literal["clamp", "refuse"] = Field(
+        default="clamp",
+        description="What happens to an action chunk that leaves the limits: it is brought inside, or refused whole.",
+    )
+    max_relative_target: Steps = Field(
+        default=None,
+        description="Largest step of a joint from one tick to the next, in its unit: one for all, or a table of name "
+        "and step. A request may ask for less, never for more.",
+    )
+    limits: str | None = Field(
+        default=None,
+        description="TOML file or URDF with limits of joints: low, high, step, velocity, acceleration, jerk.",
+    )
+    on_hold: Literal["hold", "ramp"] = Field(
+        default="hold",
+        description="How a moving robot is held: at its measured pose at once, or after slowing down.",
+    )
+    degraded_after: Seconds = Field(
+        default=3.0,
+        description="Seconds that a robot is held because it cannot be seen or reached, until its session is degraded.",
+    )
+    stop_after: Seconds = Field(
+        default=30.0, description="Such seconds until it is stopped and latched: nobody expects a motion any more."
+    )
+    frozen_after: Seconds = Field(
+        default=2.0, description="Seconds with the same picture after which a camera is said to be frozen."
+    )
+    frozen_stops: bool = Field(default=False, description="Stop and latch a robot whose camera is frozen.")
+    bad_inputs: int = Field(
+        default=20, ge=0, description="Bad joint values within a second that stop and latch a robot; 0 for never."
+    )
+    action_age_limit: Seconds | None = Field(
+        default=None,
+        description="Seconds after its frame until an action is not done any more; default: as long as a chunk lasts.",
+    )
+    slow_inference: FiniteFloat = Field(
+        default=2.0,
+        gt=0,
+        description="How many times the seconds that its actions take an inference may take before the robot is held.",
+    )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of one session.
+
+    Attributes:
+        rate: ticks per second.
+        action_rate: actions per second that the policy's chunks are meant for.
+        action_steps: actions of a chunk to do before the next one takes over.
+        chunk: steps of one chunk.
+        width: values of one action.
+        overlap: how a new chunk joins what is left of the plan.
+        ask_ahead: seconds before it is needed that a chunk is asked for; None: as long as answers are measured to take.
+        hold_repeats: how often a hold sends the measured pose.
+        on_hold: whether a moving robot is held at once, or slowed down before (RAMP).
+        starved_after: seconds without an action after which waiting for the policy is a hold.
+        failures_allowed: failed inferences in a row that end in an error, or in a stop when they were no chunks.
+        samples: how many of the newest samples percentiles are taken of.
+    """
+
+    rate: float
+    action_rate: float
+    action_steps: int
+    chunk: int
+    width: int
+    overlap: Overlap = REPLACE
+    ask_ahead: float | None = None
+    hold_repeats: int = 4
+    on_hold: Literal["hold", "ramp"] = "hold"
+    starved_after: float = 0.3
+    failures_allowed: int = 3
+    samples: int = 2048
+
+
+class ControlSettings(Group):
+    """Control loop"""
+
+    rate: FiniteFloat = Field(
+        default=20.0, gt=0, le=1000, description="Ticks per second when neither the request nor the policy says."
+    )
+    max_rate: FiniteFloat = Field(
+        default=200.0, gt=0, le=1000, description="The highest rate that a request may ask for."
+    )
+    frame_age_limit: Seconds = Field(
+        default=0.3, description="Seconds after which a frame is stale and the robot is held."
+    )
+    starved_after: Seconds = Field(default=0.3, description="Seconds without an action after which the robot is held.")
+    hold_repeats: int = Field(default=4, ge=1, le=100, description="How often a hold sends the measured pose.")
+    failures_allowed: int = Field(
+        default=3, ge=1, description="Failed inferences in a row that end a session in an error."
+    )
+    input_timeout: Seconds = Field(default=600.0, description="Seconds without any frame or joints that end a session.")
+    joint_ranges: Ranges = Field(
+        default={},
+        description="Ranges of joints that are not an SO-100's: a table of name and (low, high).",
+    )

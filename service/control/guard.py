@@ -1,0 +1,385 @@
+"""Judges whole chunks and limits every command.
+
+Finite, of the right shape and not far outside of every range is no matter of mode: else it is refused. The rest
+(position, step, velocity, acceleration, jerk, and the seam to what was commanded before) is brought inside or refused,
+as the limits say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.control.limits import SLACK, MotionLimits
+from service.stats import Tally
+
+# Stands for "no limit" where a sum with infinity would be no number.
+FAR = 1e30
+
+
+class Clamping:
+    """Limits per action, ready for the loop over a chunk.
+
+    Position, step and velocity always hold in what comes out. Acceleration holds as long as the motion before left
+    room for it: a joint is slowed down in time to come to rest at the end of its range. Jerk is brought as near as
+    those before it let it.
+    """
+
+    def __init__(
+        self, low: np.ndarray, high: np.ndarray, speed: np.ndarray, acceleration: np.ndarray, jerk: np.ndarray
+    ):
+        """Arrays (a,); speed, acceleration and jerk per action and its powers, infinite for none."""
+        self.low, self.high = np.maximum(low, -FAR), np.minimum(high, FAR)
+        self.speed = np.minimum(speed, FAR)
+        self.acceleration, self.jerk = np.minimum(acceleration, FAR), np.minimum(jerk, FAR)
+        self.is_smooth = bool((np.minimum(acceleration, jerk) < FAR).any())
+        # Braking in no time, where nobody limits it; infinity would be no number in the sums below.
+        widest = np.where(self.speed < FAR, self.speed, np.minimum(self.high - self.low, 1e6))
+        self._brake = np.minimum(self.acceleration, 1e3 * widest)
+
+    def clamp(self, chunk: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray) -> np.ndarray:
+        """(t, a) float64 actions that follow a motion at this position, speed and acceleration (per action)."""
+        targets = np.clip(chunk, self.low, self.high)
+        if self.is_smooth:
+            return self._smooth(targets, position, speed, acceleration)
+        most, least = self.speed, -self.speed
+        change, place = np.empty(len(position)), position
+        for row in targets:
+            np.subtract(row, place, change)
+            np.minimum(change, most, out=change)
+            np.maximum(change, least, out=change)
+            place = np.add(place, change, row)
+        return targets
+
+    def _smooth(
+        self, targets: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray
+    ) -> np.ndarray:
+        place, before, bent, change = position, speed.copy(), acceleration.copy(), np.empty(len(position))
+        has_jerk, jerk = bool((self.jerk < FAR).any()), self.jerk
+        harder, softer = self.acceleration, -self.acceleration
+        fastest, above, below = self.speed, np.empty(len(place)), np.empty(len(place))
+        # How fast it may go to still come to rest at the end of the range: v = sqrt(b^2 + 2 b room) - b, for both ends.
+        # Krauss, Phys. Rev. E 55 (1997) 5597, eq. 4, for a leader at rest. What is kept is the radicand; a joint that
+        # is outside has no room.
+        brake = self._brake
+        twice = 2 * brake
+        top = brake**2 + twice * np.maximum(self.high - place, 0.0)
+        bottom = brake**2 + twice * np.maximum(place - self.low, 0.0)
+        for row in targets:
+            np.subtract(row, place, change)
+            np.subtract(change, before, change)  # how the speed changes, from here on
+            if has_jerk:
+                np.minimum(change, np.add(bent, jerk, above), out=change)
+                np.maximum(change, np.subtract(bent, jerk, below), out=change)
+            np.minimum(change, harder, out=change)
+            np.maximum(change, softer, out=change)
+            np.add(change, before, change)
+            np.subtract(np.sqrt(top, above), brake, above)
+            np.minimum(change, np.minimum(above, fastest, out=above), out=change)
+            np.subtract(brake, np.sqrt(bottom, below), below)
+            np.maximum(change, np.maximum(below, -fastest, out=below), out=change)
+            np.multiply(change, twice, above)
+            np.subtract(top, above, top)
+            np.add(bottom, above, bottom)
+            np.subtract(change, before, bent)
+            before, change = change, before
+            place = np.add(place, before, row)
+        return targets
+
+
+# Rounding to float32 on the way is no fault of a policy.
+_RELATIVE, _ROUNDING = 1e-4, 4e-7
+_LARGEST = np.finfo(np.float32).max  # what is sent is float32
+
+
+@dataclass(frozen=True)
+class Motion:
+    """What a chunk follows.
+
+    Attributes:
+        position: (a,) the last command; the measured pose when the robot stands.
+        velocity: (a,) per second, of the commands.
+        acceleration: (a,) per second squared, likewise; None when nobody knows.
+        is_at_rest: whether nothing was commanded since a start or a hold.
+    """
+
+    position: np.ndarray
+    velocity: np.ndarray
+    acceleration: np.ndarray | None = None
+    is_at_rest: bool = True
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a chunk.
+
+    Attributes:
+        actions: (t, a) float32, inside the limits; the chunk itself when it was inside. None when it is refused.
+        reason: stable code of why it is refused, or None.
+        text: for people.
+        clamped: reasons for which something of it was brought inside.
+    """
+
+    actions: np.ndarray | None
+    reason: str | None = None
+    text: str = ""
+    clamped: tuple[str, ...] = ()
+
+
+class Guard:
+    """One robot's.
+
+    Attributes:
+        limits: what it holds commands to.
+        clamped: chunks that were brought inside, by reason; ``tick`` counts single commands.
+        refused: chunks that were refused whole, by reason.
+        joints: joint to how many chunks were brought inside because of it.
+    """
+
+    def __init__(self, limits: MotionLimits, *, rate: float, action_rate: float, chunk: int):
+        """For chunks (chunk, a) whose actions come ``action_rate`` times a second, and ``rate`` commands a second."""
+        self.limits = limits
+        self.clamped, self.refused, self.joints = Tally(), Tally(), Tally()
+        self._shape = (1, chunk, len(limits.names))
+        self._action_rate = action_rate
+        by_step, by_velocity = limits.step * rate / action_rate, limits.velocity / action_rate
+        self._is_step = by_step < by_velocity
+        self._clamping = Clamping(
+            limits.low,
+            limits.high,
+            np.minimum(by_step, by_velocity),
+            limits.acceleration / action_rate**2,
+            limits.jerk / action_rate**3,
+        )
+        ends = np.abs(np.stack([limits.low, limits.high]))
+        largest = np.where(np.isfinite(ends), ends, 0.0).max(axis=0)
+        self._tolerance = _ROUNDING * largest
+        # What is inside needs no more than to be compared with these, row by row as numpy is quickest at it.
+        believable = (-np.inf, np.inf) if limits.believable is None else limits.believable
+        rows = np.ones((chunk, 1))
+        self._believable = rows * np.maximum(believable[0], -_LARGEST), rows * np.minimum(believable[1], _LARGEST)
+        self._believable_float32 = _inside_as_float32(*self._believable)
+        self._ends = rows * (self._clamping.low - self._tolerance), rows * (self._clamping.high + self._tolerance)
+        self._fastest = rows * (self._clamping.speed * (1 + _RELATIVE) + self._tolerance)
+        # Places, and the changes that lead to them, compared at once.
+        self._lowest = np.concatenate((self._ends[0], -self._fastest))
+        self._highest = np.concatenate((self._ends[1], self._fastest))
+        self._slack = np.where(np.isfinite(limits.high - limits.low), SLACK * (limits.high - limits.low), 0.0)
+        # Per tick, in the commands' own precision.
+        self._step = np.minimum(limits.step, limits.velocity / rate).astype(np.float32)
+        finite = np.where(np.isfinite(self._step), self._step, np.float32(0))
+        self._unnoticed = (np.float32(1e-3) * finite + self._tolerance + 1e-6).astype(np.float32)
+        self._low, self._high = limits.low.astype(np.float32), limits.high.astype(np.float32)
+        self._limits_as_json = limits.as_json()
+
+    def form(self, answer: object) -> tuple[str, str] | None:
+        """Code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is one."""
+        reason = text = None
+        if not isinstance(answer, np.ndarray):
+            reason, text = "shape", f"the policy returned a {type(answer).__name__}, wanted an array {self._shape}"
+        elif answer.shape != self._shape or answer.dtype.kind != "f":
+            reason, text = "shape", f"the policy returned {answer.dtype} {answer.shape}, wanted floats {self._shape}"
+        else:
+            low, high = self._believable_float32 if answer.dtype == np.float32 else self._believable
+            chunk = answer[0]
+            if np.count_nonzero((chunk >= low) & (chunk <= high)) == chunk.size:  # false of NaN
+                return None
+            is_finite = np.abs(answer) <= _LARGEST
+            if not is_finite.all():
+                bad = int(answer.size - is_finite.sum())
+                reason, text = "not_finite", f"the policy returned {bad} values that are not finite"
+            else:
+                reason, text = self._unbelievable(answer[0])
+        if reason is None or text is None:
+            return None
+        self.refused.add(reason)
+        return reason, text
+
+    def _unbelievable(self, chunk: np.ndarray) -> tuple[str, str] | tuple[None, None]:
+        if self.limits.believable is None:
+            return None, None
+        low, high = self.limits.believable
+        least, most = chunk.min(axis=0), chunk.max(axis=0)
+        wild = (least < low) | (most > high)
+        if not wild.any():
+            return None, None
+        place = int(np.flatnonzero(wild)[0])
+        worst = float(least[place] if least[place] < low[place] else most[place])
+        return "wild", (
+            f"the policy wants joint {self.limits.names[place]!r} at {worst:.4g}, further out than its range is wide: "
+            "it is broken, or counts in another unit"
+        )
+
+    def judge(self, chunk: np.ndarray, before: Motion, first: int = 0) -> Judged:
+        """Judge a chunk (t, a) of finite floats whose actions before ``first`` are over and will not be done."""
+        if first == 0 and self.limits.mode != "refuse" and self._is_plainly_inside(chunk, before.position):
+            return Judged(chunk)
+        whole = chunk.astype(np.float64)
+        outside = self._outside(whole, before, first)
+        if self.limits.mode == "refuse":
+            refusable = self._refusable(whole, before, outside)
+            if refusable:
+                for reason in refusable:
+                    self.refused.add(reason)
+                return Judged(None, next(iter(refusable)), self._in_words(whole, refusable))
+        if not outside:
+            return Judged(chunk)
+        for reason in outside:
+            self.clamped.add(reason)
+        for place in np.flatnonzero(np.any(list(outside.values()), axis=0)):
+            self.joints.add(self.limits.names[place])
+        actions = np.empty_like(chunk, np.float32)
+        np.clip(whole[:first], self._clamping.low, self._clamping.high, out=whole[:first])
+        actions[:first] = whole[:first]
+        speed, bend = self._per_action(before)
+        actions[first:] = self._clamping.clamp(whole[first:], before.position.astype(np.float64), speed, bend)
+        return Judged(actions, clamped=tuple(outside))
+
+    def limit(self, action: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """The command (a,) of one tick after the command ``before``: points between two actions, late ones, all.
+
+        A robot that is outside of its range is led back step by step.
+        """
+        change = action - before
+        np.abs(change, out=change)
+        if ((change <= self._step) & (action >= self._low) & (action <= self._high)).all():
+            return action
+        wanted = np.where(np.isfinite(action), action, before)
+        np.maximum(wanted, self._low, out=wanted)
+        np.minimum(wanted, self._high, out=wanted)
+        np.minimum(wanted, before + self._step, out=wanted)
+        np.maximum(wanted, before - self._step, out=wanted)
+        if not (np.abs(wanted - action) <= self._unnoticed).all():
+            self.clamped.add("tick")
+        return wanted
+
+    def stats(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "mode": self.limits.mode,
+            "clamped": self.clamped.by_reason(),
+            "clamped_joints": self.joints.by_reason(),
+            "refused": self.refused.by_reason(),
+            "limits": self._limits_as_json,
+            "unlimited": self.limits.unlimited,
+            "unmatched": list(self.limits.unmatched),
+        }
+
+    def _per_action(self, before: Motion) -> tuple[np.ndarray, np.ndarray]:
+        """Speed and acceleration (a,) of the motion before, per action; zeros for what nobody knows."""
+        speed = before.velocity / self._action_rate
+        if before.acceleration is None:
+            return speed, np.zeros_like(speed)
+        return speed, before.acceleration / self._action_rate**2
+
+    def _is_plainly_inside(self, chunk: np.ndarray, place: np.ndarray) -> bool:
+        """Whether ``_outside`` would find nothing; False too where that takes a closer look."""
+        count = len(chunk)
+        if 2 * count != len(self._lowest) or self._clamping.is_smooth:
+            return False
+        both = np.empty(self._lowest.shape)
+        places, changes = both[:count], both[count:]
+        places[:] = chunk
+        np.subtract(places[0], place, out=changes[0])
+        np.subtract(places[1:], places[:-1], out=changes[1:])
+        return not np.count_nonzero((both < self._lowest) | (both > self._highest))
+
+    def _outside(self, whole: np.ndarray, before: Motion, first: int) -> dict[str, np.ndarray]:
+        """Reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
+        found: dict[str, np.ndarray] = {}
+        clamping, tolerance = self._clamping, self._tolerance
+        low, high = (_rows(end, len(whole)) for end in self._ends)
+        out = (whole < low) | (whole > high)
+        if np.count_nonzero(out):
+            found["position"] = np.logical_or.reduce(out)
+        if first >= len(whole):
+            return found
+        left = whole[first:]
+        fastest = np.empty_like(left)
+        np.subtract(left[0], before.position, out=fastest[0])
+        np.subtract(left[1:], left[:-1], out=fastest[1:])
+        np.abs(fastest, out=fastest)
+        fast = fastest > _rows(self._fastest, len(fastest))
+        if np.count_nonzero(fast):
+            if (seam := fast[0]).any():
+                found["seam"] = seam
+            if (inner := fast[1:].any(axis=0)).any():
+                for reason, chosen in (("step", self._is_step), ("velocity", ~self._is_step)):
+                    if (joints := inner & chosen).any():
+                        found[reason] = joints
+        if clamping.is_smooth:
+            # The motion before as three places on the grid of actions, so that one difference covers chunk and seam.
+            speed, bend = self._per_action(before)
+            place = before.position.astype(np.float64)
+            places = np.concatenate(([place - 2 * speed + bend, place - speed, place], left))
+            bends = np.diff(places, 2, axis=0)
+            # A difference of differences has several roundings.
+            allowed = clamping.acceleration * (1 + _RELATIVE) + 8 * tolerance
+            if (hard := (np.abs(bends[1:]) > allowed).any(axis=0)).any():
+                found["acceleration"] = hard
+            jerks = np.abs(np.diff(bends, axis=0))[1 if before.acceleration is None else 0 :]
+            allowed = clamping.jerk * (1 + _RELATIVE) + 16 * tolerance
+            if (hard := (jerks > allowed).any(axis=0)).any():
+                found["jerk"] = hard
+        return found
+
+    def _refusable(self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Of what is outside, what is no matter of a little overshoot, or of leading a robot away from where it stands.
+
+        Refusing judges all of a chunk, also what is over: it says what the policy is worth.
+        """
+        low, high = self._clamping.low - self._slack, self._clamping.high + self._slack
+        found: dict[str, np.ndarray] = {}
+        if (out := (whole.min(axis=0) < low) | (whole.max(axis=0) > high)).any():
+            found["position"] = out
+        if "seam" in outside and not before.is_at_rest:
+            found["seam"] = outside["seam"]
+        inside = np.clip(whole, self._clamping.low, self._clamping.high)
+        rest = Motion(inside[0], np.zeros(inside.shape[1]), None)
+        alone = self._outside(inside, rest, 0)
+        found |= {reason: joints for reason, joints in alone.items() if reason in ("step", "velocity")}
+        for reason, skipped in (("acceleration", 2), ("jerk", 3)):
+            if reason in outside:
+                differences = np.abs(np.diff(inside, skipped, axis=0))
+                allowed = getattr(self._clamping, reason) * (1 + _RELATIVE) + 16 * self._tolerance
+                hard = (differences > allowed).any(axis=0)
+                hard = hard if before.is_at_rest else hard | outside[reason]
+                if hard.any():
+                    found[reason] = hard
+        return found
+
+    def _in_words(self, whole: np.ndarray, found: Mapping[str, np.ndarray]) -> str:
+        parts = []
+        for reason, joints in found.items():
+            place = int(np.flatnonzero(joints)[0])
+            name, others = self.limits.names[place], int(joints.sum()) - 1
+            more = f" (and {others} more)" if others else ""
+            values = whole[:, place]
+            low, high = self.limits.low[place], self.limits.high[place]
+            if reason == "position":
+                detail = f"{values.min():.4g}..{values.max():.4g}, limits {low:.4g}..{high:.4g}"
+            elif reason in ("step", "velocity", "seam"):
+                most = float(self._clamping.speed[place])
+                largest = np.abs(np.diff(values)).max(initial=0.0)
+                which = "the change to what was commanded before" if reason == "seam" else f"changes by {largest:.4g}"
+                detail = f"{which}, the limit is {most:.4g} per action"
+            else:
+                limit = float(getattr(self.limits, reason)[place])
+                detail = f"more than the limit of {limit:.4g}"
+            parts.append(f"{reason} of joint {name!r}{more}: {detail}")
+        return "the chunk leaves the limits: " + "; ".join(parts)
+
+
+def _inside_as_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest float32 inside of these ends: for float32 the same bound, and compared in a third of the time."""
+    lows, highs = low.astype(np.float32), high.astype(np.float32)
+    far = np.float32(np.inf)
+    return (
+        np.where(lows < low, np.nextafter(lows, far), lows),
+        np.where(highs > high, np.nextafter(highs, -far), highs),
+    )
+
+
+def _rows(limits: np.ndarray, count: int) -> np.ndarray:
+    """So many of (t, a) equal rows; one for all, where there are fewer."""
+    return limits[:count] if count <= len(limits) else limits[:1]

@@ -1,0 +1,221 @@
+"""Joint names, order, ranges; values to arrays and commands."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from service.errors import InvalidRequest, PolicyError
+from service.transport.link import JointValue
+
+# Policies compute in float32, so a value has to be finite there too.
+_LARGEST = float(np.finfo(np.float32).max)
+# A joint that is so much of its range outside of it is more likely told in degrees, or in a motor's steps.
+ODD = 0.1
+# A joint that holds things, by whatever name: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
+_GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """One joint.
+
+    Attributes:
+        name: on the wire.
+        index: its position in the robot's joint order, sent along with the value.
+        low, high: what is sent and seen stays within; infinite when nobody knows the range.
+        alias: a second name that updates may use.
+    """
+
+    name: str
+    index: int
+    low: float = -math.inf
+    high: float = math.inf
+    alias: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"joint {self.name!r}: range {self.low}..{self.high} is empty; low must be below high")
+
+    @property
+    def is_gripper(self) -> bool:
+        """Whether it holds things, by its name."""
+        return _GRIPPER.search(self.name) is not None
+
+
+# The order of LeRobot's SO-100 and SO-101 arms, normalised units.
+SO100 = (
+    Joint("Rotation", 0, -100, 100, "shoulder_pan"),
+    Joint("Pitch", 1, -100, 100, "shoulder_lift"),
+    Joint("Elbow", 2, -100, 100, "elbow_flex"),
+    Joint("Wrist_Pitch", 3, -100, 100, "wrist_flex"),
+    Joint("Wrist_Roll", 4, -100, 100, "wrist_roll"),
+    Joint("Jaw", 5, 0, 100, "gripper"),
+)
+_SO100_BY_NAME = {name: joint for joint in SO100 for name in (joint.name, joint.alias)}
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is usable of one joint update.
+
+    Attributes:
+        values: joint position in the table to value, within range.
+        dropped: reason to count of what was not usable.
+        clamped: how many values were outside their range.
+        odd: joint position in the table to value as it came, where that is so far outside that it may be no value of
+            this unit at all.
+    """
+
+    values: Mapping[int, float]
+    dropped: Mapping[str, int]
+    clamped: int = 0
+    odd: Mapping[int, float] = field(default_factory=dict)
+
+
+class JointTable:
+    """The joints of one policy, in the order of its actions (and of its state)."""
+
+    def __init__(self, joints: Sequence[Joint]):
+        self.joints = tuple(joints)
+        self._position = {
+            name: position
+            for position, joint in enumerate(self.joints)
+            for name in (joint.name, joint.alias)
+            if name is not None
+        }
+        self._names = tuple(joint.name for joint in self.joints)
+        self._low = np.array([joint.low for joint in self.joints], np.float32)
+        self._high = np.array([joint.high for joint in self.joints], np.float32)
+        self._grippers = np.array([joint.is_gripper for joint in self.joints], bool)
+
+    def __len__(self) -> int:
+        return len(self.joints)
+
+    @property
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """(a,) float32 each: where the ranges begin and end; infinite for joints of which nobody knows."""
+        return self._low, self._high
+
+    @property
+    def grippers(self) -> np.ndarray:
+        """(a,) bool: which joints hold things."""
+        return self._grippers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Wire names in order."""
+        return self._names
+
+    def read(self, values: Mapping[str, object]) -> Update:
+        """Sort one partial update, as it came from the wire. Nothing is ever filled in for what is unusable."""
+        usable: dict[int, float] = {}
+        dropped: dict[str, int] = {}
+        clamped = 0
+        odd: dict[int, float] = {}
+        for name, raw in values.items():
+            reason, position, value = self._judge(name, raw)
+            if reason is None and usable.get(position, value) != value:
+                # The same joint under both its names with two values: neither can be trusted.
+                reason = "contradicting"
+                del usable[position]
+            if reason is not None:
+                dropped[reason] = dropped.get(reason, 0) + 1
+                continue
+            joint = self.joints[position]
+            usable[position] = min(max(value, joint.low), joint.high)
+            if usable[position] != value:
+                clamped += 1
+                if abs(value - usable[position]) > ODD * (joint.high - joint.low):
+                    odd[position] = value
+        return Update(usable, dropped, clamped, odd)
+
+    def _judge(self, name: str, raw: object) -> tuple[str | None, int, float]:
+        position = self._position.get(name)
+        if position is None:
+            return "unknown_joint", -1, 0.0
+        if isinstance(raw, bool) or not isinstance(raw, int | float | np.integer | np.floating):
+            return "not_a_number", position, 0.0
+        try:
+            value = float(raw)
+        except OverflowError:
+            return "not_finite", position, 0.0
+        if not abs(value) <= _LARGEST:  # also true of NaN
+            return "not_finite", position, 0.0
+        return None, position, value
+
+    def to_commands(self, values: np.ndarray) -> tuple[JointValue, ...]:
+        """(a,) in the table's order -> wire values, clamped to each joint's range.
+
+        Raises:
+            ValueError: another shape, or a value that is not finite. Nothing of it may be sent then.
+        """
+        if values.shape != (len(self.joints),):
+            raise ValueError(f"command has shape {values.shape}, wanted ({len(self.joints)},)")
+        if not np.isfinite(values).all():
+            bad = [name for name, value in zip(self.names, values, strict=True) if not math.isfinite(value)]
+            raise ValueError(f"command has values that are not finite, of {', '.join(bad)}")
+        clamped = np.clip(values, self._low, self._high).tolist()
+        return tuple(
+            JointValue(joint.name, value, joint.index) for joint, value in zip(self.joints, clamped, strict=True)
+        )
+
+
+def table_for(
+    width: int,
+    *,
+    checkpoint: Sequence[str] | None = None,
+    requested: Sequence[str] | None = None,
+    ranges: Mapping[str, tuple[float, float]] | None = None,
+) -> JointTable:
+    """The joints of a policy with actions of this width.
+
+    Names come from the checkpoint, else from the request; else six joints are an SO-100 and others
+    are ``joint_1``, ``joint_2``, ... Joints of an SO-100 get its wire names and ranges whichever way they are
+    written (``shoulder_pan``, ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``); others are unbounded
+    unless ``ranges`` names them.
+
+    Raises:
+        InvalidRequest: the requested names do not fit the policy.
+        PolicyError: the checkpoint's names do not fit its own actions.
+    """
+    if requested is not None:
+        _check_names(requested, width, InvalidRequest, "joint_names of the request")
+    if checkpoint is not None:
+        _check_names(checkpoint, width, PolicyError, "joint names of the checkpoint")
+        if requested is not None and [plain(name) for name in requested] != [plain(name) for name in checkpoint]:
+            raise InvalidRequest(
+                f"joint_names {list(requested)} differ from the checkpoint's {list(checkpoint)}; leave joint_names out",
+                ("body", "joint_names"),
+            )
+    names = checkpoint or requested
+    if names is None:
+        if width == len(SO100):
+            return JointTable(SO100)
+        names = [f"joint_{number + 1}" for number in range(width)]
+    known = [_SO100_BY_NAME.get(plain(name)) for name in names]
+    if width == len(SO100) and len({joint.name for joint in known if joint is not None}) == width:
+        return JointTable([joint for joint in known if joint is not None])
+    limits = ranges or {}
+    return JointTable(
+        [Joint(name, index, *limits.get(name, (-math.inf, math.inf))) for index, name in enumerate(names)]
+    )
+
+
+def plain(name: str) -> str:
+    """LeRobot's feature names say ``shoulder_pan.pos``, its older datasets ``main_shoulder_pan``."""
+    return name.removesuffix(".pos").removeprefix("main_")
+
+
+def _check_names(names: Sequence[str], width: int, error: type[InvalidRequest | PolicyError], what: str) -> None:
+    wrong = None
+    if len(names) != width:
+        wrong = f"are {len(names)}, but the policy's actions have {width} values"
+    elif len(set(names)) != width:
+        wrong = f"name a joint twice: {sorted({name for name in names if list(names).count(name) > 1})}"
+    elif not all(0 < len(name) <= 50 for name in names):
+        wrong = "hold a name that is empty or longer than 50 characters"
+    if wrong is not None:
+        raise error(f"{what} {wrong}")

@@ -1,0 +1,523 @@
+"""Position, speed and step limits per joint, from TOML or URDF."""
+
+import math
+import tomllib
+import xml.parsers.expat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from service.control.joints import SO100, Joint, JointTable, plain
+from service.errors import InvalidRequest
+
+# A URDF of a humanoid with all its meshes named is below one megabyte.
+LARGEST = 4 << 20
+_JOINTS = 4096
+# Characters of a line of TOML. Dots in one take the square of their number: 128 KiB of "a.a.a" took 4 s.
+_LINE = 1024
+
+
+class LimitsError(ValueError):
+    """A limits file that cannot be used; the text names the file, each joint, what was found and what was wanted."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a file says of one joint, in the joint's unit on the wire and seconds; None is nothing.
+
+    Attributes:
+        origin: name of the file.
+        is_unscaled_urdf: whether its range is a URDF's, as it stands there.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    step: float | None = None
+    velocity: float | None = None
+    acceleration: float | None = None
+    jerk: float | None = None
+    origin: str = ""
+    is_unscaled_urdf: bool = False
+
+
+@dataclass(frozen=True)
+class LimitsFile:
+    """A limits file, read.
+
+    Attributes:
+        name: of the file, without its folder.
+        joints: joint name to what it says of it.
+    """
+
+    name: str
+    joints: Mapping[str, Said] = field(default_factory=dict)
+
+
+_NUMBERS = tuple(each.name for each in fields(Said) if each.name not in ("origin", "is_unscaled_urdf"))
+_OF_URDF = ("urdf", "scale", "offset")
+
+
+def read_limits(path: str | Path) -> LimitsFile:
+    """A TOML file with ``[joints.NAME]`` tables, or a URDF (``.urdf``, ``.xml``).
+
+    Raises:
+        LimitsError: it cannot be read or used; lists everything that is wrong.
+    """
+    path = Path(path).expanduser()
+    if path.suffix.lower() in (".urdf", ".xml"):
+        wrong: list[str] = []
+        joints = {name: _from_urdf(name, found, {}, path.name, wrong) for name, found in _read_urdf(path).items()}
+        return _finished(path, joints, wrong)
+    return _read_toml(path)
+
+
+def _read_toml(path: Path) -> LimitsFile:
+    text = _text(path)
+    if (longest := max(map(len, text.splitlines()), default=0)) > _LINE:
+        raise LimitsError(f"limits file {path.name!r}: found a line of {longest} characters; wanted at most {_LINE}")
+    try:
+        table = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise LimitsError(f"limits file {path.name!r}: {error}; wanted a TOML file or a URDF") from None
+    wrong = [
+        f"found {key!r}; wanted 'joints' and 'urdf' only" for key in sorted(table) if key not in ("joints", "urdf")
+    ]
+    urdf, scale, offset = _urdf_of(table.get("urdf", {}), path, wrong)
+    named = table.get("joints", {})
+    if not isinstance(named, dict):
+        raise LimitsError(f"limits file {path.name!r}: found joints = {named!r:.40}; wanted tables [joints.NAME]")
+    joints: dict[str, Said] = {}
+    used = set()
+    for name, said in named.items():
+        if not isinstance(said, dict):
+            wrong.append(f"joint {name!r}: found {said!r:.40}; wanted a table [joints.{name}]")
+            continue
+        joints[name] = _joint(name, said, path.name, wrong)
+        source = said.get("urdf", name)
+        if source in urdf:
+            used.add(source)
+            scaling = {"scale": scale, "offset": offset} | {
+                key: said[key] for key in ("scale", "offset") if key in said
+            }
+            base = _from_urdf(name, urdf[source], scaling, path.name, wrong)
+            joints[name] = _over(joints[name], base)
+        elif any(key in said for key in _OF_URDF):
+            wrong.append(f"joint {name!r}: found no joint {source!r} with limits in the URDF; wanted the name of one")
+    for name, found in urdf.items():
+        if name not in used and name not in joints:
+            joints[name] = _from_urdf(name, found, {"scale": scale, "offset": offset}, path.name, wrong)
+    return _finished(path, joints, wrong)
+
+
+def _urdf_of(
+    table: Any, path: Path, wrong: list[str]
+) -> tuple[dict[str, dict[str, float]], float | None, float | None]:
+    if isinstance(table, str):
+        table = {"file": table}
+    if not isinstance(table, dict) or not isinstance(table.get("file", ""), str):
+        wrong.append(f'found urdf = {table!r:.60}; wanted [urdf] with file = "robot.urdf", and scale and offset')
+        return {}, None, None
+    wrong += [
+        f"urdf: found {key!r}; wanted file, scale, offset" for key in sorted(set(table) - {"file", *_OF_URDF[1:]})
+    ]
+    if not table:
+        return {}, None, None
+    return _read_urdf(path.parent / table.get("file", "")), table.get("scale"), table.get("offset")
+
+
+def _joint(name: str, said: Mapping[str, Any], origin: str, wrong: list[str]) -> Said:
+    known = (*_NUMBERS, *_OF_URDF)
+    wrong += [f"joint {name!r}: found {key!r}; wanted {', '.join(known)}" for key in sorted(said) if key not in known]
+    numbers: dict[str, Any] = {
+        key: _number(said[key], f"joint {name!r}: {key}", wrong) for key in _NUMBERS if key in said
+    }
+    return Said(**numbers, origin=origin)
+
+
+def _number(value: object, what: str, wrong: list[str]) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # also true of NaN
+        wrong.append(f"{what}: found {value!r:.40}; wanted a finite number")
+        return None
+    return float(value)
+
+
+def _over(said: Said, base: Said) -> Said:
+    """What the TOML says, and of the rest what the URDF says."""
+    given: dict[str, Any] = {key: getattr(said, key) for key in _NUMBERS if getattr(said, key) is not None}
+    unscaled = base.is_unscaled_urdf and not {"low", "high"} <= set(given)
+    return replace(base, **given, is_unscaled_urdf=unscaled)
+
+
+def _from_urdf(
+    name: str, found: Mapping[str, float], scaling: Mapping[str, Any], origin: str, wrong: list[str]
+) -> Said:
+    scale, offset = (
+        default if scaling.get(key) is None else _number(scaling[key], f"joint {name!r}: {key}", wrong)
+        for key, default in (("scale", 1.0), ("offset", 0.0))
+    )
+    if scale is None or offset is None:
+        return Said(origin=origin)
+    if scale == 0:
+        wrong.append(f"joint {name!r}: found scale 0; wanted units on the wire per unit of the URDF")
+        return Said(origin=origin)
+    ends = [found[key] * scale + offset for key in ("lower", "upper") if key in found]
+    low, high = (min(ends), max(ends)) if len(ends) == 2 and found["lower"] < found["upper"] else (None, None)
+    if len(ends) == 2 and low is None:
+        wrong.append(
+            f"joint {name!r}: found lower {found['lower']:g} and upper {found['upper']:g} in the URDF; "
+            "wanted lower below upper"
+        )
+    velocity = found["velocity"] * abs(scale) if "velocity" in found else None
+    return Said(low, high, velocity=velocity, origin=origin, is_unscaled_urdf=scaling.get("scale") is None)
+
+
+def _finished(path: Path, joints: Mapping[str, Said], wrong: list[str]) -> LimitsFile:
+    for name, said in joints.items():
+        if said.low is not None and said.high is not None and not said.low < said.high:
+            wrong.append(f"joint {name!r}: found low {said.low:g} and high {said.high:g}; wanted low below high")
+        wrong += [
+            f"joint {name!r}: found {key} {value:g}; wanted more than 0"
+            for key in _NUMBERS[2:]
+            if (value := getattr(said, key)) is not None and value <= 0
+        ]
+    if not joints and not wrong:
+        wrong.append("found no joint; wanted [joints.NAME] tables with low, high, step, velocity, acceleration or jerk")
+    if wrong:
+        raise LimitsError(f"limits file {path.name!r}: " + "; ".join(wrong))
+    return LimitsFile(path.name, dict(joints))
+
+
+def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
+    """Joint name to ``lower``, ``upper`` and ``velocity`` of its limit, of ``<robot><joint><limit>`` only.
+
+    Expat alone, with no document type and no entity let through: what cannot be declared cannot expand or be fetched.
+    """
+    joints: dict[str, dict[str, float]] = {}
+    places: list[tuple[str, Mapping[str, str]]] = []
+    wrong: list[str] = []
+
+    def started(tag: str, attributes: dict[str, str]) -> None:
+        places.append((tag, attributes))
+        if tag == "limit" and [each for each, _ in places] == ["robot", "joint", "limit"]:
+            _take(places[1][1], attributes, joints, wrong)
+        if len(places) > 64 or len(joints) > _JOINTS:
+            raise LimitsError(f"limits file {path.name!r}: nested too deep, or too many joints; wanted a robot's URDF")
+
+    def refuse(*_: object) -> Any:
+        raise LimitsError(f"limits file {path.name!r}: found a document type or an entity; wanted plain XML")
+
+    parser = xml.parsers.expat.ParserCreate()
+    parser.StartElementHandler = started
+    parser.EndElementHandler = lambda tag: places.pop()
+    parser.StartDoctypeDeclHandler = refuse
+    parser.EntityDeclHandler = refuse
+    parser.ExternalEntityRefHandler = refuse
+    try:
+        parser.Parse(_text(path), True)
+    except xml.parsers.expat.ExpatError as error:
+        raise LimitsError(f"limits file {path.name!r}: {error}; wanted a URDF") from None
+    if wrong:
+        raise LimitsError(f"limits file {path.name!r}: " + "; ".join(wrong))
+    return joints
+
+
+def _take(
+    joint: Mapping[str, str], limit: Mapping[str, str], joints: dict[str, dict[str, float]], wrong: list[str]
+) -> None:
+    name, kind = joint.get("name", ""), joint.get("type", "")
+    if not name or kind == "fixed":
+        return
+    if name in joints:
+        wrong.append(f"joint {name!r}: found it twice; wanted each name once")
+    # The format's own default of an end that is left out is 0; a continuous joint has no ends.
+    found = {} if kind == "continuous" else {"lower": limit.get("lower", "0"), "upper": limit.get("upper", "0")}
+    found |= {"velocity": limit["velocity"]} if "velocity" in limit else {}
+    joints[name] = {}
+    for key, text in found.items():
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not abs(value) < 1e30:
+            wrong.append(f"joint {name!r}: found {key} {text[:40]!r}; wanted a finite number")
+        else:
+            joints[name][key] = value
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST + 1)
+        if len(raw) > LARGEST:
+            raise LimitsError(f"limits file {path.name!r}: more than {LARGEST >> 20} MiB; wanted the limits of a robot")
+        return raw.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "no UTF-8 text"
+        raise LimitsError(f"limits file {str(path)!r}: {reason}; wanted a readable TOML file or URDF") from None
+
+
+Mode = Literal["clamp", "refuse"]
+_ROUNDING = 1e-6
+
+# Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
+# motion. The demo's policy asks for 0.4 at most (its jaw: 1.8, more than 2.5 at a seam of two chunks); the servos of an
+# SO-100 reach about 1.25.
+VELOCITY = 4.0
+# A range that is only what a policy's data happened to cover is often a small part of the joint's own.
+VELOCITY_OF_DATA = 5.0
+# How far a policy may go beyond its data: of that joint's span, and of the widest joint's, for one that hardly moved.
+MARGIN, LEAST_MARGIN = 0.25, 0.05
+# What a refusing guard still brings in: networks end a little beyond the range that they were trained in.
+SLACK = 0.05
+
+
+@dataclass(frozen=True)
+class MotionLimits:
+    """Of one session; arrays are (a,) float64 in the joint's own unit and seconds, infinite where nobody knows.
+
+    Attributes:
+        names: wire names of the joints.
+        low, high: position.
+        step: largest change of a command from one tick to the next, LeRobot's ``max_relative_target``.
+        velocity, acceleration, jerk: largest first, second and third derivative of the commanded positions.
+        mode: whether what leaves them is brought inside, or refused whole.
+        origin: joint to where its limits came from, the most trusted first; ``none`` where nobody says anything.
+        unmatched: joints of the limits file that the session does not have.
+        believable: (2, a) the lowest and highest value that a working policy may ask for, inside the limits or not.
+            Further out than a joint's own range is wide, the policy is broken, or counts in another unit: going to the
+            end of the range at limited speed would be no answer to that. None where no range is known.
+    """
+
+    names: tuple[str, ...]
+    low: np.ndarray
+    high: np.ndarray
+    step: np.ndarray
+    velocity: np.ndarray
+    acceleration: np.ndarray
+    jerk: np.ndarray
+    mode: Mode = "clamp"
+    origin: Mapping[str, str] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
+    believable: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}: {low:g}..{high:g}, step {step:g}, velocity {velocity:g}, acceleration {acceleration:g}, "
+            f"jerk {jerk:g}"
+            for name, low, high, step, velocity, acceleration, jerk in zip(
+                self.names, self.low, self.high, self.step, self.velocity, self.acceleration, self.jerk, strict=True
+            )
+            if not (low < high and min(step, velocity, acceleration, jerk) > 0)
+        ]
+        if wrong:
+            raise ValueError(f"limits of {'; '.join(wrong)}; wanted low < high and the others above 0")
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Joint to the lowest and highest position that may be commanded, with room for rounding to float32."""
+        ends = zip(self.names, self.low.tolist(), self.high.tolist(), strict=True)
+        return {name: (low - _ROUNDING * abs(low), high + _ROUNDING * abs(high)) for name, low, high in ends}
+
+    @property
+    def unlimited(self) -> list[str]:
+        """Joints whose position or whose speed nobody limits."""
+        open_ended = ~(np.isfinite(self.high - self.low) & np.isfinite(np.minimum(self.step, self.velocity)))
+        return [name for name, is_open in zip(self.names, open_ended, strict=True) if is_open]
+
+    def as_json(self) -> dict[str, dict[str, object]]:
+        """Joint to its limits, JSON-ready: None where nobody knows."""
+        kinds = ("low", "high", "step", "velocity", "acceleration", "jerk")
+        columns = {kind: getattr(self, kind).tolist() for kind in kinds}
+        limits: dict[str, dict[str, object]] = {}
+        for index, name in enumerate(self.names):
+            limits[name] = {kind: _known(column[index]) for kind, column in columns.items()}
+            limits[name]["origin"] = self.origin.get(name, "none")
+        return limits
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the settings and the request say; the tighter of two steps counts.
+
+    Attributes:
+        mode: see `MotionLimits`.
+        requested: ``max_relative_target`` of the request, for all joints or by name.
+        setting: the same of the settings; no request goes above it.
+        file: the limits file of the settings.
+    """
+
+    mode: Mode = "clamp"
+    requested: float | Mapping[str, float] | None = None
+    setting: float | Mapping[str, float] | None = None
+    file: LimitsFile | None = None
+
+
+def motion_limits(
+    table: JointTable,
+    asked: Asked | None = None,
+    action_range: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> MotionLimits:
+    """All limits of a session.
+
+    Args:
+        action_range: smallest and largest value (a,) of each joint in the data that the policy was trained on.
+
+    Raises:
+        InvalidRequest: a name that is no joint of the session, or sources that contradict each other.
+    """
+    asked = asked or Asked()
+    joints = table.joints
+    requested = _by_joint(asked.requested, joints, "max_relative_target of the request", is_strict=True)
+    setting = _by_joint(asked.setting, joints, "max_relative_target of the settings", is_strict=False)
+    filed, unmatched = _filed(asked.file, joints)
+    data = _data_ranges(action_range, len(joints))
+    rows, origin = [], {}
+    for place, joint in enumerate(joints):
+        row, sources = _limits_of(joint, requested[place], setting[place], filed[place], data[place])
+        rows.append(row)
+        origin[joint.name] = ", ".join(sources) or "none"
+    low, high, step, velocity, acceleration, jerk = np.array(rows, np.float64).reshape(-1, 6).T.copy()
+    return MotionLimits(
+        table.names,
+        low,
+        high,
+        step,
+        velocity,
+        acceleration,
+        jerk,
+        asked.mode,
+        origin,
+        tuple(unmatched),
+        _believable(joints, data),
+    )
+
+
+def _believable(joints: Sequence[Joint], data: Sequence[tuple[float, float] | None]) -> np.ndarray:
+    # Not the limits of a file: those may keep a joint to a small part of what its policy rightly asks for.
+    unknown = (-math.inf, math.inf)
+    own = [(joint.low, joint.high) for joint in joints]
+    ranges = np.array([found if found != unknown else data[place] or unknown for place, found in enumerate(own)])
+    low, high = ranges.reshape(-1, 2).T
+    return np.stack([low - (high - low), high + (high - low)])
+
+
+def _limits_of(
+    joint: Joint,
+    requested: float | None,
+    setting: float | None,
+    filed: tuple[Said, str] | None,
+    data: tuple[float, float] | None,
+) -> tuple[tuple[float, ...], list[str]]:
+    said, file = filed or (Said(), "")
+    steps = {"request": requested, "settings": setting, file: said.step}
+    given = {source: step for source, step in steps.items() if step is not None}
+    step = min(given.values(), default=math.inf)
+    sources = [source for source, value in given.items() if value == step][:1]
+    if filed is not None:
+        sources += [file] if file not in sources else []
+        _check_unit(joint, said, file)
+    low = max(joint.low, -math.inf if said.low is None else said.low)
+    high = min(joint.high, math.inf if said.high is None else said.high)
+    if not low < high:
+        raise InvalidRequest(
+            f"limits file {file!r}, joint {joint.name!r}: found {said.low}..{said.high}; its range on the wire is "
+            f"{joint.low:g}..{joint.high:g}, wanted limits inside of it"
+        )
+    if (joint.low, joint.high) != (-math.inf, math.inf) and not (said.low is not None and said.high is not None):
+        sources.append("joint table")
+    factor = VELOCITY
+    if low == -math.inf and high == math.inf and data is not None:
+        (low, high), factor = data, VELOCITY_OF_DATA
+        sources.append("checkpoint")
+    velocity = said.velocity if said.velocity is not None else factor * (high - low)
+    return (low, high, step, velocity, said.acceleration or math.inf, said.jerk or math.inf), sources
+
+
+def _check_unit(joint: Joint, said: Said, file: str) -> None:
+    if said.is_unscaled_urdf and joint in SO100:
+        raise InvalidRequest(
+            f"limits file {file!r}, joint {joint.name!r}: a URDF counts in radians, this joint in {joint.low:g}.."
+            f"{joint.high:g} on the wire; wanted a TOML file that gives its scale and offset (docs/safety.md shows one)"
+        )
+
+
+def _by_joint(
+    value: float | Mapping[str, float] | None, joints: Sequence[Joint], what: str, *, is_strict: bool
+) -> list[float | None]:
+    if value is None or isinstance(value, int | float):
+        _check_step(value, what)
+        return [value] * len(joints)
+    found: list[float | None] = [None] * len(joints)
+    unknown = []
+    for name, step in value.items():
+        _check_step(step, f"{what}, joint {name!r}")
+        place = _place(name, joints)
+        if place is None:
+            unknown.append(name)
+        elif found[place] not in (None, step):
+            raise InvalidRequest(f"{what}: joint {joints[place].name!r} has two values, under two names; wanted one")
+        else:
+            found[place] = step
+    if unknown and is_strict:
+        raise InvalidRequest(
+            f"{what} names {', '.join(map(repr, sorted(unknown)))}, which the policy does not have; "
+            f"its joints are {', '.join(joint.name for joint in joints)}",
+            ("body", "max_relative_target"),
+        )
+    return found
+
+
+def _check_step(step: float | None, what: str) -> None:
+    if step is not None and not 0 < step < math.inf:
+        raise InvalidRequest(f"{what}: found {step}; wanted a finite number above 0", ("body", "max_relative_target"))
+
+
+def _filed(file: LimitsFile | None, joints: Sequence[Joint]) -> tuple[list[tuple[Said, str] | None], list[str]]:
+    found: list[tuple[Said, str] | None] = [None] * len(joints)
+    unmatched = []
+    for name, said in (file.joints if file else {}).items():
+        place = _place(name, joints)
+        if place is None:
+            unmatched.append(name)
+            continue
+        if found[place] is not None:
+            assert file is not None
+            raise InvalidRequest(
+                f"limits file {file.name!r}: joint {joints[place].name!r} is there twice, under two names; wanted once"
+            )
+        found[place] = (said, said.origin)
+    return found, sorted(unmatched)
+
+
+def _place(name: str, joints: Sequence[Joint]) -> int | None:
+    for place, joint in enumerate(joints):
+        if plain(name) in (plain(joint.name), joint.alias):
+            return place
+    return None
+
+
+def _data_ranges(
+    action_range: tuple[Sequence[float], Sequence[float]] | None, width: int
+) -> list[tuple[float, float] | None]:
+    if action_range is None or not len(action_range[0]) == len(action_range[1]) == width:
+        return [None] * width
+    least, most = np.array(action_range[0], np.float64), np.array(action_range[1], np.float64)
+    spans = most - least
+    # Statistics of nothing, or of one number, are no range.
+    usable = np.isfinite(spans) & (spans >= 0) & (np.abs(least) < 1e30) & (np.abs(most) < 1e30)
+    widest = float(spans[usable].max(initial=0.0))
+    if widest == 0:
+        return [None] * width
+    margin = np.maximum(MARGIN * spans, LEAST_MARGIN * widest)
+    return [
+        (float(least[place] - margin[place]), float(most[place] + margin[place])) if usable[place] else None
+        for place in range(width)
+    ]
+
+
+def _known(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None

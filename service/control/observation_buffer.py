@@ -1,0 +1,235 @@
+"""Newest frame per camera and joint state; snapshots when fresh."""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from service.control.joints import JointTable
+from service.stats import Rate, Tally
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Why a session cannot see well enough to move: a stable code, and a text for people."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the robot saw and felt at one moment.
+
+    Attributes:
+        frames: camera to picture, uint8 (h, w, 3).
+        joints: (a,) float32, in the order of the joint table.
+        seen_at: when the oldest of the frames was seen.
+        prefix: what is left of the plan, for a policy that continues it, as ``jaxmodels.types.PREFIX_ACTIONS`` says.
+    """
+
+    frames: Mapping[str, np.ndarray]
+    joints: np.ndarray
+    seen_at: float
+    prefix: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Camera to (height, width)."""
+        return {camera: (frame.shape[0], frame.shape[1]) for camera, frame in self.frames.items()}
+
+    def observation(self) -> dict[str, np.ndarray]:
+        """LeRobot feature names to arrays with a leading batch axis of 1; nothing is copied but the joints."""
+        features = {f"observation.images.{camera}": frame[None] for camera, frame in self.frames.items()}
+        features["observation.state"] = self.joints[None].copy()
+        return features
+
+
+# Seconds for which a pose counts as measured after another one came: a hold is on its way meanwhile.
+JUST_NOW = 1.0
+
+
+@dataclass
+class _Picture:
+    image: np.ndarray
+    seen_at: float
+
+
+class Buffer:
+    """The newest of everything that came in.
+
+    A joint update is a delta: a robot that stands still is silent, so joints never become stale by
+    themselves. Frames do.
+
+    Attributes:
+        dropped: input that was not usable, by reason.
+        frames: rate of usable frames per camera.
+        joint_updates: rate of joint updates with at least one usable value.
+        clamped: joint values that came in outside their range.
+        odd: joints whose newest value came in far outside their range, with that value.
+        last_input_at: when anything usable last came in, or None.
+    """
+
+    def __init__(
+        self,
+        cameras: Sequence[str],
+        joints: JointTable,
+        *,
+        frame_age_limit: float = 0.3,
+        max_pixels: int = 1920 * 1200,
+    ):
+        self.joints = joints
+        self.dropped = Tally()
+        self.frames = {camera: Rate() for camera in cameras}
+        self.joint_updates = Rate()
+        self.clamped = 0
+        self.odd: dict[str, float] = {}
+        self.last_input_at: float | None = None
+        self._frame_age_limit = frame_age_limit
+        self._max_pixels = max_pixels
+        self._trusted_from = -math.inf
+        self._pictures: dict[str, _Picture] = {}
+        self._values = np.zeros(len(joints), np.float32)
+        self._is_known = np.zeros(len(joints), bool)
+        self._is_current = np.zeros(len(joints), bool)
+        # Poses that were measured lately, with when the next one came.
+        self._past: deque[tuple[float, np.ndarray]] = deque(maxlen=256)
+
+    def put_frame(self, camera: str, image: np.ndarray, seen_at: float) -> bool:
+        """Take a picture: uint8 (h, w, 3), RGB. Anything else is dropped and counted; whether it was taken."""
+        reason = self._misfit(camera, image, seen_at)
+        if reason is not None:
+            self.dropped.add(reason)
+            return False
+        self._pictures[camera] = _Picture(image, seen_at)
+        self.frames[camera].add(seen_at)
+        self.last_input_at = max(seen_at, self.last_input_at or seen_at)
+        return True
+
+    def _misfit(self, camera: str, image: np.ndarray, seen_at: float) -> str | None:
+        if camera not in self.frames:
+            return "unknown_camera"
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+            return "frame_format"
+        if image.shape[0] * image.shape[1] > self._max_pixels:
+            return "frame_too_large"
+        newest = self._pictures.get(camera)
+        if newest is not None and seen_at < newest.seen_at:
+            return "frame_out_of_order"
+        return None
+
+    def put_joints(self, values: Mapping[str, object], seen_at: float) -> Mapping[str, int]:
+        """Merge a partial update by name; what is not usable is dropped and counted, the last value stays.
+
+        Returns:
+            how many values were not usable, by reason.
+        """
+        update = self.joints.read(values)
+        self.refuse_joints(update.dropped)
+        self.clamped += update.clamped
+        names = self.joints.names
+        for position in update.values:
+            self.odd.pop(names[position], None)
+        self.odd |= {names[position]: value for position, value in update.odd.items()}
+        if not update.values:
+            return update.dropped
+        positions = list(update.values)
+        if self._is_known.all():
+            self._past.append((seen_at, self._values.copy()))
+        self._values[positions] = list(update.values.values())
+        self._is_known[positions] = True
+        self._is_current[positions] = True
+        self.joint_updates.add(seen_at)
+        self.last_input_at = max(seen_at, self.last_input_at or seen_at)
+        return update.dropped
+
+    def refuse_joints(self, reasons: Mapping[str, int]) -> None:
+        """Count joint values that came and could not be used."""
+        for reason, times in reasons.items():
+            self.dropped.add(reason, times)
+
+    def distrust_frames(self, now: float) -> None:
+        """A link was lost: motion needs frames that are seen from now on."""
+        self._trusted_from = now
+
+    def distrust_joints(self) -> None:
+        """The way the joints come in was lost: motion needs all of them anew (a hold may still use the old ones)."""
+        self._is_current[:] = False
+
+    def forget_joints(self) -> None:
+        """What comes next may be another robot, which must not be told where this one was."""
+        self._is_current[:] = self._is_known[:] = False
+        self._past.clear()
+
+    @property
+    def is_felt(self) -> bool:
+        """Whether every joint is known and trusted."""
+        return bool(self._is_current.all())
+
+    @property
+    def pose(self) -> np.ndarray | None:
+        """(a,) the last measured pose, or None while a joint was never seen."""
+        return self._values.copy() if self._is_known.all() else None
+
+    def poses(self, now: float) -> list[np.ndarray]:
+        """(a,) each: the measured pose, and those that it was within the last second; none while a joint is unknown."""
+        past = [pose for until, pose in self._past if now - until <= JUST_NOW]
+        return [self._values, *past] if self._is_known.all() else past
+
+    def measured(self) -> dict[str, float | None]:
+        """Wire name to last measured value."""
+        return {
+            name: round(float(value), 4) if known else None
+            for name, value, known in zip(self.joints.names, self._values, self._is_known, strict=True)
+        }
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """(height, width) of each camera's newest frame, of those that sent one."""
+        return {camera: (picture.image.shape[0], picture.image.shape[1]) for camera, picture in self._pictures.items()}
+
+    def seen_at(self) -> dict[str, float | None]:
+        """When each camera's newest frame was seen, None before the first."""
+        return {camera: self._pictures[camera].seen_at if camera in self._pictures else None for camera in self.frames}
+
+    def frame_ages(self, now: float) -> dict[str, float | None]:
+        """Seconds since each camera's newest frame was seen, None before the first."""
+        return {
+            camera: now - self._pictures[camera].seen_at if camera in self._pictures else None for camera in self.frames
+        }
+
+    def lacking(self, now: float) -> Lack | None:
+        """What is missing or stale, all of it in one text; None when the robot can be seen and felt."""
+        missing, stale = [], []
+        for camera in self.frames:
+            picture = self._pictures.get(camera)
+            if picture is None:
+                missing.append(f"camera {camera!r}: no frame yet")
+            elif picture.seen_at < self._trusted_from:
+                stale.append(f"camera {camera!r}: no frame since a link was lost")
+            elif now - picture.seen_at > self._frame_age_limit:
+                stale.append(
+                    f"camera {camera!r}: frame is {(now - picture.seen_at) * 1e3:.0f} ms old, "
+                    f"limit {self._frame_age_limit * 1e3:.0f} ms"
+                )
+        unseen = []
+        if not self._is_current.all():
+            names = [name for name, known in zip(self.joints.names, self._is_current, strict=True) if not known]
+            unseen.append("joints: no value yet of " + ", ".join(names))
+        if not (missing or stale or unseen):
+            return None
+        code = "camera_missing" if missing else "camera_stale" if stale else "joints_missing"
+        return Lack(code, "; ".join(missing + stale + unseen))
+
+    def snapshot(self, now: float) -> Snapshot | Lack:
+        """Everything at once when it is complete and fresh, else what is lacking."""
+        lack = self.lacking(now)
+        if lack is not None:
+            return lack
+        return Snapshot(
+            frames={camera: self._pictures[camera].image for camera in self.frames},
+            joints=self._values.copy(),
+            # Without cameras the joints are all there is, and they hold until they change.
+            seen_at=min((self._pictures[camera].seen_at for camera in self.frames), default=now),
+        )

@@ -1,0 +1,86 @@
+"""Observers of a session's frames, chunks and ticks."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One tick of the control loop, or the moment of a stop.
+
+    Attributes:
+        at: monotonic time.
+        command: (a,) float32, what was given out, or None when nothing was.
+        is_sent: whether the link took it (never in a dry run).
+        pose: (a,) the measured pose, or None while a joint was never seen.
+        hold: stable code of why the robot is held, or None while it may move.
+    """
+
+    at: float
+    command: np.ndarray | None
+    is_sent: bool
+    pose: np.ndarray | None
+    hold: str | None
+
+
+class Tap(Protocol):
+    """Called on the event loop between two ticks: quick, never waiting, never raising."""
+
+    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        """A usable frame came: uint8 (h, w, 3), RGB; nobody changes the array any more."""
+        ...
+
+    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        """A chunk (t, a) was taken, which belongs to what was seen at ``seen_at``."""
+        ...
+
+    def ticked(self, tick: Tick) -> None:
+        """A tick was done."""
+        ...
+
+
+class Taps:
+    """All who look on at one session; a tap that raises is taken off, the robot's control goes on."""
+
+    def __init__(self) -> None:
+        self._taps: tuple[Tap, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._taps)
+
+    def attach(self, tap: Tap) -> Callable[[], None]:
+        """Let it look on until what is returned is called; calling that twice is no error."""
+        # A new tuple each time: a tap may be attached or taken off while the others are being told.
+        self._taps = (*self._taps, tap)
+        return lambda: self._detach(tap)
+
+    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        """Tell all of a frame."""
+        for tap in self._taps:
+            self._tell(tap, lambda tap=tap: tap.saw(camera, image, seen_at))
+
+    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        """Tell all of a chunk."""
+        for tap in self._taps:
+            self._tell(tap, lambda tap=tap: tap.planned(chunk, seen_at, at))
+
+    def ticked(self, tick: Tick) -> None:
+        """Tell all of a tick."""
+        for tap in self._taps:
+            self._tell(tap, lambda tap=tap: tap.ticked(tick))
+
+    def _tell(self, tap: Tap, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            logger.exception("%s failed and looks on no more", type(tap).__name__)
+            self._detach(tap)
+
+    def _detach(self, tap: Tap) -> None:
+        self._taps = tuple(other for other in self._taps if other is not tap)

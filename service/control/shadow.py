@@ -1,0 +1,184 @@
+"""Second policy compared with the first, never sent."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from jaxmodels import Requirements
+from service.errors import PolicyError, PolicyFailed
+from service.inference.engine import Engine, LoadPolicy, Served, Sizes
+from service.inference.loaded_policy import readable
+from service.stats import Recent
+
+logger = logging.getLogger(__name__)
+
+
+class ShadowRefused(PolicyError):
+    """The shadow policy of a new session cannot be loaded.
+
+    Attributes:
+        loc: where it stands in the request.
+    """
+
+    loc = ("body", "shadow_policy_path")
+
+
+class Shadow:
+    """One session's shadow. Whatever goes wrong with it is said in its figures and nowhere else.
+
+    Attributes:
+        compared, skipped, errors: observations that it answered, that came while it was busy, and that it failed at.
+        last_error: why it failed last, or why it takes no part; None when all is well.
+    """
+
+    def __init__(self, path: str, served: Served, engine: Engine, requirements: Requirements, names: tuple[str, ...]):
+        """``requirements`` are the first policy's, ``names`` the wire names of its joints."""
+        self.path = path
+        self.compared = self.skipped = self.errors = 0
+        self.last_error = _misfit(served.requirements, requirements)
+        self._is_off = self.last_error is not None
+        self._served = served
+        self._engine = engine
+        self._names = names
+        self._total = np.zeros(len(names))
+        self._largest = np.zeros(len(names))
+        self._seconds = Recent(256)
+        self._task: asyncio.Task[None] | None = None
+
+    def offer(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
+        """What the first policy saw, and its answer (1, t, a); left alone while the shadow is still busy."""
+        if self._is_off:
+            return
+        if self._task is not None and not self._task.done():
+            self.skipped += 1
+            return
+        self._task = asyncio.create_task(self._compare(observation, chunk), name=f"shadow {self.path}")
+
+    def figures(self) -> dict[str, object]:
+        """JSON-ready; differences in the units of the joints."""
+        mean = self._total / max(self.compared, 1)
+        return {
+            "policy_path": self.path,
+            "commit": self._served.commit,
+            "compared": self.compared,
+            "skipped": self.skipped,
+            "difference": {
+                name: {"mean": round(float(mean[i]), 4), "max": round(float(self._largest[i]), 4)}
+                for i, name in enumerate(self._names)
+            }
+            if self.compared
+            else {},
+            "inference_ms": self._seconds.percentiles_ms(50, 99),
+            "errors": self.errors,
+            "last_error": self.last_error,
+        }
+
+    async def close(self) -> None:
+        """Nothing is compared any more."""
+        self._is_off = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
+        try:
+            sizes = _sizes(observation)
+            if not self._served.is_compiled(sizes):
+                await self._compile(sizes)
+                return  # what was seen then is long over
+            answer, seconds = await self._engine.try_out(self._served, self._wanted(observation))
+            self._note(answer, chunk, seconds)
+        except PolicyFailed as error:
+            self._failed(str(error))
+        except Exception as error:
+            logger.exception("the shadow policy %r failed", self.path)
+            self._failed(f"{type(error).__name__}; the server's log says more")
+
+    async def _compile(self, sizes: Sizes) -> None:
+        try:
+            await self._engine.compile(self._served, sizes)
+        except PolicyFailed:
+            self._is_off = True  # it would be tried again at every observation
+            raise
+
+    def _wanted(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return readable(self._served.requirements, observation)
+
+    def _note(self, answer: object, chunk: np.ndarray, seconds: float) -> None:
+        if not isinstance(answer, np.ndarray) or answer.ndim != 3 or answer.shape[::2] != chunk.shape[::2]:
+            self._failed("it returned something that is not a chunk of actions")
+            return
+        if not np.isfinite(answer).all():
+            self._failed("it returned values that are not finite")
+            return
+        steps = min(answer.shape[1], chunk.shape[1])
+        difference = np.abs(answer[0, :steps].astype(np.float64) - chunk[0, :steps])
+        self.compared += 1
+        self._seconds.add(seconds)
+        self._total += difference.mean(axis=0)
+        np.maximum(self._largest, difference.max(axis=0), out=self._largest)
+
+    def _failed(self, text: str) -> None:
+        self.errors += 1
+        self.last_error = text
+
+
+@asynccontextmanager
+async def shadow_of(
+    path: str | None,
+    revision: str | None,
+    requirements: Requirements,
+    names: tuple[str, ...],
+    *,
+    engine: Engine,
+    load: LoadPolicy,
+    tell: Callable[[str], None],
+) -> AsyncIterator[Shadow | None]:
+    """The shadow policy of this path and revision, loaded, or None where there is no path.
+
+    Raises:
+        ShadowRefused: it cannot be loaded.
+    """
+    if path is None:
+        yield None
+        return
+    loading = engine.policy(load, path, revision, lambda stage: tell(f"shadow policy: {stage}"))
+    try:
+        served = await loading.__aenter__()
+    except PolicyError as error:
+        raise ShadowRefused(f"shadow: {error}") from error
+    shadow = Shadow(path, served, engine, requirements, names)
+    del served
+    try:
+        yield shadow
+    finally:
+        await shadow.close()
+        await loading.__aexit__(None, None, None)
+
+
+def _misfit(shadow: Requirements, first: Requirements) -> str | None:
+    """Why the shadow's answers could not be compared, or None. Chunks may be of different lengths."""
+    wrong = []
+    if set(shadow.cameras) != set(first.cameras):
+        wrong.append(f"it wants cameras {sorted(shadow.cameras)}, the session has {sorted(first.cameras)}")
+    if shadow.action != first.action:
+        wrong.append(f"its actions have {shadow.action} values, the session's {first.action}")
+    if shadow.state not in (None, first.action):
+        wrong.append(f"its state has {shadow.state} values, the session's {first.action}")
+    if shadow.environment_state is not None:
+        wrong.append("it reads observation.environment_state, which no room carries")
+    if shadow.rate != first.rate:
+        wrong.append(f"its actions are {shadow.rate} per second, the session's {first.rate}")
+    return "it does not fit: " + "; ".join(wrong) if wrong else None
+
+
+def _sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
+    prefix = "observation.images."
+    return {
+        name.removeprefix(prefix): (value.shape[1], value.shape[2])
+        for name, value in observation.items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,207 @@
+"""Pictures and plots of a session while somebody looks."""
+
+import asyncio
+import io
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from service.control.observers import Tick
+from service.sessions.session import Session
+from service.sessions.store import Listed
+from service.threads import call_in_thread
+
+# Ticks kept for a viewer that joins, or that falls behind: ten seconds at 50 Hz.
+KEPT = 512
+# Steps of a chunk that are drawn; a longer one is drawn with fewer points.
+DRAWN = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chunk that was taken, thinned out for drawing.
+
+    Attributes:
+        number: counted from 1.
+        points: (t, a) float32.
+        begins, ends: monotonic times that its first and its last action are for.
+    """
+
+    number: int
+    points: np.ndarray
+    begins: float
+    ends: float
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The newest picture of one camera: uint8 (h, w, 3), and when it was seen (monotonic)."""
+
+    image: np.ndarray
+    seen_at: float
+
+
+class Onlooker:
+    """A tap that several viewers share.
+
+    Attributes:
+        viewers: how many look through it.
+        ticked_in_all: ticks seen, those that are not kept any more too.
+        plan: the newest.
+        frames: camera to its newest frame.
+    """
+
+    def __init__(self, session: Listed):
+        self.session = session
+        self.viewers = 0
+        self.ticked_in_all = 0
+        self.plan: Plan | None = None
+        self.frames: dict[str, Frame] = {}
+        self._ticks: deque[Tick] = deque(maxlen=KEPT)
+        # One of a process that ended has nothing to look at, only a status.
+        self._detach: Callable[[], None] = session.attach(self) if isinstance(session, Session) else lambda: None
+
+    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        """Keep the frame in place of the one before; nothing is copied."""
+        self.frames[camera] = Frame(image, seen_at)
+
+    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        """Keep the chunk in place of the one before."""
+        drive = self.session.drive
+        rate = drive.control.pace.action_rate if drive is not None else 1.0
+        places = np.linspace(0, len(chunk) - 1, min(len(chunk), DRAWN)).round().astype(int)
+        number = 1 if self.plan is None else self.plan.number + 1
+        self.plan = Plan(number, chunk[places], seen_at, seen_at + (len(chunk) - 1) / rate)
+
+    def ticked(self, tick: Tick) -> None:
+        """Keep the tick."""
+        self._ticks.append(tick)
+        self.ticked_in_all += 1
+
+    def since(self, count: int, now: float, width: int) -> np.ndarray:
+        """(n, 3 + 2a) float32: ticks after the first ``count``, of those that are kept.
+
+        Columns: seconds from ``now`` (below 0), whether it was sent, whether the robot was held, the command (a),
+        the measured pose (a); what there was none of is NaN.
+        """
+        new = min(max(self.ticked_in_all - count, 0), len(self._ticks))
+        rows = np.full((new, 3 + 2 * width), np.nan, np.float32)
+        for row, tick in zip(rows, islice(self._ticks, len(self._ticks) - new, None), strict=True):
+            row[:3] = tick.at - now, tick.is_sent, tick.hold is not None
+            for start, values in ((3, tick.command), (3 + width, tick.pose)):
+                if values is not None and len(values) == width:
+                    row[start : start + width] = values
+        return rows
+
+    def close(self) -> None:
+        """Look on no more."""
+        self._detach()
+        self.frames.clear()
+
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 10
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A JPEG, and when what it shows was seen (monotonic)."""
+
+    jpeg: bytes
+    seen_at: float
+
+
+@dataclass(frozen=True)
+class PictureSettings:
+    """How good and how many.
+
+    Attributes:
+        width: pixels; wider frames are made smaller.
+        quality: JPEG's, of 100.
+        period: the least seconds from one picture of a session to the next.
+        share: part of one core that all pictures together may take.
+    """
+
+    width: int = 480
+    quality: int = 70
+    period: float = 0.1
+    share: float = 0.05
+
+
+class Pictures:
+    """The newest pictures of sessions that somebody looks at.
+
+    Attributes:
+        made: pictures made in all.
+        seconds: processor time that they took.
+    """
+
+    def __init__(self, settings: PictureSettings | None = None):
+        self.made = 0
+        self.seconds = 0.0
+        self._settings = settings or PictureSettings()
+        self._newest: WeakKeyDictionary[Onlooker, dict[str, Picture]] = WeakKeyDictionary()
+        self._not_before = 0.0
+        self._due: WeakKeyDictionary[Onlooker, float] = WeakKeyDictionary()
+        self._making: asyncio.Task[None] | None = None
+
+    def newest(self, onlooker: Onlooker) -> dict[str, Picture]:
+        """Camera to the newest picture that is made."""
+        return self._newest.get(onlooker, {})
+
+    def want(self, onlooker: Onlooker, now: float) -> None:
+        """Somebody would see newer ones: they are made, unless it is too early for that."""
+        if self._making is not None or now < max(self._not_before, self._due.get(onlooker, 0.0)):
+            return
+        known = self.newest(onlooker)
+        wanted = {
+            camera: frame
+            for camera, frame in onlooker.frames.items()
+            if camera not in known or known[camera].seen_at < frame.seen_at
+        }
+        if wanted:
+            self._due[onlooker] = now + self._settings.period
+            self._making = asyncio.create_task(self._make(onlooker, wanted), name="pictures of the page")
+
+    async def close(self) -> None:
+        """Wait for the one under way."""
+        if self._making is not None:
+            await asyncio.gather(self._making, return_exceptions=True)
+
+    async def _make(self, onlooker: Onlooker, frames: dict[str, Frame]) -> None:
+        try:
+            made, took = await call_in_thread(lambda: self._encode(frames), "ui-pictures", NICENESS)
+        except Exception:
+            logger.exception("pictures of session %s cannot be made", onlooker.session.id)
+            self._not_before = time.monotonic() + 1.0
+            return
+        finally:
+            self._making = None
+        self._newest[onlooker] = {**self.newest(onlooker), **made}
+        self.made += len(made)
+        self.seconds += took
+        # What it took is what says how long to wait: pictures that are dear become fewer, ticks do not become late.
+        self._not_before = time.monotonic() + took / self._settings.share
+
+    def _encode(self, frames: dict[str, Frame]) -> tuple[dict[str, Picture], float]:
+        began = time.thread_time()
+        made = {camera: Picture(self._jpeg(frame.image), frame.seen_at) for camera, frame in frames.items()}
+        return made, time.thread_time() - began
+
+    def _jpeg(self, image: np.ndarray) -> bytes:
+        from PIL import Image
+
+        drawn = Image.fromarray(np.ascontiguousarray(image))
+        if drawn.width > self._settings.width:
+            size = (self._settings.width, max(round(drawn.height * self._settings.width / drawn.width), 1))
+            drawn = drawn.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)
+        file = io.BytesIO()
+        drawn.save(file, "JPEG", quality=self._settings.quality)
+        return file.getvalue()

@@ -1,0 +1,229 @@
+"""A policy's files by content hash, packed, sent and cached.
+
+Engines need no way to the Hub, and no token for it: what they run is what the front has checked.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from jaxmodels import POLICY_FILES, open_file
+from jaxmodels.errors import CheckpointError
+
+# Bytes that are read at a time where nothing but their hash is wanted.
+_PIECE = 1 << 20
+_SHA = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Files by name.
+
+    Attributes:
+        sha: of all names and contents.
+        files: names with their bytes, in the order that the sha is of.
+    """
+
+    sha: str
+    files: tuple[tuple[str, int], ...]
+
+    def check(self) -> None:
+        """Refuse what may not be written here: it came from another machine.
+
+        Raises:
+            CheckpointError: a name is none of a policy's files, or the sha is none.
+        """
+        if wrong := [name for name, _ in self.files if not is_policy_file(name)]:
+            raise CheckpointError(f"{', '.join(f'{name[:80]!r}' for name in wrong[:3])} is no file of a policy")
+        if not _SHA.fullmatch(self.sha):
+            raise CheckpointError(f"{self.sha[:80]!r} is no hash of a policy's files; wanted 64 hexadecimal digits")
+
+
+class Digest:
+    """Of files that come one after the other, taken while their pieces pass by."""
+
+    def __init__(self) -> None:
+        self._whole = hashlib.sha256()
+        self._files: list[tuple[str, int]] = []
+
+    def passing(self, name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """The pieces of the next file, all of which have to be taken."""
+        self._whole.update(f"{len(name)} {name} ".encode())
+        size = 0
+        for piece in pieces:
+            self._whole.update(piece)
+            size += len(piece)
+            yield piece
+        self._whole.update(f" {size}\n".encode())
+        self._files.append((name, size))
+
+    @property
+    def listing(self) -> Listing:
+        """Of those that have passed."""
+        return Listing(self._whole.hexdigest(), tuple(self._files))
+
+
+def is_policy_file(name: str) -> bool:
+    """Whether it is one of `jaxmodels.POLICY_FILES`; no others are sent or written."""
+    return "/" not in name and any(fnmatchcase(name, known) for known in POLICY_FILES)
+
+
+def files_of(folder: Path) -> Sequence[Path]:
+    """Those of a policy's folder that go to other machines, in the order of their names.
+
+    Raises:
+        CheckpointError: there are none, or its weights are in a form that does not travel.
+        OSError: it cannot be read.
+    """
+    if (folder / "orbax").is_dir() and not (folder / "model.safetensors").exists():
+        raise CheckpointError(
+            f"{folder.name}: its weights are Orbax's, which are not sent to other machines; load it on one and save it "
+            "again (jaxmodels.load_policy(path).save(path)) to have them as model.safetensors"
+        )
+    files = sorted(path for path in folder.iterdir() if is_policy_file(path.name) and path.is_file())
+    if not files:
+        raise CheckpointError(f"{folder.name}: none of the files of a policy is in it ({', '.join(POLICY_FILES[:2])})")
+    return files
+
+
+def pieces_of(file: Path, size: int = _PIECE) -> Iterator[bytes]:
+    """Its content, so many bytes at a time.
+
+    Raises:
+        CheckpointError: it is no regular file (any more), or shorter than it was when it was opened.
+        OSError: it cannot be read.
+    """
+    with closing(open_file(file)) as opened:
+        for start in range(0, opened.size, size):
+            yield opened.read(start, size)
+
+
+def listing_of(folder: Path) -> Listing:
+    """Reads all of the files once; raises as `files_of`."""
+    digest = Digest()
+    for file in files_of(folder):
+        for _ in digest.passing(file.name, pieces_of(file)):
+            pass
+    return digest.listing
+
+
+def is_like(folder: Path, listing: Listing) -> bool:
+    """Whether just these files are in it; reads them only where their sizes are the same."""
+    try:
+        sizes = tuple((file.name, file.stat().st_size) for file in files_of(folder))
+        return sizes == listing.files and listing_of(folder) == listing
+    except (OSError, CheckpointError):
+        return False
+
+
+# Bytes that a machine keeps; those that were longest unused go, but none that was wanted in so many seconds: a process
+# may be reading it, or writing it.
+KEPT = 32 << 30
+IN_USE = 600.0
+
+
+def find_kept(cache: Path, listing: Listing, fetch: Callable[[str], Iterable[bytes]]) -> Path:
+    """The folder with just these files; of the processes of a machine that want it, one fetches them.
+
+    Args:
+        cache: made if there is none, for this user alone.
+        fetch: the pieces of a file, by its name.
+
+    Raises:
+        CheckpointError: what is listed are no files of a policy, or what came is not what is listed.
+        OSError: the disk does not take it.
+    """
+    listing.check()
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = cache / listing.sha
+    with FileLock(cache / f".{listing.sha}.lock", fallback_to_soft=False):
+        if not is_like(folder, listing):
+            shutil.rmtree(folder, ignore_errors=True)  # damaged on the disk
+            with FileLock(cache / ".room.lock", fallback_to_soft=False):
+                _make_room(cache, time.time())
+            _write(listing, folder, fetch)
+        os.utime(folder)
+    return folder
+
+
+def _write(listing: Listing, folder: Path, fetch: Callable[[str], Iterable[bytes]]) -> None:
+    part, digest = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent)), Digest()
+    try:
+        for name, _ in listing.files:
+            with (part / name).open("wb") as file:
+                for piece in digest.passing(name, fetch(name)):
+                    file.write(piece)
+        if (came := digest.listing) != listing:
+            raise CheckpointError(
+                f"the policy's files came as {came.sha[:12]}, announced was {listing.sha[:12]}: "
+                "they changed while they were sent; load it once more"
+            )
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _make_room(cache: Path, now: float) -> None:
+    found = []
+    for folder in cache.iterdir():
+        with suppress(FileNotFoundError):  # another process has just finished it
+            if folder.is_dir():
+                found.append((folder.stat().st_mtime, folder, sum(file.stat().st_size for file in folder.iterdir())))
+    there = sum(size for _, _, size in found)
+    for used_at, folder, size in sorted(found):
+        if there > KEPT and now - used_at > IN_USE:
+            shutil.rmtree(folder, ignore_errors=True)
+            there -= size
+
+
+# Bytes of a file that travel together.
+PIECE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A policy's files in the object store.
+
+    Attributes:
+        pieces: of each file, as the object store calls them.
+    """
+
+    listing: Listing
+    pieces: Mapping[str, tuple[Any, ...]]
+
+    @property
+    def sha(self) -> str:
+        """Of what is in it; the name of the policy in engines."""
+        return self.listing.sha
+
+
+def pack(folder: Path, put: Callable[[bytes], Any]) -> Parcel:
+    """Read the files of a policy's folder; raises as `files_of`.
+
+    Args:
+        put: gives a piece to the object store.
+    """
+    digest, pieces = Digest(), {}
+    for file in files_of(folder):
+        pieces[file.name] = tuple(put(piece) for piece in digest.passing(file.name, pieces_of(file, PIECE)))
+    return Parcel(digest.listing, pieces)
+
+
+def unpack(parcel: Parcel, cache: Path, get: Callable[[Any], bytes]) -> Path:
+    """The folder of a parcel on this machine; raises as `find_kept`.
+
+    Args:
+        get: asks the object store for a piece.
+    """
+    return find_kept(cache, parcel.listing, lambda name: map(get, parcel.pieces[name]))

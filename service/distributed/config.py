@@ -1,0 +1,77 @@
+"""Settings of cluster and hosts."""
+
+from pydantic import Field
+
+from service.setting_types import Address, Amounts, DatabaseUrl, Group, Seconds, Where
+
+
+class ClusterSettings(Group):
+    """Cluster"""
+
+    engine: Where = Field(
+        default="here",
+        description="Where policies run: here, in this process; ray-local, in processes beside this one, on a Ray that "
+        "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in one of "
+        "which it is none, through Ray's client server there.",
+    )
+    engines: int = Field(default=1, ge=1, le=10_000, description="Engines that a cluster has at least.")
+    engines_most: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Engines that it has at most: more are made while they are busy or requests wait too long, and "
+        "fewer are kept when they idle. Default: as engines.",
+    )
+    engine_resources: Amounts = Field(
+        default={"CPU": 1.0},
+        description="What Ray has to have for an engine, as NAME=AMOUNT with commas between: GPU=1, or TPU=4,CPU=8.",
+    )
+    engine_wait: Seconds = Field(
+        default=0.05, description="Seconds that nine of ten requests may wait for a device before an engine is added."
+    )
+    engine_patience: Seconds = Field(
+        default=60.0, description="Seconds that a robot without any engine is held before its session fails."
+    )
+    database: DatabaseUrl | None = Field(
+        default=None,
+        repr=False,
+        description="PostgreSQL (postgresql://USER@HOST/NAME) in which several servers share their sessions: each id "
+        "is on one of them, and what is asked of another is sent on. Default: none; a server's sessions are in SQLite, "
+        "in its state folder. A password belongs into PGPASSFILE, or ROBOJAX_DATABASE.",
+    )
+    front_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="What the other servers of a database call this one, the same after a restart; default: "
+        "its host's name and its port.",
+    )
+    front_url: Address | None = Field(
+        default=None,
+        description="Where the other servers of a database, and clients that are sent on, reach this one; default: the "
+        "address it listens on.",
+    )
+
+
+class HostSettings(Group):
+    """Several hosts"""
+
+    hosts_count: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Machines whose devices one policy is spread over, this one included; robojax follow runs on the "
+        "others. With devices all and placement shard.",
+    )
+    hosts_address: str | None = Field(
+        default=None, description="ADDRESS:PORT where this server waits for the others, as they reach it."
+    )
+    hosts_coordinator: str | None = Field(
+        default=None,
+        description="ADDRESS:PORT of this machine for JAX's own connections, or auto where JAX finds all hosts by "
+        "itself (TPU pods, Slurm). Default: the port after that of hosts_address.",
+    )
+    hosts_secret_file: str | None = Field(
+        default=None, description="File with a secret of 16 characters or more that is the same on all hosts."
+    )
+    hosts_wait: Seconds = Field(default=300.0, description="Seconds in which the others have to come.")

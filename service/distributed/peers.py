@@ -1,0 +1,577 @@
+"""This server among its peers: claims, liveness, adoption."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from uuid import uuid4
+
+import aiohttp
+from yarl import URL
+
+from service.auth.caller import Caller
+from service.distributed import session_table
+from service.distributed.postgres import DatabaseAway, DatabaseUnusable, Postgres, Sql
+from service.distributed.session_table import LEASE, BeatAnswer, Entry, Front, Refusal
+from service.errors import (
+    FrontNameTaken,
+    MoveRefused,
+    NoDatabase,
+    NotKept,
+    ServiceError,
+    SessionExists,
+    UnknownSession,
+)
+from service.sessions.records import Latch, SessionRecord, from_json
+from service.sessions.request import NewSession
+from service.sessions.store import Listed, Sessions
+
+logger = logging.getLogger(__name__)
+
+# On every answer of a server that shares its sessions, so that one that has its address now is not taken for one that
+# ended.
+NAME = "x-robojax-front-name"
+# Who passed a stop on: it is not passed on again.
+PASSED = "x-robojax-front"
+# Seconds that one gets to say that it is there, and to stop.
+PATIENCE = 2.0
+STOPPING = 2.0
+
+# ended: nothing listens there, or another server. answers: it lives. silent: whatever is there does not answer.
+# unreachable: nothing is known. elsewhere: its address leads nowhere from this machine.
+Found = Literal["ended", "answers", "silent", "unreachable", "elsewhere"]
+
+
+class FrontLost(ServiceError):
+    """The server that a session is on does not answer."""
+
+    status = 502
+    code = "front_lost"
+
+
+async def probe(front: Front, machine: str) -> Found:
+    """Ask a server's address whether it is there: one without a heartbeat may only have lost the database.
+
+    Args:
+        machine: `machine_of_loopback` of this process.
+    """
+    if _is_loopback(front.url) and front.machine != machine:
+        return "elsewhere"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)) as client,
+            client.get(f"{front.url}/health", allow_redirects=False) as answer,
+        ):
+            name = answer.headers.get(NAME)
+            if name == front.name:
+                return "answers"
+            return "silent" if name is None else "ended"
+    except aiohttp.ClientConnectorError as error:
+        # Refused: its machine is there, and it is not.
+        return "ended" if isinstance(error.os_error, ConnectionRefusedError) else "unreachable"
+    except (aiohttp.ClientError, TimeoutError):
+        return "silent"
+
+
+async def stop_session(front: Front, session_id: str, headers: Mapping[str, str], reason: str) -> tuple[int, Any]:
+    """Have another server stop one robot of its own, in an emergency.
+
+    Returns:
+        Status and body of its answer.
+
+    Raises:
+        FrontLost: it does not answer, so it is not known whether the robot was stopped.
+    """
+    try:
+        async with aiohttp.ClientSession() as client:
+            return await _post(client, f"{front.url}/sessions/{session_id}/emergency_stop", headers, reason)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise FrontLost(
+            f"the front {front.name}, on which this session is, does not answer ({type(error).__name__}): its robot is "
+            "not known to be stopped; stop it beside it, or try again"
+        ) from error
+
+
+async def stop_all(fronts: Sequence[Front], headers: Mapping[str, str], reason: str) -> dict[str, Any]:
+    """Have other servers stop all of their robots: which they stopped, and which servers are not known to have."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        answers = await asyncio.gather(
+            *(_stop_all(client, front, headers, reason) for front in fronts), return_exceptions=True
+        )
+    told = [found for found in answers if not isinstance(found, BaseException)]
+    failed = {
+        front.name: str(found) or type(found).__name__
+        for front, found in zip(fronts, answers, strict=True)
+        if isinstance(found, BaseException)
+    }
+    for name, why in failed.items():
+        logger.error("the robots of the front %s are not known to be stopped: %s", name, why)
+    return {
+        "stopped": [one for stopped, _ in told for one in stopped],
+        "count": sum(count for _, count in told),
+        "fronts_not_reached": failed,
+    }
+
+
+async def _stop_all(
+    client: aiohttp.ClientSession, front: Front, headers: Mapping[str, str], reason: str
+) -> tuple[list[str], int]:
+    status, told = await _post(client, f"{front.url}/debug/emergency_stop", headers, reason)
+    if status != 200:
+        raise FrontLost(f"{status}: {told.get('detail')}")
+    return list(told["stopped"]), int(told["count"])
+
+
+async def _post(client: aiohttp.ClientSession, url: str, headers: Mapping[str, str], reason: str) -> tuple[int, Any]:
+    async with client.post(
+        URL(url),
+        json={"reason": reason},
+        headers=headers,
+        allow_redirects=False,
+        timeout=aiohttp.ClientTimeout(total=STOPPING),
+    ) as found:
+        return found.status, await found.json()
+
+
+def machine_of_loopback() -> str:
+    """Tells apart what 127.0.0.1 is: one for each machine, and for each container with a network of its own."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # no /proc on this system
+        return socket.gethostname()
+
+
+def _is_loopback(url: str) -> bool:
+    host = URL(url).host or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+# Seconds between heartbeats; that the database may take to answer, that it may be away at a start, and that the end of
+# a server waits for it; and sessions whose figures are told each time, besides those that changed.
+PERIOD = 0.5
+ANSWER = 2.5
+FINDING = 60.0
+LEAVING = 1.0
+TOLD = 8
+
+AWAY = "the database of all servers' sessions does not answer"
+
+
+class FrontOfCluster:
+    """One server; there from its start to its stop. See `SharedSessions`.
+
+    Args:
+        name: tells servers apart, and is the same after a restart.
+        url: where other servers, and clients that are sent on, reach this one.
+        database: by which it says that it lives.
+        lookups: likewise, for what anybody may ask as often as they like; heartbeats do not wait for it.
+
+    Attributes:
+        trouble: why the others cannot be told anything now, or None.
+    """
+
+    def __init__(self, name: str, url: str, sessions: Sessions, database: Postgres, lookups: Postgres):
+        self.name, self.url = name, url
+        self._sessions = sessions
+        self._database, self._lookups = database, lookups
+        self._last_answer = BeatAnswer()
+        self._machine = machine_of_loopback()
+        self._process = uuid4().hex
+        self._told: dict[str, Entry] = {}
+        self._unreadable: dict[str, Latch | None] = {}
+        self._turn = 0
+        self._beats = self._told_beat = 0  # how many were begun, and the last that was told
+        self._life: asyncio.Task[None] | None = None
+        self._beating = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.trouble: str | None = None
+
+    async def open(self) -> None:
+        """Tell the others what this server has; ends when they know.
+
+        What another server adopted while this one was away is not this one's any more; what this one had, and has no
+        record of, it takes in.
+
+        Raises:
+            FrontNameTaken: another server has the name of this one, and lives.
+            DatabaseAway: the database has not answered for a minute.
+            DatabaseUnusable: it never will.
+        """
+        known = await self._in_time(lambda: self._database.run(ANSWER, session_table.front, self.name))
+        # Whatever listens at this server's own address is this process.
+        is_other = known is not None and not known.has_ended and known.url != self.url
+        if known is not None and is_other and await probe(known, self._machine) == "answers":
+            raise FrontNameTaken(
+                f"another server has the name {self.name}, and answers at {known.url}; give each its own (--front-name)"
+            )
+        await self._enter()
+        await asyncio.gather(*self._leaving)
+        self._sessions.share(self)
+        self._life = asyncio.create_task(self._run(), name="front")
+
+    async def _in_time(self, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """What the database says, which may be away for a while."""
+        until, said = asyncio.get_running_loop().time() + FINDING, ""
+        while True:
+            try:
+                return await ask()
+            except DatabaseUnusable:
+                raise
+            except DatabaseAway as error:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+                if (why := str(error)) != said:
+                    logger.warning("waiting for the database, for %g s at most: %s", FINDING, why)
+                said = why
+            await asyncio.sleep(PERIOD)
+
+    async def _enter(self) -> None:
+        # One that was killed has its name for as long as its heartbeat lasts.
+        until = asyncio.get_running_loop().time() + LEASE + 2 * PERIOD
+        while True:
+            try:
+                return await self._in_time(self._beat)
+            except FrontNameTaken:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+            await asyncio.sleep(PERIOD)
+
+    async def close(self) -> None:
+        """Nothing more is told, and the name is free; the robots are held before."""
+        if self._life is None:
+            return
+        self._life.cancel()
+        await asyncio.gather(self._life, *self._leaving, return_exceptions=True)
+        latches = {id: self._sessions.latch_of(id) for id, entry in self._told.items() if entry.latch is None}
+        news = {id: latch for id, latch in latches.items() if latch is not None}
+        try:
+            await self._database.run(LEAVING, session_table.leave, self.name, self._process, news)
+        except DatabaseAway as error:
+            logger.warning("the other servers were not told of this one's end (%s)", error)
+
+    @property
+    def others(self) -> Sequence[Front]:
+        """Servers that live, but for this one."""
+        return [front for front in self._last_answer.fronts if front.name != self.name and front.is_alive]
+
+    @property
+    def silent(self) -> Sequence[Front]:
+        """Servers that are not heard of, and whose robots may move all the same."""
+        return [front for front in self._last_answer.silent if front.name != self.name]
+
+    # What it tells.
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD)
+            await self._try_beat()
+
+    async def tell(self) -> None:
+        """See `SharedSessions.tell`: whoever is answered after this finds it at the others, if they can know."""
+        if self.trouble is None:
+            number = self._beats
+            await self._try_beat(number)
+
+    async def _try_beat(self, after: int | None = None) -> None:
+        try:
+            await self._beat(after)
+        except DatabaseAway as error:
+            if self.trouble is None:
+                logger.warning("%s (%s); what happens is told when it does", AWAY, error)
+            self.trouble = self.trouble or AWAY
+        except FrontNameTaken as error:
+            self._stand_back(str(error))
+        except Exception:
+            logger.exception("telling other servers of the sessions failed")
+            self.trouble = "the other servers cannot be told of it; the server's log says why"
+        else:
+            if self.trouble is not None:
+                logger.warning("the database of all servers' sessions knows of all that happened here")
+            self.trouble = None
+
+    async def _beat(self, after: int | None = None) -> None:
+        """Tell all that changed.
+
+        Args:
+            after: whoever waits for the same shares one: nothing is told where one that began after so many was told.
+        """
+        async with self._beating:
+            if self._sessions.is_closing or (after is not None and self._told_beat > after):
+                return
+            if after is not None and self.trouble is not None:
+                raise DatabaseAway(self.trouble)  # one that waited longer has found out
+            self._beats += 1
+            number = self._beats
+            # Whoever waits for an answer does not wait for figures.
+            news = await self._news(self._sessions.list(), TOLD if after is None else 0)
+            # Now: sessions came and went meanwhile.
+            held = [session.id for session in self._sessions.list()]
+            news = [entry for entry in news if entry.id in held]
+            ended = {**self._unreadable, **self._sessions.ended()}
+            ended = {id: latch for id, latch in ended.items() if id not in held}
+            said = Front(self.name, self.url, self._machine, self._process)
+            self._last_answer = answered = await self._change(ANSWER, session_table.beat, said, held, news, ended)
+            self._sessions.forget_ends(ended)
+            self._unreadable, self._told_beat = {}, number
+            self._told = {id: entry for id, entry in self._told.items() if id in held}
+            self._told |= {entry.id: entry for entry in news}
+            for session_id, front in answered.lost:
+                logger.error("session %s was adopted by the front %s; it is given up here", session_id, front)
+                self._give_up(session_id)
+        for entry in answered.left:
+            await self._take_in(entry)
+
+    async def _take_in(self, entry: Entry) -> None:
+        if any(session.id == entry.id for session in self._sessions.list()):
+            return
+        try:
+            await self._sessions.take_in(from_json(entry.record), entry.latch)
+        except SessionExists:
+            pass  # its end is not over; it is looked at again
+        except ValueError as error:
+            logger.error("session %s of this front is %s; it is forgotten", entry.id, error)
+            self._unreadable[entry.id] = None if entry.latch is None else Latch(entry.latch, entry.owner)
+
+    def _stand_back(self, why: str) -> None:
+        """While this server was silent another one took its name, and with it the sessions that it had told of."""
+        if self.trouble != why:
+            logger.error("%s; this one gives up its sessions", why)
+        self.trouble, self._last_answer = why, BeatAnswer()
+        for session in self._sessions.list():
+            self._give_up(session.id)
+        self._told = {}
+
+    def _give_up(self, session_id: str) -> None:
+        # All robots are held at once, and no beat waits until one has left its rooms.
+        task = asyncio.create_task(self._sessions.give_up(session_id), name=f"give up {session_id}")
+        self._leaving.add(task)
+        task.add_done_callback(self._has_left)
+
+    def _has_left(self, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+
+    async def _news(self, listed: Sequence[Listed], figures: int) -> Sequence[Entry]:
+        first, self._turn = self._turn, (self._turn + figures) % max(len(listed), 1)
+        due = {(first + step) % len(listed) for step in range(figures)} if listed else set()
+        news = []
+        for number, session in enumerate(listed):
+            entry, before = self._entry(session), self._told.get(session.id)
+            if before is None or number in due or _standing(before) != _standing(entry):
+                news.append(entry)
+            await asyncio.sleep(0)  # ticks go first
+        return news
+
+    def _entry(self, session: Listed) -> Entry:
+        record = self._sessions.record_of(session.id)
+        status = vars(session.status())
+        return Entry(
+            id=session.id,
+            front=self.name,
+            owner=session.new.owner,
+            record="" if record is None else record.as_json(),
+            status=json.loads(json.dumps(status)),
+            latch=session.latch,
+        )
+
+    # What it asks.
+
+    async def claim(self, new: NewSession) -> None:
+        """Take an id before a session of it is made, and the emergency stop that was latched on it elsewhere.
+
+        Raises:
+            SessionExists: another server has one.
+            FrontNameTaken: another server has this one's name.
+            NotKept: the database does not answer.
+        """
+        try:
+            await self._beat()  # an older session of this id ends first
+            latch = await self._change(ANSWER, session_table.claim, self.name, self._process, new.session_id, new.owner)
+        except DatabaseAway as error:
+            raise NotKept(f"{AWAY}, so another one may have a session of this id; try again when it does") from error
+        self._sessions.take_latch(new.session_id, latch)
+
+    async def forget_latch(self, session_id: str, caller: Caller) -> bool:
+        """Reset the emergency stop of an id whose session is gone, whichever server it was on.
+
+        Returns:
+            Whether there was one, for this caller.
+
+        Raises:
+            NoDatabase: the database does not answer.
+        """
+        return await self._ask(session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,))
+
+    async def list(self, caller: Caller) -> list[dict[str, Any]]:
+        """Status of the sessions of all other servers that this caller may see, each with its front.
+
+        Raises:
+            NoDatabase: the database does not answer.
+        """
+        found = await self._look_up(session_table.list_sessions)
+        mine = {session.id for session in self._sessions.list()}
+        return [
+            status_of(entry)
+            for entry in found
+            if entry.front != self.name and entry.id not in mine and caller.sees(entry.owner)
+        ]
+
+    async def find(self, session_id: str) -> tuple[Entry, Front | None] | None:
+        """A session of another server, and that one.
+
+        Raises:
+            NoDatabase: the database does not answer.
+        """
+        found = await self._look_up(session_table.find, session_id)
+        if found is None or found[0].front == self.name:
+            return None
+        if (owning := found[1]) is not None:
+            # Whoever is sent on looks for it among the others, of which the last beat may not have told yet.
+            others = (one for one in self._last_answer.fronts if one.name != owning.name)
+            self._last_answer = replace(self._last_answer, fronts=(*others, owning))
+        return found
+
+    async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> Listed:
+        """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
+
+        Args:
+            force: somebody has seen that the server's machine is off, where this cannot be found out from here.
+
+        Raises:
+            UnknownSession: there is none, for this caller.
+            MoveRefused: its server lives, or may live.
+            FrontNameTaken: another server has this one's name.
+            NoDatabase: the database does not answer.
+        """
+        found = await self._ask(session_table.find, session_id)
+        if found is None or not caller.sees(found[0].owner):
+            raise UnknownSession(f"Session {session_id} not found")
+        entry, owning = found
+        is_own = entry.front == self.name  # as when the answer to an adoption was lost
+        if is_own and any(session.id == session_id for session in self._sessions.list()):
+            raise MoveRefused(f"session {session_id!r} is on this front already")
+        if owning is not None and not is_own:
+            if owning.is_alive:
+                raise MoveRefused(f"session {session_id!r} is on the front {entry.front}, which lives")
+            if not force:
+                await self._check_dead(owning)
+        if entry.record:
+            _read(entry)  # before anything is changed
+        adopted = await self._ask(session_table.adopt, self.name, self._process, session_id, owning)
+        logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
+        return await self._sessions.take_in(_read(adopted), adopted.latch)
+
+    async def _check_dead(self, front: Front) -> None:
+        """A server that only lost the database still commands its robots, and two controllers never may."""
+        if front.has_ended:
+            return
+        found = await probe(front, self._machine)
+        if found == "ended":
+            return
+        if found == "elsewhere":
+            raise MoveRefused(
+                f"the front {front.name} is not heard of, and its url {front.url} leads nowhere from this machine "
+                '(set front_url there); look after it. When you have seen that it is off, adopt with {"force": true}'
+            )
+        raise MoveRefused(
+            f"the front {front.name} ({front.url}) is not heard of, but it {_DOUBTS[found]}; look after it. When "
+            'you have seen that it is off, adopt with {"force": true}'
+        )
+
+    async def forget(self, session_id: str) -> None:
+        """Delete a session whose server died.
+
+        Raises:
+            UnknownSession: there is none.
+            MoveRefused: its server lives.
+            NoDatabase: the database does not answer.
+        """
+        await self._ask(session_table.forget, session_id)
+
+    async def _look_up(
+        self,
+        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        try:
+            return await self._lookups.run(ANSWER, transaction, *arguments, **named)
+        except DatabaseAway as error:
+            raise NoDatabase(f"{AWAY}; try again when it does") from error
+
+    async def _ask(
+        self,
+        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        try:
+            return await self._change(ANSWER, transaction, *arguments, **named)
+        except DatabaseAway as error:
+            raise NoDatabase(f"{AWAY}; try again when it does") from error
+
+    async def _change(
+        self,
+        within: float,
+        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Result:
+        try:
+            return await self._database.run(within, transaction, *arguments, **named)
+        except Refusal as error:
+            raise _REFUSALS[error.kind](str(error)) from None
+
+    def facts(self) -> dict[str, object]:
+        """For the API; JSON-ready."""
+        return {
+            "name": self.name,
+            "url": self.url,
+            "others": [{"name": front.name, "url": front.url} for front in self.others],
+            "silent": [{"name": front.name, "url": front.url} for front in self.silent],
+            "trouble": self.trouble,
+        }
+
+
+_DOUBTS = {
+    "answers": "answers",
+    "silent": "does not answer as a front, but its machine does or may",
+    "unreachable": "cannot be reached, which says nothing of whether it moves its robots",
+}
+_REFUSALS: dict[str, type[ServiceError]] = {
+    "unknown": UnknownSession,
+    "named": FrontNameTaken,
+    "taken": SessionExists,
+    "alive": MoveRefused,
+    "unready": MoveRefused,
+}
+
+
+def _read(entry: Entry) -> SessionRecord:
+    try:
+        return from_json(entry.record)
+    except ValueError as error:
+        raise MoveRefused(f"session {entry.id!r} is {error}; delete it") from error
+
+
+def _standing(entry: Entry) -> tuple[object, ...]:
+    return entry.record, entry.latch, entry.status.get("status"), entry.status.get("error_message")
+
+
+def status_of(entry: Entry) -> dict[str, Any]:
+    status = dict(entry.status)
+    status["stats"] = {**status.get("stats", {}), "front": entry.front}
+    return status

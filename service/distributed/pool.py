@@ -1,0 +1,366 @@
+"""Makes, watches and scales engine actors.
+
+One actor for all fronts, which Ray restarts elsewhere when its machine fails; the engines go on meanwhile, and it finds
+them by their names.
+
+What Ray does as well is Ray's: places for engines, this actor's restarts, news of processes that ended, and with
+KubeRay machines for engines that wait for one. What it does not do, or more slowly (`python benchmarks/ray_serve.py`,
+Ray 2.60): A call through Serve's handle took 1.75 times as long as one to an actor (7.5 and 4.2 ms at the median, 25
+and 18 at 99 %), with a picture of 96x96 1.9 times, of 480x640 1.3 times; and its router chooses the replica, so that
+a front would not know which engine owes it an answer, to ask another one in time. Growing is no reason: the second
+engine answered after 14.6 s here, and after 14.2 s by Serve's autoscaler; but that counts requests under way, not how
+busy devices are. `ray.util.ActorPool` is a fixed set of actors for one caller, one question at a time each: it makes
+and replaces none, and fronts could share no batch. An engine that lives and is silent for 4 s is replaced here, one
+that goes is first taken off the fronts' lists, and of one that has no place the missing resource is named.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray  # pyright: ignore[reportMissingImports] - an extra
+from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
+
+from service.distributed.engine_actor import Begun, EngineActor, EngineFacts, EngineOptions, Refusal
+from service.distributed.ray_connection import NAMESPACE, find_actor
+
+# Seconds after which it is said that there is none, where engines that run leave too little; and that Ray does not
+# start one, where it is not known who has what is missing.
+NO_PLACE = 20.0
+SLOW = 90.0
+
+
+def lack(
+    wanted: Mapping[str, float],
+    there: Mapping[str, float],
+    free: Mapping[str, float],
+    *,
+    running: int,
+    waiting: int,
+    seconds: float,
+) -> str:
+    """Why engines have not begun; nothing as long as they still may.
+
+    What an engine wants is taken from `free` as soon as Ray has chosen its place, long before its process answers: too
+    little that is free says nothing by itself.
+
+    Args:
+        wanted: what one engine takes.
+        there, free: all that the cluster has, and what of it nobody has.
+        running, waiting: engines that have answered, and that have not.
+        seconds: how long one has been waited for.
+    """
+    names = [*wanted]
+    has = ", ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in names)
+    takes = ", ".join(f"{value:g} {name}" for name, value in wanted.items())
+    figures = f"an engine wants {takes} (engine_resources), and free in the cluster are {has}"
+    if seconds > NO_PLACE and any(there.get(name, 0) < (running + waiting) * wanted[name] for name in names):
+        return f"Ray has had no place for an engine for {NO_PLACE:g} s; {figures}"
+    if seconds > SLOW:
+        is_enough = all(free.get(name, 0) >= wanted[name] for name in names)
+        why = "though not all on one node" if is_enough else "which others may have, or an engine that does not answer"
+        return f"Ray has not started an engine for {SLOW:g} s; {figures}, {why}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of the number of engines.
+
+    Attributes:
+        least, most: how many there may be.
+        wait: seconds that nine of ten requests may wait for a device.
+        busy: share of the time above which a device has no room for bursts.
+        idle: share that the engines that stay may have at most when one goes.
+        grow_after, shrink_after: seconds for which a reason must hold. Growing is quick, as robots wait; shrinking is
+            slow, as an engine takes seconds to be made and its policies to be compiled.
+    """
+
+    least: int = 1
+    most: int = 1
+    wait: float = 0.05
+    busy: float = 0.75
+    idle: float = 0.4
+    grow_after: float = 3.0
+    shrink_after: float = 60.0
+
+
+@dataclass
+class Scaling:
+    """Asked again and again what to do.
+
+    Attributes:
+        why: the reason for the newest change, for logs.
+    """
+
+    bounds: Bounds
+    why: str = ""
+    _since: dict[str, float] = field(default_factory=dict)
+
+    def wanted(self, now: float, engines: Sequence[EngineFacts], coming: int = 0) -> int:
+        """How many there should be.
+
+        Args:
+            engines: those that answer.
+            coming: those that are being made; while there are any, nothing more is decided.
+        """
+        bounds, there = self.bounds, len(engines) + coming
+        if there < bounds.least or there > bounds.most:
+            self._since.clear()
+            self.why = f"there are {there}, wanted are {bounds.least} to {bounds.most}"
+            return min(max(there, bounds.least), bounds.most)
+        if coming or not engines:
+            self._since.clear()
+            return there
+        load = sum(one.load for one in engines) / len(engines)
+        queue = max(one.queue for one in engines)
+        after = load * len(engines) / max(len(engines) - 1, 1)
+        is_late, is_busy = queue > bounds.wait, load > bounds.busy
+        # An engine that waits without being busy is slowed down by something that another engine would not mend.
+        if there < bounds.most and self._held(
+            "grow", is_busy or (is_late and load > bounds.idle), now, bounds.grow_after
+        ):
+            self.why = f"devices are {load:.0%} busy and requests wait {queue * 1e3:.0f} ms"
+            return there + 1
+        if there > bounds.least and self._held("shrink", after < bounds.idle and not is_late, now, bounds.shrink_after):
+            self.why = f"devices are {load:.0%} busy, and one less would be {after:.0%}"
+            return there - 1
+        return there
+
+    def _held(self, what: str, is_so: bool, now: float, long_enough: float) -> bool:
+        if not is_so:
+            self._since.pop(what, None)
+            return False
+        if now - self._since.setdefault(what, now) < long_enough:
+            return False
+        self._since.clear()  # the next one after it has shown what this one did
+        return True
+
+
+logger = logging.getLogger(__name__)
+
+NAME = "robojax-pool"
+ENGINE = "robojax-engine-"
+# Calls that an actor runs side by side: its work is in threads of its own, and waiting costs nothing.
+AT_ONCE = 4096
+
+# Seconds between looks at all engines; that one may be silent before it is replaced; that it may take to begin.
+PERIOD = 0.5
+SILENT = 4.0
+BEGINNING = 120.0
+# Seconds that fronts get to let go of an engine that is to go; before another one is made where one refused to begin;
+# for which no front asked before everything here ends.
+PARTING = 5.0
+REFUSED = 20.0
+ALONE = 60.0
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An engine that fronts may ask.
+
+    Attributes:
+        actor: Ray's handle.
+    """
+
+    name: str
+    actor: Any
+    begun: Begun
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a front is told of the pool.
+
+    Attributes:
+        coming: engines that are being made.
+        trouble: why there are fewer than there should be, or nothing.
+    """
+
+    engines: Sequence[Listed] = ()
+    facts: Mapping[str, EngineFacts] = field(default_factory=dict)
+    coming: int = 0
+    trouble: str = ""
+
+
+@dataclass(eq=False)
+class _Engine:
+    name: str
+    actor: Any
+    made_at: float
+    begun: Begun | None = None
+    facts: EngineFacts = field(default_factory=EngineFacts)
+    answered_at: float = 0.0
+    state: Literal["coming", "up", "going"] = "coming"
+    node: str = ""
+    looking: asyncio.Task[None] | None = None
+
+
+class Pool:
+    """See the module. All methods but `__init__` run on the actor's event loop."""
+
+    def __init__(self, options: EngineOptions, bounds: Bounds):
+        self._options, self._bounds = options, bounds
+        self._scaling = Scaling(bounds)
+        self._engines: dict[str, _Engine] = {}
+        self._number = 0
+        self._fronts: dict[str, float] = {}
+        self._trouble = ""
+        self._not_before = 0.0
+        self._life: asyncio.Task[None] | None = None
+
+    async def begin(self, front: str, options: EngineOptions, bounds: Bounds) -> str:
+        """Have engines; text of what differs when another front wanted others before, else nothing."""
+        self._fronts[front] = time.monotonic()
+        if self._life is None:
+            await asyncio.to_thread(self._find_engines)
+            self._life = asyncio.create_task(self._run(), name="pool")
+        differing = [
+            f"{name}: {getattr(ours, name)!r} there, {getattr(theirs, name)!r} here"
+            for ours, theirs in ((self._options, options), (self._bounds, bounds))
+            for name in vars(ours)
+            if getattr(ours, name) != getattr(theirs, name)
+        ]
+        return "; ".join(differing)
+
+    async def listing(self, front: str) -> Listing | None:
+        """The engines that may be asked; None when this is another pool than the one that was begun."""
+        if self._life is None:
+            return None
+        self._fronts[front] = time.monotonic()
+        up = [engine for engine in self._engines.values() if engine.state == "up" and engine.begun is not None]
+        return Listing(
+            engines=tuple(Listed(engine.name, engine.actor, engine.begun) for engine in up if engine.begun),
+            facts={engine.name: engine.facts for engine in up},
+            coming=sum(engine.state == "coming" for engine in self._engines.values()),
+            trouble=self._trouble,
+        )
+
+    async def part(self, front: str) -> None:
+        """A front ends in order."""
+        self._fronts.pop(front, None)
+
+    def _find_engines(self) -> None:
+        """Those that a pool before this one made."""
+        for name in ray.util.list_named_actors():
+            if not name.startswith(ENGINE):
+                continue
+            try:
+                actor = ray.get_actor(name, NAMESPACE)
+            except ValueError:
+                continue  # it ended meanwhile
+            self._number = max(self._number, int(name.removeprefix(ENGINE)))
+            self._engines[name] = _Engine(name, actor, time.monotonic(), answered_at=time.monotonic())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception:
+                logger.exception("looking after the engines failed")
+            await asyncio.sleep(PERIOD)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._fronts = {front: seen for front, seen in self._fronts.items() if now - seen < ALONE}
+        if not self._fronts:
+            self._end()
+            return
+        for engine in tuple(self._engines.values()):
+            if engine.looking is None or engine.looking.done():
+                engine.looking = asyncio.create_task(self._ask(engine))
+            self._judge(engine, now)
+        up = [engine for engine in self._engines.values() if engine.state == "up"]
+        coming = [engine for engine in self._engines.values() if engine.state == "coming"]
+        if trouble := self._lack(now):
+            self._trouble = trouble
+        elif len(up) >= self._bounds.least:
+            self._trouble = ""
+        wanted = self._scaling.wanted(now, [engine.facts for engine in up], len(coming))
+        there = len(up) + len(coming)
+        if wanted != there:
+            logger.info("%d engines instead of %d: %s", wanted, there, self._scaling.why)
+        for _ in range(wanted - there if now >= self._not_before else 0):
+            self._make(now)
+        for engine in sorted(up, key=lambda one: (one.facts.load, one.name))[: max(there - wanted, 0)]:
+            engine.state = "going"
+            asyncio.get_running_loop().call_later(PARTING, self._remove, engine, "it is not needed")
+
+    def _make(self, now: float) -> None:
+        self._number += 1
+        name = f"{ENGINE}{self._number}"
+        resources = dict(self._options.resources)
+        kind: Any = ray.remote(EngineActor)
+        actor = kind.options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            resources=resources,
+            max_restarts=0,  # a new one has a new name, and nobody takes it for the one before
+            max_concurrency=AT_ONCE,
+            scheduling_strategy="SPREAD",
+        ).remote(name, self._options)
+        self._engines[name] = _Engine(name, actor, now, answered_at=now)
+
+    async def _ask(self, engine: _Engine) -> None:
+        try:
+            if not engine.node:
+                engine.node = await engine.actor.node.remote()
+            if engine.begun is None:
+                begun = await engine.actor.begin.remote()
+                if isinstance(begun, Refusal):
+                    self._trouble = begun.text
+                    self._not_before = time.monotonic() + REFUSED
+                    self._remove(engine, begun.text)
+                    return
+                engine.begun, engine.state = begun, "up"
+                logger.info("%s runs on %s", engine.name, begun.node)
+            engine.facts = await engine.actor.facts.remote()
+            engine.answered_at = time.monotonic()
+        except RayActorError as error:
+            self._remove(engine, f"it ended ({type(error).__name__})")
+        except RayError:
+            logger.exception("%s cannot be asked", engine.name)
+
+    def _judge(self, engine: _Engine, now: float) -> None:
+        if engine.state == "up" and now - engine.answered_at > SILENT:
+            self._remove(engine, f"it did not answer for {SILENT:g} s")
+        elif engine.state == "coming" and now - engine.made_at > BEGINNING:
+            self._remove(engine, f"it did not begin in {BEGINNING:g} s")
+
+    def _remove(self, engine: _Engine, why: str) -> None:
+        if self._engines.pop(engine.name, None) is None:
+            return
+        logger.warning("%s is removed: %s", engine.name, why)
+        with suppress(RayError):  # it may have ended already
+            ray.kill(engine.actor)
+
+    def _lack(self, now: float) -> str:
+        silent = [engine.made_at for engine in self._engines.values() if not engine.node]
+        if not silent or now - min(silent) < NO_PLACE:
+            return ""
+        return lack(
+            self._options.resources,
+            ray.cluster_resources(),
+            ray.available_resources(),
+            running=len(self._engines) - len(silent),
+            waiting=len(silent),
+            seconds=now - min(silent),
+        )
+
+    def _end(self) -> None:
+        """Nobody uses this any more."""
+        for engine in tuple(self._engines.values()):
+            self._remove(engine, "no front is there any more")
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def find_pool(options: EngineOptions, bounds: Bounds) -> Any:
+    """The pool of the cluster that this process is connected to, made if there is none; blocks."""
+    return find_actor(NAME, Pool, options, bounds, at_once=AT_ONCE)

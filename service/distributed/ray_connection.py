@@ -1,0 +1,209 @@
+"""Connection to Ray, re-established when lost."""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports] - an extra
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from yarl import URL
+
+
+def hand_over(loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[Any], found: Any) -> None:
+    """Settle an outcome of this loop; from any thread."""
+    try:
+        loop.call_soon_threadsafe(settle, outcome, found)
+    except RuntimeError:
+        # The loop has ended, and whoever waited with it.
+        if not loop.is_closed():
+            raise
+
+
+def settle(outcome: asyncio.Future[Any], found: Any) -> None:
+    """Give what was found, or raise it where it is an error; nothing where that was done before."""
+    if outcome.done():
+        return
+    if isinstance(found, BaseException):
+        outcome.set_exception(found)
+        is_heard(outcome)
+    else:
+        outcome.set_result(found)
+
+
+def is_heard(answer: asyncio.Future[Any]) -> None:
+    """Whoever waited may have it from elsewhere: an error that nobody takes is none."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+NAMESPACE = "robojax"
+
+# On the cluster's head, whose end is the cluster's: no other machine that fails takes it along.
+_ON_THE_HEAD = {"node:__internal_head__": 0.001}
+
+
+def find_actor(name: str, kind: type, *arguments: Any, at_once: int | None = None, retries: int = 0) -> Any:
+    """Ray's handle of the actor of this name in the cluster that this process is connected to; blocks.
+
+    It is made if there is none, outlives whoever made it, and Ray starts it again where it ends.
+
+    Args:
+        kind, arguments: of which it is made.
+        at_once: calls that it runs side by side; as Ray has it when None.
+        retries: of a call in which it ended.
+    """
+    made: Any = ray.remote(kind)
+    return made.options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        resources=_ON_THE_HEAD,
+        max_restarts=-1,
+        max_concurrency=at_once,
+        max_task_retries=retries,
+    ).remote(*arguments)
+
+
+# Seconds that a machine may take to say whether something listens where the cluster's head was.
+KNOCK = 2.0
+# Ray ends a process that has not reached its cluster's head for a minute. One that moves robots has to outlive it.
+RECONNECT, FOR_EVER = "RAY_gcs_rpc_server_reconnect_timeout_s", 10**6
+REFUSED = (
+    ", though something listens there: is it Ray, of this version, and are its token and certificates those that "
+    "this process has (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH, RAY_USE_TLS)? `ray health-check` says more"
+)
+
+
+class CannotJoin(Exception):
+    """The cluster cannot be joined, or has no engine; the text says what to do."""
+
+
+class NoAnswer(Exception):
+    """An actor did not answer, or cannot be asked: there is no connection to its cluster."""
+
+
+class Connection:
+    """Blocks wherever it waits.
+
+    Args:
+        address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
+
+    Attributes:
+        number: of the present one. What was given to the object store, and handles of actors, are of one connection;
+            those of another must not be used.
+    """
+
+    def __init__(self, address: str):
+        self.address = address
+        self.number = 0
+        self._head: tuple[str, int] | None = None
+
+    def open(self) -> None:
+        """Join the cluster.
+
+        Raises:
+            CannotJoin: and why.
+        """
+        if self.address != "local":
+            os.environ.setdefault(RECONNECT, str(FOR_EVER))
+        head = self._head or _stated(self.address) or _stated(os.environ.get("RAY_ADDRESS", ""))
+        if self.address != "local" and head is not None:
+            _knock(*head)  # Ray would wait for it without an end
+        try:
+            ray.init(
+                self.address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=False if self.address == "local" else None,
+            )
+            if self.address != "local":
+                self._head = _stated(self.address) or _stated(ray.get_runtime_context().gcs_address)
+        except (RayError, ConnectionError, OSError, ValueError, RuntimeError, TimeoutError) as error:
+            # It listens: what is left to be wrong Ray itself only writes to the terminal, if at all.
+            is_refused = isinstance(error, ConnectionError) and head is not None
+            raise CannotJoin(_in_short(error) + (REFUSED if is_refused else "")) from error
+        self.number += 1
+
+    def close(self) -> None:
+        """Let go of it."""
+        ray.shutdown()
+
+
+def _stated(address: str) -> tuple[str, int] | None:
+    """Host and port of an address, which may have none."""
+    try:
+        url = URL(address if "://" in address else f"ray://{address}")
+        return None if not url.host or url.explicit_port is None else (url.host, url.explicit_port)
+    except ValueError:
+        return None  # Ray says what is wrong with it
+
+
+def _knock(host: str, port: int) -> None:
+    try:
+        socket.create_connection((host, port), KNOCK).close()
+    except OSError as error:
+        raise CannotJoin(
+            f"nothing answers at {host}:{port} ({error.strerror or error}); is the cluster's head up, and is this its "
+            "address? (`ray start --head` begins one, RAY_ADDRESS says where it is)"
+        ) from error
+
+
+async def ask(actor: Any, within: float, method: str, *arguments: Any) -> Any:
+    """What an actor's method gives.
+
+    It is asked by a thread of its own: where Ray's client has lost its server, it stands still for half a minute, and
+    the event loop has ticks to keep.
+
+    Args:
+        actor: Ray's handle; None where there is no connection.
+        within: seconds.
+
+    Raises:
+        NoAnswer: it did not answer in time, or cannot be asked.
+    """
+    if actor is None:
+        raise NoAnswer("not connected")
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def hear(asked: "Future[Any]") -> None:
+        error = asked.exception()
+        hand_over(loop, outcome, asked.result() if error is None else error)
+
+    def send() -> None:
+        try:
+            getattr(actor, method).remote(*arguments).future().add_done_callback(hear)
+        except Exception as error:
+            hand_over(loop, outcome, error)
+
+    threading.Thread(target=send, name="cluster", daemon=True).start()
+    try:
+        return await asyncio.wait_for(outcome, within)
+    except Exception as error:
+        if is_unanswered(error):
+            raise NoAnswer(type(error).__name__) from error
+        raise
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """Whether this is how Ray says that it has no answer."""
+    # Its client raises no kind of its own where it has lost its server.
+    return isinstance(error, RayError | TimeoutError | ConnectionError) or not ray.is_initialized()
+
+
+def _in_short(error: Exception) -> str:
+    """Ray's own words without its traceback: what happened, and where that only announces it, the last of it."""
+    lines = [line.strip() for line in str(error).strip("'\"").splitlines() if line.strip()] or [repr(error)]
+    return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
+def address_of(setting: str) -> str:
+    """Ray's address for the setting ``engine``: ray-local, ray-auto, ray://host:port."""
+    return {"ray-local": "local", "ray-auto": "auto"}.get(setting, setting)

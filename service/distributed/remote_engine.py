@@ -1,0 +1,301 @@
+"""Device worker and policy whose device is remote."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmodels import PolicyFolder, Requirements, find_policy
+from service.distributed.engine_actor import EngineFacts, Refusal, Sizes
+from service.distributed.ray_connection import hand_over, is_heard, settle
+from service.distributed.replication import Copy, Engines, Shipment, answered
+from service.errors import PolicyFailed
+from service.inference.device_worker import DeviceGone, InputRefused, LaneClosed, Overdue
+from service.inference.latency_model import Costs
+from service.inference.loaded_policy import Frames, Inference, InferenceStuck, Replica, frames_of
+from service.inference.policy_sources import copies_in
+from service.inference.sandbox import begin_building
+
+
+class RemotePolicy:
+    """Stands where `jaxmodels.Policy` stands. All but its properties and `is_compiled` wait for the engine.
+
+    Attributes:
+        commit: what its files are called; not its parcel's name, which is of their contents.
+    """
+
+    def __init__(self, shipment: Shipment, copy: Copy, commit: str | None):
+        self.commit = commit
+        self._shipment = shipment
+        self._copy = copy
+        self._compiled = {_key(sizes) for sizes in copy.loaded.compiled}
+        self._timings: Mapping[str, float] = {}
+
+    @property
+    def requirements(self) -> Requirements:
+        """As the engine read them."""
+        return self._copy.loaded.requirements
+
+    @property
+    def device(self) -> str:
+        """The engine's name."""
+        return self._copy.engine
+
+    @property
+    def handle(self) -> str:
+        """What the engine calls it."""
+        return self._copy.loaded.handle
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Of the last `act`."""
+        return self._timings
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        """See `Policy.act`; yields to robots, which do not come this way."""
+        chunk, seconds = self._call("try_out", dict(observation))
+        self._timings = {"to_device": 0.0, "compute": seconds, "to_host": 0.0}
+        return chunk
+
+    def prepare_task(self, text: str) -> None:
+        """Read an instruction ahead."""
+        self._call("prepare_task", text)
+
+    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
+        """Make it ready for frames of these sizes; which batches there are is the engine's business."""
+        sizes = dict(self.requirements.cameras if cameras is None else cameras)
+        if not self.is_compiled(batch, sizes):
+            self._call("compile", sizes)
+            self._compiled.add(_key(sizes))
+
+    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
+        """Whether it is; asks nobody."""
+        return _key(self.requirements.cameras if cameras is None else cameras) in self._compiled
+
+    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+        """Seconds that an inference takes in the engine."""
+        return self._call("rehearse", None if cameras is None else dict(cameras))
+
+    def on(self, device: str) -> "RemotePolicy":
+        """The same in another engine, which may be making its copy already.
+
+        Raises:
+            CopyRefused, CheckpointError: as of `Shipment.copy`.
+        """
+        return RemotePolicy(self._shipment, self._shipment.copy(device), self.commit)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return answered(self._shipment.engines.ask(self.device, method, self.handle, *arguments).result())
+
+
+class RemoteLoader:
+    """Loads policies into engines: a `LoadPolicy`.
+
+    Args:
+        largest, roots: as of `jaxmodels.load_policy`.
+        inspect: given the folder before anything of it is sent; raises CheckpointError when it should not be.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        largest: int | None = None,
+        *,
+        roots: Sequence[Path] | None = None,
+        inspect: Callable[[PolicyFolder], None] = lambda folder: None,
+    ):
+        self._engines = engines
+        self._largest = largest
+        self._roots = roots
+        self._inspect = inspect
+
+    def __call__(
+        self,
+        path: str,
+        revision: str | None = None,
+        /,
+        *,
+        like: Any = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> RemotePolicy:
+        """Fetch its files here, send them, and have engines read them; see `LoadPolicy`.
+
+        All engines that nobody asks anything load it side by side, the others later, one after the other: robots are
+        answered by those that are not loading. So it is with an update, which is ``like`` what runs.
+        """
+        tell = on_progress or (lambda stage: None)
+        folder, commit = find_policy(path, revision, on_progress=tell, largest=self._largest)
+        tell("reading")
+        roots = self._roots if commit is None and like is None else copies_in(folder)
+        with PolicyFolder(folder, roots=roots, largest=self._largest) as opened:
+            self._inspect(opened)
+        begin_building()
+        shipment = Shipment(self._engines, folder, is_update=like is not None)
+        engine, idle = self._engines.pick()
+        shipment.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
+        for other in idle if like is None else ():
+            shipment.begin(other)
+        return RemotePolicy(shipment, shipment.first(tell), commit)
+
+
+def _key(sizes: Sizes) -> frozenset[tuple[str, tuple[int, int]]]:
+    return frozenset((camera, (height, width)) for camera, (height, width) in sizes.items())
+
+
+# Seconds after which another engine is asked: three times what an answer usually takes, at least this, and so long
+# when nobody knows. A call over the network takes a millisecond, and now and then tens of them.
+OVERDUE = 0.25
+UNKNOWN = 1.0
+
+# Asks the engine: method and arguments; whatever comes of it goes to the last argument, in any thread.
+Send = Callable[[str, tuple[Any, ...], Callable[[Any], None]], None]
+
+
+class RemoteLane:
+    """A `DeviceLane` whose device is an engine elsewhere.
+
+    Sending takes this process a while for large frames, so it is done by a thread of its own and never by the event
+    loop, which has ticks to keep.
+
+    Attributes:
+        facts: what the engine said of itself last.
+    """
+
+    def __init__(self, name: str, send: Send, stuck_after: float = 5.0):
+        self.name = name
+        self.facts = EngineFacts()
+        self.asked_at = 0.0
+        self.abandoned = 0
+        self._send = send
+        self._stuck_after = stuck_after
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
+        self._open: dict[asyncio.Future[Any], float] = {}  # with when it was asked, oldest first
+        self._took = Costs()
+        self._gone: str | None = None
+        self._is_closed = False
+
+    @property
+    def asked(self) -> int:
+        """Requests of this front that nobody has answered yet."""
+        return len(self._open)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether an answer to this front has taken longer than usual, and is not there yet."""
+        oldest = next(iter(self._open.values()), None)
+        return oldest is not None and time.monotonic() - oldest > self._usual
+
+    @property
+    def waiting(self) -> int:
+        """Requests of all fronts that the engine has not begun."""
+        return self.facts.waiting
+
+    @property
+    def batches(self) -> Mapping[int, int]:
+        """As the engine counted them, for all fronts."""
+        return self.facts.batches
+
+    def load(self, now: float) -> float:
+        """As the engine said last."""
+        return self.facts.load
+
+    async def ask(
+        self,
+        replica: Replica,
+        observation: Mapping[str, np.ndarray],
+        due: float | None,
+        *,
+        is_alone: bool = False,
+        may_move: bool = False,
+    ) -> Inference:
+        """See `DeviceLane.ask`; whether it runs alone is the engine's business."""
+        if self._is_closed:
+            raise LaneClosed("the server is ending")
+        if self._gone is not None:
+            raise DeviceGone(self._gone)
+        policy = replica.policy
+        assert isinstance(policy, RemotePolicy)
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        outcome: asyncio.Future[Any] = loop.create_future()
+        self._open[outcome] = self.asked_at = now
+        # Not when whoever waits gives up: an engine that owes answers has more to do than one that does not, and the
+        # next question goes there.
+        outcome.add_done_callback(self._open.pop)
+        due_in = None if due is None else due - now
+        arguments = (policy.handle, dict(observation), due_in)
+        self._sender.submit(self._post, arguments, partial(hand_over, loop, outcome), outcome)
+        answer = asyncio.create_task(self._answer(outcome, replica, frames_of(observation), now))
+        answer.add_done_callback(is_heard)
+        if may_move:
+            usual = self._usual
+            done, _ = await asyncio.wait([answer], timeout=usual)
+            if not done:
+                # Not held against the engine: it is asked last while it owes answers, and whether it still lives the
+                # pool finds out. Where one machine is too busy all of its engines stand still, and are well a moment
+                # later.
+                late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
+                late.is_counted, late.answer = True, answer
+                raise late
+        return await answer
+
+    @property
+    def _usual(self) -> float:
+        usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
+        return min(usual, self._stuck_after)
+
+    async def _answer(
+        self, outcome: asyncio.Future[Any], replica: Replica, frames: Frames, asked_at: float
+    ) -> Inference:
+        done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
+        if not done:
+            raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
+        total = time.monotonic() - asked_at
+        inference = _inference(outcome.result(), total)
+        self._took.learn(1, total)
+        replica.costs(frames).learn(inference.batch, inference.compute)
+        return inference
+
+    def _post(self, arguments: tuple[Any, ...], done: Callable[[Any], None], outcome: asyncio.Future[Any]) -> None:
+        if not outcome.done():  # sending may have hung, and whoever waited was told so
+            self._send("act", arguments, done)
+
+    def fail(self, why: str) -> None:
+        """The engine is gone: whoever waits for it is told now, whatever Ray will say later."""
+        self._gone = why
+        for outcome in tuple(self._open):
+            settle(outcome, DeviceGone(why))
+
+    async def close(self, within: float) -> bool:
+        """Nobody is left waiting."""
+        self._is_closed = True
+        for outcome in tuple(self._open):
+            settle(outcome, LaneClosed("the server is ending"))
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        return True
+
+
+def _inference(found: Any, total: float) -> Inference:
+    if isinstance(found, Refusal):
+        if found.kind == "input":
+            raise InputRefused(found.text)
+        if found.kind in ("unknown", "engine"):
+            raise DeviceGone(found.text)
+        if found.kind == "stuck":
+            raise InferenceStuck(found.text)
+        raise PolicyFailed(found.text)
+    inside = found.queue + found.to_device + found.compute + found.to_host
+    return Inference(
+        chunk=np.array(found.chunk),  # a copy: what came lies in the object store, and cannot be written to
+        # The way there and back is waiting, too.
+        queue=found.queue + max(total - inside, 0.0),
+        to_device=found.to_device,
+        compute=found.compute,
+        to_host=found.to_host,
+        total=total,
+        batch=found.batch,
+    )

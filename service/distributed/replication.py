@@ -1,0 +1,193 @@
+"""Loads a policy into several engines side by side."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxmodels.errors import CheckpointError, JaxModelsError, ObservationError
+from service.distributed.artifacts import Parcel, pack
+from service.distributed.engine_actor import Loaded, Refusal
+from service.errors import PolicyFailed
+from service.inference.device_worker import DeviceGone
+from service.inference.policy_cache import in_short
+
+# Seconds between looks how far engines are.
+LOOK = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """A policy in an engine, which has it as long as this is referred to."""
+
+    engine: str
+    loaded: Loaded
+
+
+class CopyRefused(DeviceGone):
+    """An engine cannot have a policy that others have; they are asked in its place."""
+
+
+class Engines(Protocol):
+    """The engines of a cluster, for threads that may wait for them."""
+
+    @property
+    def connection(self) -> int:
+        """Another one for each connection to the cluster: what was handed to the store of one is not in the next."""
+        ...
+
+    def pick(self) -> tuple[str, Sequence[str]]:
+        """The name of one that works, where a policy is loaded first, and of all others that nobody asks anything.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        ...
+
+    def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
+        """What its method returns; DeviceGone, as soon as it is not there any more."""
+        ...
+
+    def keep(self, copy: Copy) -> None:
+        """An engine has this for us, as long as it is referred to here."""
+        ...
+
+    def lacks(self, engine: str, handle: str, why: str) -> None:
+        """An engine cannot have a policy that others have; it is tried again."""
+        ...
+
+    def put(self, piece: bytes) -> Any:
+        """Hand something to the object store, for any number of engines."""
+        ...
+
+
+class Shipment:
+    """One policy's files, of which engines make copies.
+
+    Args:
+        folder: where they are here; read at once, and again when the cluster was lost and joined anew.
+        is_update: of what runs, which goes on where not all engines can have it. A first one runs on those that can.
+
+    Attributes:
+        engines: that may have it.
+
+    Raises:
+        CheckpointError: the files cannot be read, or be sent.
+    """
+
+    def __init__(self, engines: Engines, folder: Path, *, is_update: bool = False):
+        self.engines = engines
+        self._folder = folder
+        self._is_update = is_update
+        self._begun: dict[str, Future[Copy]] = {}
+        # Kept as long as a copy may have to be made.
+        self._parcel, self._packed = pack(folder, engines.put), engines.connection
+
+    def _packed_now(self) -> Parcel:
+        """The parcel, in the store of the present connection."""
+        connection = self.engines.connection
+        if connection != self._packed:
+            parcel = pack(self._folder, self.engines.put)
+            if parcel.sha != self._parcel.sha:
+                raise CheckpointError(
+                    f"{self._folder.name}: the files there are others than those that run; restart the session"
+                )
+            self._parcel, self._packed = parcel, connection
+        return self._parcel
+
+    def begin(self, engine: str, like: str | None = None) -> "Future[Copy]":
+        """Have an engine load it; whoever wants the copy takes it with `copy`.
+
+        Args:
+            like: handle of a policy that it probably resembles.
+        """
+        parcel = self._packed_now()
+        made: Future[Copy] = Future()
+        self._begun[engine] = made
+
+        def make(asked: "Future[Any]") -> None:
+            try:
+                copy = Copy(engine, answered(asked.result()))
+                self.engines.keep(copy)
+            except BaseException as error:  # whatever it is belongs to whoever takes the copy
+                made.set_exception(error)
+            else:
+                made.set_result(copy)
+
+        self.engines.ask(engine, "load", parcel, like).add_done_callback(make)
+        return made
+
+    def first(self, tell: Callable[[str], None]) -> Copy:
+        """Wait for all that was begun; the first of those that were made. `tell` hears what the slowest engine does.
+
+        Raises:
+            JaxModelsError, PolicyFailed: no engine can load it.
+        """
+        while wait(self._begun.values(), LOOK).not_done:
+            self._tell_stage(tell)
+        errors = {}
+        for engine, made in tuple(self._begun.items()):
+            if (error := made.exception()) is None:
+                return self.copy(engine)
+            errors[engine] = error
+        self._begun.clear()
+        gone = [f"{engine}: {error}" for engine, error in errors.items() if isinstance(error, DeviceGone)]
+        if len(gone) == len(errors):
+            raise CheckpointError(f"no engine could load it ({'; '.join(gone)}); try again")
+        raise next(error for error in errors.values() if not isinstance(error, DeviceGone))
+
+    def copy(self, engine: str) -> Copy:
+        """The copy in this engine; one that was not begun is made now.
+
+        Raises:
+            CopyRefused: it cannot have one, or is not there any more.
+            CheckpointError: it cannot have one of an update.
+        """
+        try:
+            return (self._begun.pop(engine, None) or self._begin_and_forget(engine)).result()
+        except Exception as error:
+            why = in_words(error)
+            self.engines.lacks(engine, self._parcel.sha, why)
+            if self._is_update and isinstance(error, JaxModelsError | PolicyFailed):
+                raise CheckpointError(f"{engine}: {why}") from error
+            raise CopyRefused(f"{engine}: {why}") from error
+
+    def _begin_and_forget(self, engine: str) -> "Future[Copy]":
+        self.begin(engine)
+        return self._begun.pop(engine)
+
+    def _tell_stage(self, tell: Callable[[str], None]) -> None:
+        asked = [
+            self.engines.ask(engine, "stage", self._parcel.sha)
+            for engine, made in tuple(self._begun.items())
+            if not made.done()
+        ]
+        heard = [one.result() for one in wait(asked, LOOK).done if one.exception() is None]
+        if any(heard):
+            tell("reading" if "reading" in heard else "compiling")
+
+
+def in_words(error: BaseException) -> str:
+    """What may be said of an error that an engine gave."""
+    return str(error) if isinstance(error, JaxModelsError | PolicyFailed | DeviceGone) else in_short(error)
+
+
+def answered(found: Any) -> Any:
+    """What an engine answered, or its refusal as the error that it is.
+
+    Raises:
+        ObservationError: the policy refused its input.
+        CheckpointError: it cannot be loaded.
+        DeviceGone: the engine does not have it any more, or cannot be used.
+        PolicyFailed: it raised.
+    """
+    if not isinstance(found, Refusal):
+        return found
+    if found.kind == "input":
+        raise ObservationError(found.text)
+    if found.kind == "policy":
+        raise CheckpointError(found.text)
+    if found.kind in ("unknown", "engine"):
+        raise DeviceGone(found.text)
+    raise PolicyFailed(found.text)

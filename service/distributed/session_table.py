@@ -1,0 +1,432 @@
+"""The sessions of all servers in one PostgreSQL database: which server has each id, and what an adoption needs.
+
+Each server is the one source of what its sessions do, keeps them on its own disk, and writes them here again and again;
+only whose an id is, is decided here. Every function is one transaction; rows are locked in one order, servers before
+sessions, so that no two wait for each other.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from service.distributed.postgres import Sql
+from service.sessions.records import LATCHES, Latch
+
+logger = logging.getLogger(__name__)
+
+# Seconds without a heartbeat of a server after which its sessions are interrupted; after which an id that was claimed,
+# and of which its server does not speak, is free again; after which a server that left no session is forgotten. All on
+# the database's clock.
+LEASE = 3.0
+CLAIMED = 10.0
+FORGOTTEN = 3600.0
+
+PREFIX = "robojax_"
+# One text for all of a session that nobody looks for by: texts as JSON has them, for clients name things as they like,
+# and PostgreSQL keeps no NUL.
+SCHEMA = (
+    """
+CREATE TABLE robojax_fronts (
+    name text PRIMARY KEY,
+    url text NOT NULL,
+    machine text NOT NULL,
+    life text NOT NULL,
+    heartbeat timestamptz NOT NULL,
+    has_ended boolean NOT NULL
+);
+CREATE TABLE robojax_sessions (
+    id text PRIMARY KEY,
+    front text NOT NULL,
+    owner text NOT NULL,
+    record text NOT NULL,
+    status text NOT NULL,
+    claimed_at timestamptz,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX robojax_sessions_of_front ON robojax_sessions (front);
+CREATE TABLE robojax_latches (
+    id text PRIMARY KEY,
+    latch text NOT NULL,
+    latched_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+""",
+)
+
+
+class Refusal(Exception):
+    """What was asked cannot be; the text is for clients.
+
+    Attributes:
+        kind: taken, named, unknown, alive or unready.
+    """
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Front:
+    """One server.
+
+    Attributes:
+        url: where other servers, and clients that are sent on, reach it.
+        machine: whose loopback address its own is.
+        life: of all processes that ever run under this name, which one it is.
+        is_alive: whether its heartbeat is not over.
+        has_ended: whether it ended in order, with all robots held.
+    """
+
+    name: str
+    url: str
+    machine: str = ""
+    life: str = ""
+    is_alive: bool = False
+    has_ended: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One session.
+
+    Attributes:
+        front: the server that it is on.
+        owner: whose it is; None where no key is wanted.
+        record: as its server wrote it down last (`SessionRecord.as_json`); nothing until it is ready.
+        status: what its server said of it last, the fields of SessionStatusResponse.
+        latch: the text of an emergency stop that nobody has reset.
+    """
+
+    id: str
+    front: str
+    owner: str | None = None
+    record: str = ""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    latch: str | None = None
+
+
+@dataclass(frozen=True)
+class BeatAnswer:
+    """What the database answers to a heartbeat.
+
+    Attributes:
+        lost: ids that it holds and that are another server's, with its name: they were adopted while it was silent.
+        left: what is written down as its own and it does not hold, as where its disk is another one, or an answer to
+            it was lost: it takes them in.
+        fronts: all servers.
+        silent: those whose heartbeat is over, that did not end in order, and whose sessions nobody has adopted: their
+            robots may still move.
+    """
+
+    lost: Sequence[tuple[str, str]] = ()
+    left: Sequence[Entry] = ()
+    fronts: Sequence[Front] = ()
+    silent: Sequence[Front] = ()
+
+
+_ALIVE = f"(NOT robojax_fronts.has_ended AND robojax_fronts.heartbeat > clock_timestamp() - interval '{LEASE} seconds')"
+_FRONT = f"SELECT name, url, machine, life, has_ended, {_ALIVE} AS is_alive FROM robojax_fronts"
+_SESSION = """SELECT s.id, s.front, s.owner, s.record, s.status, l.latch
+FROM robojax_sessions s LEFT JOIN robojax_latches l ON l.id = s.id"""
+_IS_PENDING = f"(claimed_at IS NOT NULL AND claimed_at > clock_timestamp() - interval '{CLAIMED} seconds')"
+_TELL = """INSERT INTO robojax_sessions (id, front, owner, record, status) VALUES ($1, $2, $3, $4, $5)
+ON CONFLICT (id) DO UPDATE SET owner = excluded.owner, record = excluded.record, status = excluded.status,
+claimed_at = NULL WHERE robojax_sessions.front = excluded.front"""
+_HAS = "EXISTS (SELECT FROM robojax_sessions WHERE id = $1::text AND front = $2::text)"
+_LATCH = """INSERT INTO robojax_latches (id, latch) SELECT $1::text, $3::text WHERE {condition}
+ON CONFLICT (id) DO UPDATE SET latch = excluded.latch"""
+_ENTER = f"""INSERT INTO robojax_fronts (name, url, machine, life, heartbeat, has_ended)
+VALUES ($1, $2, $3, $4, clock_timestamp(), false)
+ON CONFLICT (name) DO UPDATE SET url = excluded.url, machine = excluded.machine, life = excluded.life,
+heartbeat = excluded.heartbeat, has_ended = false
+WHERE robojax_fronts.life = excluded.life OR NOT {_ALIVE}
+RETURNING name"""
+
+
+async def beat(
+    sql: Sql, said: Front, held: Sequence[str], news: Sequence[Entry], ended: Mapping[str, Latch | None]
+) -> BeatAnswer:
+    """A server lives.
+
+    Args:
+        held: ids of all of its sessions.
+        news: those of them that changed since its last beat that was answered.
+        ended: ids that it holds no more, each with an emergency stop that nobody has reset. What was ever ready goes
+            only by this: a server that lost its disk has not deleted its sessions.
+
+    Raises:
+        Refusal: another process lives under this name; nothing is changed.
+    """
+    if await sql.fetchval(_ENTER, said.name, said.url, said.machine, said.life) is None:
+        raise await _named(sql, said.name)
+    for one in sorted(news, key=lambda one: one.id):
+        await sql.execute(_TELL, one.id, said.name, json.dumps(one.owner), one.record, json.dumps(one.status))
+        if one.latch is not None:
+            await sql.execute(_LATCH.format(condition=_HAS), one.id, said.name, _text(Latch(one.latch, one.owner)))
+        elif one.status:
+            # Its session was made with it, and it was reset there.
+            await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {_HAS}", one.id, said.name)
+    for session_id, latch in sorted(ended.items(), key=lambda one: one[0]):
+        await _end(sql, session_id, said.name, latch)
+    lost = await sql.fetch(
+        "SELECT id, front FROM robojax_sessions WHERE id = ANY($1::text[]) AND front <> $2", list(held), said.name
+    )
+    left = await sql.fetch(
+        f"{_SESSION} WHERE s.front = $1 AND NOT s.id = ANY($2::text[]) AND NOT {_IS_PENDING}", said.name, list(held)
+    )
+    for row in left:
+        if not row["record"]:
+            await sql.execute("DELETE FROM robojax_sessions WHERE id = $1 AND front = $2", row["id"], said.name)
+    fronts = [_front(row) for row in await sql.fetch(_FRONT)]
+    owning = {
+        row["front"] for row in await sql.fetch("SELECT DISTINCT front FROM robojax_sessions WHERE status <> '{}'")
+    }
+    await sql.execute(
+        f"DELETE FROM robojax_fronts WHERE heartbeat < clock_timestamp() - interval '{FORGOTTEN} seconds' "
+        "AND NOT EXISTS (SELECT FROM robojax_sessions WHERE front = name)"
+    )
+    return BeatAnswer(
+        lost=tuple((row["id"], row["front"]) for row in lost),
+        left=tuple(_entry(row) for row in left if row["record"]),
+        fronts=tuple(fronts),
+        silent=tuple(one for one in fronts if one.name in owning and not one.is_alive and not one.has_ended),
+    )
+
+
+async def leave(sql: Sql, front: str, life: str, latches: Mapping[str, Latch]) -> None:
+    """A server ends in order, with all robots held: its name is free, and its sessions are interrupted.
+
+    Args:
+        latches: emergency stops that it did not tell of before.
+    """
+    known = await sql.fetchval(
+        "UPDATE robojax_fronts SET has_ended = true WHERE name = $1 AND life = $2 RETURNING name", front, life
+    )
+    if known is not None:
+        for session_id, latch in sorted(latches.items()):
+            await sql.execute(_LATCH.format(condition=_HAS), session_id, front, _text(latch))
+
+
+async def claim(sql: Sql, front: str, life: str, session_id: str, owner: str | None) -> Latch | None:
+    """A session of this id is about to be made on this server.
+
+    Returns:
+        The emergency stop of one of this id that is gone, whichever server it was on: the new one begins with it.
+
+    Raises:
+        Refusal: another server has one, living or interrupted; or the name of this server is another's.
+    """
+    await _check_name(sql, front, life)
+    said = json.dumps(owner)
+    is_new = await sql.fetchval(
+        """INSERT INTO robojax_sessions (id, front, owner, record, status, claimed_at)
+        VALUES ($1, $2, $3, '', '{}', clock_timestamp()) ON CONFLICT (id) DO NOTHING RETURNING id""",
+        session_id,
+        front,
+        said,
+    )
+    if is_new is None:
+        there = await sql.fetchrow(
+            f"SELECT *, {_IS_PENDING} AS is_pending FROM robojax_sessions WHERE id = $1 FOR UPDATE", session_id
+        )
+        if there is None:
+            raise Refusal("taken", f"session {session_id!r} is being deleted; try again when it is gone")
+        owning = await _known(sql, there["front"])
+        is_alive = owning is not None and owning.is_alive
+        # One whose server ended before it spoke of it once: nobody was told that it is there.
+        is_nothing = not there["record"] and there["status"] == "{}" and not is_alive and not there["is_pending"]
+        is_own = there["front"] == front and (not there["record"] or there["owner"] == said)
+        if not (is_nothing or is_own):
+            state = "is there" if is_alive else "was there when that ended; adopt or delete it"
+            raise Refusal(
+                "taken",
+                f"session {session_id!r} exists already: it {state}, on the front {there['front']}"
+                if there["owner"] == said
+                else f"the session id {session_id!r} is taken; choose another",
+            )
+        await sql.execute(
+            """UPDATE robojax_sessions SET front = $2, claimed_at = clock_timestamp(),
+            owner = CASE WHEN record = '' THEN $3 ELSE owner END WHERE id = $1""",
+            session_id,
+            front,
+            said,
+        )
+    return _latch(await sql.fetchval("SELECT latch FROM robojax_latches WHERE id = $1", session_id))
+
+
+async def unlatch(sql: Sql, session_id: str, owners: Sequence[str | None] | None) -> bool:
+    """Reset the emergency stop of an id whose session is gone.
+
+    Args:
+        owners: whose may be reset; None: everybody's.
+
+    Returns:
+        Whether there was one.
+    """
+    latch = _latch(
+        await sql.fetchval(
+            """SELECT latch FROM robojax_latches l WHERE id = $1
+            AND NOT EXISTS (SELECT FROM robojax_sessions s WHERE s.id = l.id) FOR UPDATE""",
+            session_id,
+        )
+    )
+    if latch is None or (owners is not None and latch.owner not in owners):
+        return False
+    await sql.execute("DELETE FROM robojax_latches WHERE id = $1", session_id)
+    return True
+
+
+async def find(sql: Sql, session_id: str) -> tuple[Entry, Front | None] | None:
+    """A session and its server; None when there is no such session."""
+    row = await sql.fetchrow(f"{_SESSION} WHERE s.id = $1", session_id)
+    if row is None:
+        return None
+    entry = _entry(row)
+    owning = await _known(sql, entry.front)
+    return as_it_is(entry, owning), owning
+
+
+async def list_sessions(sql: Sql) -> Sequence[Entry]:
+    """All sessions, oldest first; those of servers that died are interrupted."""
+    fronts = {row["name"]: _front(row) for row in await sql.fetch(_FRONT)}
+    rows = await sql.fetch(f"{_SESSION} WHERE s.status <> '{{}}' ORDER BY s.created_at")
+    return [as_it_is(entry, fronts.get(entry.front)) for entry in map(_entry, rows)]
+
+
+async def front(sql: Sql, name: str) -> Front | None:
+    """What a server said of itself last, living or not."""
+    return await _known(sql, name)
+
+
+async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Front | None) -> Entry:
+    """A session of a server that died is this one's from now on, and its emergency stop with it.
+
+    Args:
+        owning: the server that it is on, as it was when somebody found out that it has ended.
+
+    Raises:
+        Refusal: there is none, or its server lives; or the name of this server is another's.
+    """
+    await _check_name(sql, front, life)
+    known = None if owning is None else await _known(sql, owning.name, "FOR UPDATE")
+    row = await sql.fetchrow(f"{_SESSION} WHERE s.id = $1 FOR UPDATE OF s", session_id)
+    if row is None or not (row["record"] or row["status"] != "{}"):
+        raise Refusal("unknown", f"Session {session_id} not found")
+    entry = _entry(row)
+    if entry.front != front:
+        if owning is not None and entry.front != owning.name:
+            raise Refusal("alive", f"session {session_id!r} is on the front {entry.front} since a moment ago")
+        if known is not None and owning is not None and (known.is_alive or known.life != owning.life):
+            raise Refusal("alive", f"session {session_id!r} is on the front {entry.front}, which lives")
+    if not entry.record:
+        raise Refusal("unready", f"session {session_id!r} was never ready, nothing of it is left; delete it")
+    adopted = replace(as_it_is(entry, known), front=front)
+    # Pending: its new server tells of it with its next beat.
+    await sql.execute(
+        "UPDATE robojax_sessions SET front = $2, status = $3, claimed_at = clock_timestamp() WHERE id = $1",
+        session_id,
+        front,
+        json.dumps(adopted.status),
+    )
+    return adopted
+
+
+async def forget(sql: Sql, session_id: str) -> None:
+    """Delete a session of a server that died; an emergency stop stays with the id.
+
+    Raises:
+        Refusal: there is none, or its server lives.
+    """
+    name = await sql.fetchval("SELECT front FROM robojax_sessions WHERE id = $1", session_id)
+    owning = None if name is None else await _known(sql, name, "FOR UPDATE")
+    is_there = await sql.fetchval(
+        "SELECT id FROM robojax_sessions WHERE id = $1 AND front = $2 FOR UPDATE", session_id, name
+    )
+    if is_there is None:
+        raise Refusal("unknown", f"Session {session_id} not found")
+    if owning is not None and owning.is_alive:
+        raise Refusal("alive", f"session {session_id!r} is on the front {name}, which lives")
+    await sql.execute("DELETE FROM robojax_sessions WHERE id = $1", session_id)
+    await _forget_latches(sql)
+
+
+def as_it_is(entry: Entry, owning: Front | None) -> Entry:
+    """A session as far as others know, who hear of its server or do not."""
+    was = entry.status.get("status")
+    if (owning is not None and owning.is_alive) or not entry.status or was == "interrupted":
+        return entry
+    how = "ended in order" if owning is not None and owning.has_ended else "has not been heard of since"
+    why = f"the front {entry.front} {how}; it was {was}"
+    return replace(entry, status={**entry.status, "status": "interrupted", "error_message": why})
+
+
+async def _check_name(sql: Sql, name: str, life: str) -> None:
+    known = await _known(sql, name, "FOR SHARE")
+    if known is None or known.life != life:
+        raise await _named(sql, name)
+
+
+async def _named(sql: Sql, name: str) -> Refusal:
+    known = await _known(sql, name)
+    at = "" if known is None else f", at {known.url}, and lives"
+    return Refusal(
+        "named", f"another server has the name {name} in this database{at}; give each its own (--front-name)"
+    )
+
+
+async def _known(sql: Sql, name: str, lock: str = "") -> Front | None:
+    row = await sql.fetchrow(f"{_FRONT} WHERE name = $1 {lock}", name)
+    return None if row is None else _front(row)
+
+
+async def _end(sql: Sql, session_id: str, front: str, latch: Latch | None) -> None:
+    is_own = await sql.fetchval(
+        "DELETE FROM robojax_sessions WHERE id = $1 AND front = $2 RETURNING id", session_id, front
+    )
+    is_nobodys = "NOT EXISTS (SELECT FROM robojax_sessions WHERE id = $1)"
+    if latch is not None:
+        condition = f"$2::text IS NOT NULL AND {is_nobodys}"
+        await sql.execute(_LATCH.format(condition=condition), session_id, front, _text(latch))
+        await _forget_latches(sql)
+    elif is_own is not None:
+        # Only the server that had the session knows of its reset; another one may have had it since.
+        await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {is_nobodys}", session_id)
+
+
+async def _forget_latches(sql: Sql) -> None:
+    """Emergency stops of ids that are gone have an end."""
+    forgotten = await sql.fetch(
+        """DELETE FROM robojax_latches WHERE id IN (
+            SELECT id FROM robojax_latches l WHERE NOT EXISTS (SELECT FROM robojax_sessions s WHERE s.id = l.id)
+            ORDER BY latched_at DESC OFFSET $1
+        ) RETURNING id""",
+        LATCHES,
+    )
+    for row in forgotten:
+        logger.error("the emergency stop of session %s is forgotten: more than %d are latched", row["id"], LATCHES)
+
+
+def _front(row: Any) -> Front:
+    return Front(row["name"], row["url"], row["machine"], row["life"], row["is_alive"], row["has_ended"])
+
+
+def _entry(row: Any) -> Entry:
+    latch = _latch(row["latch"])
+    return Entry(
+        id=row["id"],
+        front=row["front"],
+        owner=json.loads(row["owner"]),
+        record=row["record"],
+        status=json.loads(row["status"]),
+        latch=None if latch is None else latch.reason,
+    )
+
+
+def _text(latch: Latch) -> str:
+    return json.dumps({"reason": latch.reason, "owner": latch.owner})
+
+
+def _latch(text: str | None) -> Latch | None:
+    return None if text is None else Latch(**json.loads(text))

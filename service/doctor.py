@@ -1,0 +1,236 @@
+"""Checks of this machine, each finding with its fix."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import jaxmodels
+from service.auth.config import is_loopback, keys_path
+from service.auth.guard import guard_of
+from service.http.server import CannotListen, listen
+from service.reloading_file import FileUnusable
+from service.settings import Settings, SettingsError
+from service.state import state_folder
+
+Level = Literal["ok", "warn", "fail"]
+
+_PACKAGES = ("jax", "flax", "sanic", "aiortc", "av", "huggingface_hub")
+_PROBE_SECONDS = 90.0
+_GIGABYTE = 1e9
+_DEVICES = """
+import json, jax
+print(json.dumps([f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()]))
+"""
+_RENDER = """
+import mujoco
+mujoco.GLContext(8, 8).make_current()
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; ``fix`` is empty when there is nothing to do."""
+
+    name: str
+    level: Level
+    found: str
+    fix: str = ""
+
+
+def diagnose(settings: Settings) -> list[Finding]:
+    """Everything, in the order in which one would repair it."""
+    checks: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
+        _python,
+        _packages,
+        _devices,
+        _rendering,
+        _codecs,
+        _port,
+        _keys,
+        _state,
+        _recording,
+        _caches,
+    )
+    return [finding for check in checks for finding in check(settings)]
+
+
+def _python(settings: Settings) -> Iterator[Finding]:
+    found = f"{sys.version.split()[0]}, {os.cpu_count()} cores"
+    if (os.cpu_count() or 1) < 2:
+        yield Finding("Python", "warn", found, "one core is shared by control and inference; use a machine with two")
+    else:
+        yield Finding("Python", "ok", found)
+
+
+def _packages(settings: Settings) -> Iterator[Finding]:
+    found, missing = [], []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        yield Finding("packages", "fail", f"missing: {', '.join(missing)}", "pip install robojax")
+    else:
+        yield Finding("packages", "ok", ", ".join(found))
+
+
+def _devices(settings: Settings) -> Iterator[Finding]:
+    # In a process of its own: a broken driver can take the process down that asks it.
+    error, output = _run(_DEVICES, {})
+    if error is not None:
+        yield Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU: robojax[cuda]")
+        return
+    devices: list[str] = json.loads(output.splitlines()[-1])
+    found = ", ".join(devices)
+    has_only_cpu = all(device.startswith("cpu") for device in devices)
+    if has_only_cpu and (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")):
+        yield Finding("JAX devices", "warn", found, "there is an NVIDIA GPU; pip install 'robojax[cuda]' to use it")
+    else:
+        yield Finding("JAX devices", "ok", found)
+
+
+def _rendering(settings: Settings) -> Iterator[Finding]:
+    name = "rendering (for the demo)"
+    try:
+        found = f"MuJoCo {version('mujoco')}"
+    except PackageNotFoundError:
+        yield Finding(name, "warn", "MuJoCo is not installed", "only the demo needs it: pip install 'robojax[sim]'")
+        return
+    errors = {backend: _run(_RENDER, {"MUJOCO_GL": backend})[0] for backend in ("egl", "osmesa")}
+    works = [backend for backend, error in errors.items() if error is None]
+    if works:
+        yield Finding(name, "ok", f"{found} with {works[0]}")
+    else:
+        fix = "only the demo needs it: apt-get install libegl1 libgles2 libgl1-mesa-dri"
+        yield Finding(name, "warn", f"{found}, but neither EGL nor OSMesa: {errors['egl']}", fix)
+
+
+def _codecs(settings: Settings) -> Iterator[Finding]:
+    try:
+        from av.codec import Codec
+        from av.codec.codec import UnknownCodecError
+    except ImportError as error:
+        yield Finding("video codecs", "fail", str(error), "pip install --force-reinstall av")
+        return
+
+    def has(name: str, mode: Literal["r", "w"]) -> bool:
+        try:
+            Codec(name, mode)
+        except UnknownCodecError:
+            return False
+        return True
+
+    wanted = {"VP8": ("vp8", "libvpx"), "H264": ("h264", "libx264")}
+    lacking = {name for name, (decode, encode) in wanted.items() if not (has(decode, "r") and has(encode, "w"))}
+    found = ", ".join(name if name not in lacking else f"no {name}" for name in wanted)
+    fix = "pip install --force-reinstall av (its wheels carry both)"
+    yield Finding(
+        "video codecs", "fail" if "VP8" in lacking else "warn" if lacking else "ok", found, fix if lacking else ""
+    )
+
+
+def _port(settings: Settings) -> Iterator[Finding]:
+    try:
+        listen(settings.host, settings.port).close()
+    except CannotListen as error:
+        yield Finding("port", "fail", str(error), "end what listens there (a robojax that runs already?), or --port 0")
+    else:
+        yield Finding("port", "ok", f"{settings.host}:{settings.port} is free")
+
+
+def _keys(settings: Settings) -> Iterator[Finding]:
+    try:
+        admissions = guard_of(settings).admissions
+        is_keyed = admissions.check()
+    except (SettingsError, FileUnusable) as error:
+        yield Finding("keys", "fail", str(error), "docs/access.md says how keys are made and kept")
+        return
+    path = keys_path(settings, settings.state)
+    if is_keyed:
+        yield Finding("keys", "ok", f"wanted from everybody; they are in {path}")
+    elif is_loopback(settings.host):
+        yield Finding("keys", "ok", "none: whoever is on this machine may do everything")
+    else:
+        found = f"none, and {settings.host} is open to the network"
+        fix = "robojax token new --role operator --name me, with the --port, --state or --keys-file of the server"
+        yield Finding("keys", "warn" if settings.insecure else "fail", found, fix)
+
+
+def _state(settings: Settings) -> Iterator[Finding]:
+    folder = state_folder(settings.state)
+    if folder is None:
+        fix = "sessions, emergency stops and keys are not known after a restart; give --state or a port"
+        yield Finding("state folder", "warn", "off", fix)
+    else:
+        yield _folder("state folder", folder, "set state to a folder that can be written", "fail")
+
+
+def _recording(settings: Settings) -> Iterator[Finding]:
+    missing = [name for name in ("mcap", "pyarrow") if find_spec(name) is None]
+    folder = Path(settings.recordings).expanduser() if settings.recordings else state_folder(settings.state)
+    if missing:
+        fix = "only recordings need it: pip install 'robojax[recording]'"
+        yield Finding("recording", "warn", f"missing: {', '.join(missing)}", fix)
+    elif folder is None:
+        yield Finding("recording", "warn", "there is no folder for recordings", "give --recordings or --state")
+    else:
+        yield _folder("recording", folder, "set recordings to a folder that can be written", "warn")
+
+
+def _caches(settings: Settings) -> Iterator[Finding]:
+    compiled = jaxmodels.cache_folder("xla", settings.compile_cache)
+    if compiled is None:
+        yield Finding("compile cache", "warn", "off", "every start compiles anew; unset compile_cache")
+    else:
+        yield _folder("compile cache", compiled, "set compile_cache to a folder that can be written", "warn")
+    home = os.environ.get("HF_HOME") or jaxmodels.user_cache() / "huggingface"
+    hub = settings.policy_cache or os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
+    fix = "set policy_cache to a folder that can be written; policies in local folders work without"
+    yield _folder("Hub cache", Path(hub), fix, "warn")
+
+
+def _folder(name: str, folder: Path, fix: str, level: Level) -> Finding:
+    # The nearest folder that exists says whether this one could be made, without making it.
+    folder = folder.expanduser()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        return Finding(name, level, f"{folder}: {error.strerror}", fix)
+    free = shutil.disk_usage(there).free / _GIGABYTE
+    found = f"{folder}, {free:.1f} GB free"
+    if free < 0.2:
+        return Finding(name, "fail", found, "free some space: policies and compiled programs need it")
+    if free < 2:
+        return Finding(name, "warn", found, "free some space: a policy takes 0.2 GB and more")
+    return Finding(name, "ok", found)
+
+
+def _run(code: str, environment: dict[str, str]) -> tuple[str | None, str]:
+    """The last line of what went wrong, or None; and the output."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {_PROBE_SECONDS:g} s", ""
+    if done.returncode == 0:
+        return None, done.stdout
+    lines = done.stderr.strip().splitlines()
+    return (lines[-1] if lines else f"exit code {done.returncode}"), ""

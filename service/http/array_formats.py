@@ -1,0 +1,327 @@
+"""Arrays as JSON or npz, chosen by content type."""
+
+import io
+import json
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from tokenize import TokenError  # of headers that Python 2 wrote
+from typing import IO, Any, NoReturn
+
+import numpy as np
+from numpy.lib import format as npy
+
+from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
+from service.http import msgpack_arrays
+from service.http.array_limits import (
+    DTYPES,
+    MAX_RANK,
+    Allowance,
+    ArrayLimits,
+    check_finite,
+    check_name,
+    read_dtype,
+    read_shape,
+    refusal,
+)
+from service.http.strict_json import as_text, has_many_values, loads, loads_slowly
+
+# Python's encoder and decoder keep every other thread waiting until they are done: a millisecond at a time is enough.
+_AT_ONCE = 1024
+_VALUES = 4096
+
+
+def decode_json(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Arrays by name out of ``{"inputs": {name: array}}``.
+
+    Args:
+        dtypes: by name, for arrays that come without one: JSON has one kind of number for 1 and 1.0.
+
+    Raises:
+        InvalidRequest: it is not JSON, or holds something else than arrays of finite numbers.
+        TooLarge: it holds more than is allowed.
+    """
+    found = _parse(body)
+    inputs = found.get("inputs") if isinstance(found, dict) else None
+    if not isinstance(inputs, dict):
+        raise InvalidRequest('wanted {"inputs": {name: array, ...}}', ("body", "inputs"))
+    allowance = Allowance(limits)
+    return {
+        check_name(name): _read_json_array(name, value, allowance, dtypes.get(name)) for name, value in inputs.items()
+    }
+
+
+def encode_json(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> list[bytes]:
+    """``{"outputs": {name: {"dtype", "shape", "data": nested lists}}, "timings_ms": {stage: number}}`` in pieces.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON does not have.
+    """
+    pieces: list[str] = ['{"outputs":{']
+    for position, (name, array) in enumerate(outputs.items()):
+        head = json.dumps({"dtype": array.dtype.name, "shape": list(array.shape)}, separators=(",", ":"))
+        pieces += ["," if position else "", json.dumps(name), ":", head[:-1], ',"data":']
+        _write(array, pieces)
+        pieces.append("}")
+    pieces.append('},"timings_ms":' + json.dumps(dict(timings), allow_nan=False) + "}")
+    return ["".join(pieces).encode()]
+
+
+def _write(array: np.ndarray, pieces: list[str]) -> None:
+    if array.size <= _AT_ONCE:
+        pieces.append(json.dumps(array.tolist(), allow_nan=False, separators=(",", ":")))
+        return
+    pieces.append("[")
+    parts = np.array_split(array, math.ceil(len(array) / _AT_ONCE)) if array.ndim == 1 else array
+    for position, part in enumerate(parts):
+        if position:
+            pieces.append(",")
+        if array.ndim == 1:
+            pieces.append(json.dumps(part.tolist(), allow_nan=False, separators=(",", ":"))[1:-1])
+        else:
+            _write(part, pieces)
+    pieces.append("]")
+
+
+def _refuse(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is no JSON")
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        text = as_text(body)
+        if has_many_values(text, _VALUES):
+            return loads_slowly(text, parse_constant=_refuse)
+        return loads(text, _VALUES, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("JSON decode error; wanted JSON, whose numbers are finite", ("body",)) from error
+
+
+def _read_json_array(name: str, value: object, allowance: Allowance, usual: str | None) -> np.ndarray:
+    shape = None
+    said = usual
+    if isinstance(value, dict):
+        said = value.get("dtype", usual)
+        shape = read_shape(name, value["shape"]) if "shape" in value else None
+        value = value.get("data")
+    dtype = None if said is None else read_dtype(name, said)
+    array = _numbers(name, value)
+    if shape is not None:
+        allowance.take(name, shape, array.dtype)
+        if math.prod(shape) != array.size:
+            raise refusal(name, f"has shape {list(shape)}, but {array.size} numbers")
+        array = array.reshape(shape)
+    else:
+        allowance.take(name, array.shape, array.dtype)
+    return check_finite(name, array if dtype is None else _cast(name, array, dtype))
+
+
+def _numbers(name: str, value: object) -> np.ndarray:
+    try:
+        array = _array(value)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise refusal(name, "is no array; wanted a number, or nested lists of numbers of equal length") from error
+    if array.dtype.kind not in "biuf":
+        raise refusal(name, "is no array of numbers; wanted a number, or nested lists of numbers of equal length")
+    return array
+
+
+def _array(value: object, rank: int = MAX_RANK) -> np.ndarray:
+    """``np.array``, of a thousand numbers at a time where there are more."""
+    if not isinstance(value, list) or not value or not rank:
+        return np.array(value)
+    each, part = 1, value[0]
+    for _ in range(rank):
+        if not isinstance(part, list) or not part:
+            break
+        each, part = each * len(part), part[0]
+    if each * len(value) <= _AT_ONCE:
+        return np.array(value)
+    if each > _AT_ONCE:
+        return np.stack([_array(part, rank - 1) for part in value])
+    step, parts = max(_AT_ONCE // each, 1), iter(value)
+    return np.concatenate([np.array(few) for few in iter(lambda: list(islice(parts, step)), [])])
+
+
+def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    is_whole = dtype.kind in "iu"
+    if is_whole and array.dtype.kind == "f":
+        raise refusal(name, f"holds fractions; wanted {dtype.name}")
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    if is_whole and not np.array_equal(cast, array):
+        raise refusal(name, f"holds numbers that {dtype.name} has not")
+    return cast
+
+
+_END = struct.Struct("<4s4H2LH")  # a zip's last record: signature, disks and counts, size and offset of the directory
+_DIRECTORY_PER_ARRAY = 512
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_HEADER = 4096
+
+
+def decode_npz(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Arrays by name.
+
+    Raises:
+        InvalidRequest: it is no npz, or holds something else than arrays of finite numbers.
+        TooLarge: it holds more than is allowed; found from what it claims, before anything is unpacked.
+    """
+    _check_directory(body, limits)
+    allowance = Allowance(limits)
+    try:
+        with zipfile.ZipFile(io.BytesIO(body)) as archive:
+            members = archive.infolist()
+            if sum(member.file_size for member in members) > limits.bytes + len(members) * _HEADER:
+                raise TooLarge(f"the arrays are more than {limits.bytes} bytes (max_forward_bytes) when unpacked")
+            return dict(_read_npz_array(archive, member, allowance) for member in members)
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        OSError,
+        ValueError,  # names that are no UTF-8
+        OverflowError,  # places beyond what a file can have
+    ) as error:
+        raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",)) from error
+
+
+def encode_npz(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> list[memoryview]:
+    """An npz of the arrays; it has no place for timings, which are in a header of the answer."""
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **dict(outputs))
+    return [buffer.getbuffer()]
+
+
+def _check_directory(body: bytes, limits: ArrayLimits) -> None:
+    """The list of members is read whole by zipfile, so its size is looked at before."""
+    if len(body) < _END.size:
+        raise InvalidRequest("the npz is empty or cut off; write it with numpy.savez", ("body",))
+    signature, _, _, _, count, size, offset, comment = _END.unpack(body[-_END.size :])
+    # The large form of zip would name other sizes than these.
+    is_large = body[-_END.size - 20 : -_END.size - 16] == b"PK\x06\x07"
+    if signature != b"PK\x05\x06" or comment or is_large:
+        raise InvalidRequest("the body is no npz (no zip, or one with extras); write it with numpy.savez", ("body",))
+    if count > limits.arrays or size > limits.arrays * _DIRECTORY_PER_ARRAY:
+        raise TooLarge(f"more than {limits.arrays} arrays in the npz; send those that the model takes")
+    # zipfile takes a wrong offset for something in front of the zip, and moves all members by the difference.
+    if offset + size != len(body) - _END.size:
+        raise InvalidRequest("the npz is damaged or incomplete; write it with numpy.savez", ("body",))
+
+
+def _read_npz_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowance) -> tuple[str, np.ndarray]:
+    name = check_name(member.filename.removesuffix(".npy"))
+    if not member.filename.endswith(".npy") or member.flag_bits & 1:
+        raise refusal(name, "is no plain npy file; write the npz with numpy.savez")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise refusal(name, "is packed in a way that is not read; write the npz with numpy.savez")
+    with archive.open(member) as file:
+        shape, kind = _read_npz_header(name, file)
+        dtype = read_dtype(name, kind.name)
+        if member.file_size - file.tell() != allowance.take(name, shape, dtype):
+            raise refusal(name, f"says shape {list(shape)} of {dtype.name}, but has another number of bytes")
+    with archive.open(member) as file:
+        found = npy.read_array(file, allow_pickle=False, max_header_size=_HEADER)
+        if file.read(1):  # also reads on to the end, where the checksum is compared
+            raise refusal(name, "goes on after its end")
+    return name, check_finite(name, np.ascontiguousarray(found, dtype).reshape(shape))
+
+
+def _read_npz_header(name: str, file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype, before room is made for the numbers."""
+    try:
+        read = _HEADERS[npy.read_magic(file)]
+        shape, _, kind = read(file, max_header_size=_HEADER)
+    except (ValueError, SyntaxError, TokenError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        raise refusal(name, "is no npy file that can be read; write the npz with numpy.savez") from error
+    if kind.kind not in "biuf" or kind.itemsize > 8:
+        raise refusal(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
+    return shape, kind
+
+
+Decode = Callable[[bytes, ArrayLimits, Mapping[str, str]], dict[str, np.ndarray]]
+Encode = Callable[[Mapping[str, np.ndarray], Mapping[str, float]], Sequence[bytes | memoryview]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of them.
+
+    Attributes:
+        content_type: what it is called.
+        aliases: what others call it.
+        decode: a body, its limits and the usual dtypes by name to arrays by name.
+        encode: arrays and milliseconds by stage to a body in pieces.
+        most_numbers: in an answer; None leaves it to the limits.
+        is_small: whether bodies are held to the limit of other requests: it is slow to read, and holds up the rest.
+    """
+
+    content_type: str
+    aliases: tuple[str, ...]
+    decode: Decode
+    encode: Encode
+    most_numbers: int | None = None
+    is_small: bool = False
+
+
+FORMS = (
+    Form("application/json", (), decode_json, encode_json, most_numbers=1 << 18, is_small=True),
+    Form("application/x-npz", ("application/npz",), decode_npz, encode_npz),
+    Form(
+        "application/msgpack",
+        ("application/x-msgpack", "application/vnd.msgpack"),
+        msgpack_arrays.decode,
+        msgpack_arrays.encode,
+    ),
+)
+_BY_TYPE = {kind: form for form in FORMS for kind in (form.content_type, *form.aliases)}
+_KNOWN = ", ".join(form.content_type for form in FORMS)
+
+
+def form_of_body(content_type: str | None) -> Form:
+    """The form that a Content-Type names.
+
+    Raises:
+        UnknownForm: there is none, or another.
+    """
+    form = _BY_TYPE.get(_plain(content_type or ""))
+    if form is None:
+        raise UnknownForm(f"Content-Type should be one of {_KNOWN}")
+    return form
+
+
+def form_of_answer(accept: str | None, usual: Form) -> Form:
+    """The form that an Accept asks for most; that of the request when it takes any.
+
+    Raises:
+        NotAcceptable: it asks for others only.
+    """
+    wanted = [(_quality(part), _plain(part)) for part in (accept or "*/*").split(",")]
+    for quality, kind in sorted(wanted, key=lambda entry: -entry[0]):
+        if quality > 0 and kind in ("*/*", "application/*", ""):
+            return usual
+        if quality > 0 and kind in _BY_TYPE:
+            return _BY_TYPE[kind]
+    raise NotAcceptable(f"Accept should allow one of {_KNOWN}")
+
+
+def _plain(header: str) -> str:
+    return header.partition(";")[0].strip().lower()
+
+
+def _quality(part: str) -> float:
+    for parameter in part.split(";")[1:]:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0

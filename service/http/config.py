@@ -1,0 +1,74 @@
+"""Settings of address, limits and embedded transport."""
+
+from pydantic import Field
+
+from service.setting_types import Group, Names, Seconds
+
+
+class LimitSettings(Group):
+    """Limits"""
+
+    max_sessions: int = Field(default=64, ge=1, le=4096, description="Sessions at a time.")
+    max_cameras: int = Field(default=8, ge=1, le=64, description="Cameras per session.")
+    max_body: int = Field(default=1 << 20, ge=1024, description="Bytes of one request's body.")
+    max_connections: int = Field(
+        default=64,
+        ge=1,
+        description="Connections of one address at a time, this machine's apart; a robot with 8 cameras has about 20.",
+    )
+    max_all_connections: int = Field(default=4096, ge=16, description="Connections of everybody at a time.")
+    creates_per_minute: int = Field(
+        default=20,
+        ge=1,
+        description="Sessions that one key (or one address, where no key is wanted) may make in a minute, "
+        "this machine's own callers without a key apart.",
+    )
+    limit_local: bool = Field(
+        default=False,
+        description="Hold callers on this machine to max_connections and creates_per_minute too; "
+        "for a server behind a proxy on the same machine.",
+    )
+    request_deadline: Seconds = Field(default=10.0, description="Seconds in which a whole request must have arrived.")
+    answer_deadline: Seconds = Field(
+        default=30.0, description="Seconds in which a request is answered; making a session may take longer."
+    )
+
+
+class ServerSettings(Group):
+    """Server"""
+
+    host: str = Field(
+        default="127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, and wants a key."
+    )
+    port: int = Field(default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
+    origins: Names = Field(
+        default=(),
+        description="Web pages that may call the session API and the rooms, as exact origins (https://host). "
+        "Pages of this server and of this machine always may; '*' is everybody.",
+    )
+    openpi_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="A second port, which speaks openpi's WebSocket protocol: for clients that are told a host and "
+        "a port only.",
+    )
+    openpi_session: str | None = Field(
+        default=None,
+        description="The session that port is for; else the only direct one that a client's key sees.",
+    )
+
+
+class TransportSettings(Group):
+    """Rooms"""
+
+    embedded_transport: bool = Field(default=True, description="Serve rooms too, at / and under /api.")
+    transport_oddities: bool = Field(
+        default=False, description="Let the embedded rooms behave as the reference server does where it is broken."
+    )
+    transport_hosts: Names = Field(
+        default=(),
+        description="Transport servers that sessions may be sent to besides this machine's and this server itself: "
+        "host, host:8000, *.lan, 192.168.1.0/24.",
+    )
+    ice_servers: Names = Field(default=(), description="STUN and TURN URLs; none are needed on a local network.")

@@ -1,0 +1,363 @@
+"""Fair queueing of what a server reads: of all sockets of an event loop together, a little in each of its turns.
+
+Limits of each socket do not add up to one of the loop: sixty that stay below theirs keep it busy all the same, and
+control ticks, commands and emergency stops wait. So every connection reads in turns that are given out here. Those
+within their budget, as robots are, go first; those beyond it share what time of the loop is left to them. Among each
+kind it is start-time fair queueing (Goyal 1996) in two levels: callers share the time, of each caller its connections.
+"""
+
+import asyncio
+import heapq
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from itertools import count
+from types import coroutine
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from service.http.limits import Bucket
+
+# Seconds of reading in one turn of the loop, after which ticks and all else that is due come first. Whatever takes ten
+# turns, as a stop over a new connection does, waits for ten of these. What one turn left may be used in the next.
+TURN = 0.001
+# Of the loop's time, for all that are beyond their budgets: clients that ask as fast as they can are among them, and
+# are not kept waiting for nothing. And seconds that may be made up for when none was.
+SHARE, CREDIT = 0.8, 0.01
+# A connection's budget, in seconds a second and at once: 120 messages a second, where a robot sends 50; 30 requests.
+BUDGET, BURST = 0.03, 0.015
+# Bytes that came of a connection and wait: with no more than that it keeps up with what it asks for, however late it is
+# read. Whoever floods has as much waiting as the kernel holds.
+UNREAD = 16_384
+# What is done later of a message, a request and a connection that were let in, in seconds: parsed, answered, relayed.
+# Where it is counted (``measured``), the difference is made good by ``FairQueue.correct``.
+MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
+# Of one caller: new connections that ask something, each with a budget of its own, a second and at once. A robot with
+# eight cameras has about twenty in all; whoever connects ever anew has no new budget each time.
+NEWCOMERS, NEWCOMERS_AT_ONCE = 20.0, 64.0
+# Of one caller: requests that go before all others, a second and at once.
+URGENT, URGENT_AT_ONCE = 50.0, 20.0
+
+
+class Flow:
+    """What one connection has to do, piece by piece.
+
+    Attributes:
+        step: does one piece; returns what will be done later because of it, in seconds, and whether there is more now.
+        unread: bytes that came and wait, where that is known.
+        idle_at: since when it has had nothing to do. Its budget grows in that time, and while little waits: whoever
+            always has more to send is beyond its budget, however little of it is read. A robot that was once late is
+            not: it sends fifty messages a second, and two of them may wait whenever somebody looks.
+        is_own: it is of this server itself, and before all others, as often as it wants: a session's commands.
+    """
+
+    __slots__ = (
+        "budget", "burst", "callers", "idle_at", "is_greedy", "is_own", "is_waiting", "rate", "start", "step", "unread",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        callers: tuple["_Caller", "_Caller"],
+        step: Callable[[], tuple[float, bool]],
+        now: float,
+        budget: tuple[float, float],
+    ):
+        self.callers = callers
+        self.step = step
+        self.unread: Callable[[], float] = lambda: math.inf
+        self.rate, self.burst = budget
+        self.budget, self.idle_at = self.burst, now
+        self.is_greedy = self.is_own = self.is_waiting = False
+        self.start = 0.0
+
+
+class _Caller:
+    """Who comes from one address, in one lane; ``now`` is the virtual time of its flows, ``start`` its own."""
+
+    __slots__ = ("__weakref__", "flows", "is_waiting", "newcomers", "now", "start", "urgent")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.newcomers = Bucket(NEWCOMERS, NEWCOMERS_AT_ONCE, clock)
+        self.urgent = Bucket(URGENT, URGENT_AT_ONCE, clock)
+        self.flows: list[tuple[float, int, Flow]] = []
+        self.start = self.now = 0.0
+        self.is_waiting = False
+
+
+class _Lane:
+    """Flows of one kind that wait, and the order in which they are next."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.known: WeakValueDictionary[str, _Caller] = WeakValueDictionary()
+        self.waiting: list[tuple[float, int, _Caller]] = []
+        self._numbers = count()
+        self._now = 0.0
+
+    def caller(self, name: str) -> _Caller:
+        found = self.known.get(name)
+        if found is None:
+            found = self.known[name] = _Caller(self._clock)
+        return found
+
+    def charge(self, flow: Flow, caller: _Caller, cost: float) -> None:
+        # Whoever was silent has no claim to what it did not use.
+        caller.now = max(caller.now, flow.start)
+        flow.start = caller.now + cost
+        self._now = max(self._now, caller.start)
+        caller.start = self._now + cost
+
+    def push(self, flow: Flow, caller: _Caller) -> None:
+        flow.start = max(flow.start, caller.now)
+        heapq.heappush(caller.flows, (flow.start, next(self._numbers), flow))
+        self.push_caller(caller)
+
+    def push_caller(self, caller: _Caller) -> None:
+        if caller.flows and not caller.is_waiting:
+            caller.is_waiting = True
+            caller.start = max(caller.start, self._now)
+            heapq.heappush(self.waiting, (caller.start, next(self._numbers), caller))
+
+    def pop(self) -> tuple[Flow, _Caller]:
+        _, _, caller = heapq.heappop(self.waiting)
+        _, _, flow = heapq.heappop(caller.flows)
+        caller.is_waiting = False
+        return flow, caller
+
+
+class FairQueue:
+    """Of one event loop: ``FairQueue.here()``."""
+
+    _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "FairQueue"]] = WeakKeyDictionary()
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
+    ):
+        """``cpu`` tells what a step costs; ``clock`` would also tell how long other processes had the core."""
+        self._loop = loop
+        self._clock, self._cpu = clock, cpu
+        self._prompt, self._greedy = _Lane(clock), _Lane(clock)
+        self._own: deque[Flow] = deque()
+        self._recent: deque[tuple[float, _Caller]] = deque(maxlen=4096)
+        self._left = TURN
+        self._credit, self._at = CREDIT, clock()
+        self._planned: asyncio.Handle | None = None
+        self._due = math.inf
+        self._is_working = self._is_charged = False
+
+    @classmethod
+    def here(cls) -> "FairQueue":
+        """The one of the running loop."""
+        loop = asyncio.get_running_loop()
+        found = cls._of_loops.get(loop)
+        if found is None:
+            found = cls._of_loops[loop] = cls(loop)
+        return found
+
+    def flow(
+        self,
+        caller: str,
+        step: Callable[[], tuple[float, bool]] = lambda: (0.0, False),
+        budget: tuple[float, float] = (BUDGET, BURST),
+    ) -> Flow:
+        """A new one, of a connection from this address; ``budget`` in seconds a second, and at once."""
+        return Flow((self._prompt.caller(caller), self._greedy.caller(caller)), step, self._clock(), budget)
+
+    def newcomers(self, caller: str, *steps: Callable[[], tuple[float, bool]]) -> list[Flow]:
+        """Those of a connection that is new; beyond their budgets when it is one of too many new ones of this caller.
+
+        They are within them again when they do little for a moment, as a robot does that connects anew beside others.
+        """
+        flows, now = [self.flow(caller, step) for step in steps], self._clock()
+        found = flows[0].callers[0]
+        # Nobody is forgotten before its bucket is full again: else each of its connections would be its first.
+        while self._recent and self._recent[0][0] < now - NEWCOMERS_AT_ONCE / NEWCOMERS:
+            self._recent.popleft()
+        if not self._recent or self._recent[-1] != (now, found):
+            self._recent.append((now, found))
+        if not found.newcomers.take():
+            for flow in flows:
+                flow.budget, flow.is_greedy = 0.0, True
+        return flows
+
+    def take_urgent(self, flow: Flow, cost: float) -> bool:
+        """Whether this flow may do at once what costs so much, before all others."""
+        if not flow.callers[0].urgent.take():
+            # Too many for that; but somebody's stop may be among them, and waits for no one beyond a budget.
+            flow.budget, flow.is_greedy = flow.burst, False
+            return False
+        self.spend(cost)
+        return True
+
+    def enter(self, flow: Flow, is_idle: bool = True) -> None:
+        """Let it do its next piece: at once when nobody is before it, else when it is next.
+
+        Args:
+            is_idle: whether it had nothing to do until now, rather than being slowed down.
+        """
+        if flow.is_waiting:
+            return
+        self._look_at_budget(flow, is_idle)
+        if self._is_free(flow) and not self._run(flow):
+            return
+        self._push(flow)
+        self._plan()
+
+    async def turn(self, flow: Flow, cost: float, is_idle: bool = True) -> None:
+        """Wait until this flow may do what costs so much; ``is_idle`` as for ``enter``."""
+        self._look_at_budget(flow, is_idle)
+        if self._is_free(flow):
+            self._charge(flow, cost)
+            return
+        waiter: asyncio.Future[None] = self._loop.create_future()
+
+        def go() -> tuple[float, bool]:
+            if waiter.done():
+                return 0.0, False  # who waited was cancelled
+            waiter.set_result(None)
+            return cost, False
+
+        flow.step = go
+        self._push(flow)
+        self._plan()
+        await waiter
+
+    def correct(self, difference: float) -> None:
+        """What a flow beyond its budget did took so much more than its turn was given out for, or less."""
+        self._credit = min(self._credit - difference, CREDIT)
+
+    def spend(self, cost: float) -> None:
+        """Count work of this turn that no flow asked for."""
+        self._left -= cost
+        if not self._is_charged:
+            self._is_charged = True
+            self._loop.call_soon(self._renew)
+
+    def _renew(self) -> None:
+        self._is_charged = False
+        self._left = TURN
+
+    def _look_at_budget(self, flow: Flow, is_idle: bool) -> None:
+        now = self._clock()
+        if is_idle or flow.unread() <= UNREAD:
+            flow.budget = min(flow.budget + (now - flow.idle_at) * flow.rate, flow.burst)
+        flow.idle_at = now
+        if flow.is_greedy and flow.budget > flow.burst / 4:
+            flow.is_greedy, flow.start = False, 0.0
+
+    def _is_free(self, flow: Flow) -> bool:
+        """Whether it need not wait."""
+        if self._is_working or self._own:
+            return False
+        if flow.is_own:
+            return True
+        if self._left <= 0 or self._prompt.waiting:
+            return False
+        return not flow.is_greedy or (not self._greedy.waiting and self._pause() <= 0)
+
+    def _pause(self) -> float:
+        """Seconds until those beyond their budgets may do something."""
+        # What comes late has no more credit for it: then the loop has other things to do, or no core to do them.
+        now = min(self._clock(), self._due)
+        self._credit = min(self._credit + max(now - self._at, 0.0) * SHARE, CREDIT)
+        self._at = max(now, self._at)
+        return -self._credit / SHARE
+
+    def _run(self, flow: Flow) -> bool:
+        """Do one piece of it; whether there is more."""
+        began = self._cpu()
+        later, is_more = flow.step()
+        self._charge(flow, self._cpu() - began + later)
+        return is_more
+
+    def _charge(self, flow: Flow, cost: float) -> None:
+        """Count what it did."""
+        self.spend(cost)
+        if flow.is_own:
+            return
+        lane, caller = self._lane_of(flow)
+        lane.charge(flow, caller, cost)
+        flow.budget -= cost
+        if flow.is_greedy:
+            self._credit -= cost
+            flow.budget = max(flow.budget, -flow.burst / 3)
+        elif flow.budget < 0:
+            flow.is_greedy, flow.start = True, 0.0
+        self._look_at_budget(flow, is_idle=False)
+
+    def _lane_of(self, flow: Flow) -> tuple[_Lane, _Caller]:
+        return (self._greedy, flow.callers[1]) if flow.is_greedy else (self._prompt, flow.callers[0])
+
+    def _push(self, flow: Flow) -> None:
+        flow.is_waiting = True
+        if flow.is_own:
+            self._own.append(flow)
+            return
+        lane, caller = self._lane_of(flow)
+        lane.push(flow, caller)
+
+    def _plan(self) -> None:
+        """Go on in the next turn, or when those beyond their budgets may."""
+        if self._is_working or not (self._own or self._prompt.waiting or self._greedy.waiting):
+            return
+        if self._planned is not None:
+            self._planned.cancel()
+        if self._own or self._prompt.waiting or (pause := self._pause()) <= 0:
+            self._planned = self._loop.call_soon(self._work)
+            return
+        pause = max(pause, 0.001)  # a timer of less than half a millisecond is none to uvloop
+        self._due = self._clock() + pause
+        self._planned = self._loop.call_later(pause, self._work)
+
+    def _work(self) -> None:
+        """One turn's work."""
+        self._planned, self._is_working = None, True
+        if self._due <= (now := self._clock()):
+            self._pause()
+            self._due, self._at = math.inf, now
+        try:
+            for _ in range(len(self._own)):
+                self._take_step(self._own.popleft())
+            while self._left > 0:
+                lane = self._prompt if self._prompt.waiting else self._greedy
+                if not lane.waiting or (lane is self._greedy and self._pause() > 0):
+                    return
+                flow, caller = lane.pop()
+                try:
+                    self._take_step(flow)
+                finally:
+                    lane.push_caller(caller)
+        finally:
+            self._is_working = False
+            self._plan()
+
+    def _take_step(self, flow: Flow) -> None:
+        flow.is_waiting = is_more = False
+        try:
+            is_more = self._run(flow)
+        finally:
+            if is_more and not flow.is_waiting:
+                self._push(flow)
+
+
+@coroutine
+def measured(work: Coroutine[Any, Any, None], spend: Callable[[float], None]) -> Generator[Any, Any, None]:
+    """Do this, and tell what each step of it, from one await to the next, takes of this thread's processor time."""
+    step: Callable[[Any], Any] = work.send
+    value: Any = None
+    while True:
+        began = time.thread_time()
+        try:
+            awaited = step(value)
+        except StopIteration:
+            return
+        finally:
+            spend(time.thread_time() - began)
+        try:
+            step, value = work.send, (yield awaited)
+        except BaseException as error:  # it is for what is done here, be it a cancellation
+            step, value = work.throw, error

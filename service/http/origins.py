@@ -1,0 +1,121 @@
+"""Which web pages may call, and headers that enforce it.
+
+One rule for the session API, the rooms and their WebSockets, which browsers do not check themselves.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from sanic import HTTPResponse, Request
+
+# What a browser sends: scheme://host[:port], nothing in front, behind or between (RFC 6454, 6.2). Of anything else,
+# such as http://evil.example\\@localhost, every reader makes something different.
+_HOST = r"(?P<name>[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::\d{1,5})?"
+_HOST_HEADER = re.compile(_HOST, re.IGNORECASE | re.ASCII)
+_ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://(?P<host>{_HOST})", re.IGNORECASE | re.ASCII)
+
+
+class Origins:
+    """A browser says which page a request comes from; without a look at it, any page could move a robot on localhost.
+
+    A request without an Origin header comes from no web page and passes. One that is neither ``null`` nor an origin
+    never does.
+
+    Args:
+        allowed: further exact origins, or ``*`` for every page.
+    """
+
+    def __init__(self, allowed: Sequence[str] = ()):
+        self._allowed = frozenset(allowed)
+        name = socket.gethostname().lower()
+        self._own_names = {"localhost", name, f"{name}.local"}
+        self._hosts = {urlsplit(origin).hostname for origin in self._allowed}
+
+    def allows(self, origin: str | None, host: str | None) -> bool:
+        """Whether a request with these two headers may pass."""
+        if origin is None:
+            return True
+        found = _ORIGIN.fullmatch(origin)
+        if found is None and origin != "null":
+            return False
+        if "*" in self._allowed or origin in self._allowed:
+            return True
+        if found is None:
+            return False
+        name = found["name"].lower().strip("[]")
+        if name == "localhost" or _is_loopback(name):
+            return True
+        # A page of our own. A name that is not ours could be any page's, pointed at this address by its DNS.
+        return found["host"] == host and (name in self._own_names or _is_address(name))
+
+    def knows_host(self, host: str | None) -> bool:
+        """Whether a Host header names this machine or a page that may call. Every other name may be any page's."""
+        if host is None or "*" in self._allowed:
+            return True
+        found = _HOST_HEADER.fullmatch(host)
+        name = found["name"].lower().strip("[]") if found else None
+        return name is not None and (name in self._own_names or name in self._hosts or _is_address(name))
+
+    def refusal(self, request: Request[Any, Any]) -> HTTPResponse | None:
+        """403 for a page that may not call, before anything happens on its behalf."""
+        if self.allows(request.headers.get("origin"), request.headers.get("host")):
+            return None
+        text = '{"detail":"This origin may not call; add it to the setting origins","code":"origin_refused"}'
+        return HTTPResponse(text, status=403, content_type="application/json")
+
+    def permit(self, request: Request[Any, Any], response: HTTPResponse | None) -> None:
+        """Let a page of another origin read the answer; no cookies or logins of the browser come with it."""
+        origin = request.headers.get("origin")
+        if response is None or origin is None or not self.allows(origin, request.headers.get("host")):
+            return
+        response.headers["access-control-allow-origin"] = origin
+        response.headers["access-control-expose-headers"] = "x-request-id"
+        response.headers["vary"] = "origin"
+
+
+def harden(response: HTTPResponse) -> None:
+    """What browsers are told of every answer: it is what it says, for no frame, no cache and no other site.
+
+    A page brings a Content-Security-Policy of its own; what is no page may load nothing.
+    """
+    for name, value in _HEADERS:
+        response.headers.setdefault(name, value)
+
+
+_HEADERS = (
+    ("x-content-type-options", "nosniff"),
+    ("x-frame-options", "DENY"),
+    ("referrer-policy", "no-referrer"),
+    ("content-security-policy", "default-src 'none'; frame-ancestors 'none'"),
+    ("cross-origin-resource-policy", "same-origin"),
+    ("cache-control", "no-store"),
+)
+
+
+def preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTPResponse:
+    """The answer to OPTIONS for a path with these methods."""
+    allowed = ", ".join(methods)
+    headers = {"allow": allowed}
+    if "access-control-request-method" in request.headers:
+        headers |= {
+            "access-control-allow-methods": allowed,
+            "access-control-allow-headers": "authorization, content-type, x-api-key",
+            "access-control-max-age": "600",
+        }
+    return HTTPResponse(status=204, headers=headers)
+
+
+def _is_loopback(name: str) -> bool:
+    return _is_address(name) and ipaddress.ip_address(name).is_loopback
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

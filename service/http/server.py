@@ -1,0 +1,422 @@
+"""Listens on a port and serves until a signal.
+
+uvloop accepts all that wait in one turn of the loop and makes a transport of each, asyncio's own loop as many as its
+backlog is long: of a thousand connections either keeps robots and stops waiting. Here a connection is a bare socket,
+and costs a few microseconds, until its peer has said something.
+"""
+
+import asyncio
+import errno
+import logging
+import resource
+import selectors
+import signal
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import uvloop
+from sanic import Sanic
+from sanic.models.server_types import Signal
+
+from service.http.fair_queue import FairQueue
+from service.http.limits import Connections, source_of
+from service.http.protocol import FULL_ANSWER, SPARE, STOP_LINE, PunctualProtocol
+from service.loop_watchdog import LoopWatchdog
+from service.signal_guard import SIGNALS, SignalGuard
+
+log = logging.getLogger(__name__)
+
+# Seconds of accepting in one turn of the loop, and connections that are made of sockets in one.
+TURN, MAKES = 0.001, 4
+READY = 1024  # of one caller, those that have asked for something and wait until connections are made of them
+LOOKS = 64  # sockets of which something came, in one turn
+SWEEP = 1.0  # seconds between looks for those that never say anything
+AGAIN = 0.5  # seconds without accepting when the process has no descriptors left
+LINE = 1024  # bytes of a request that are looked at; a stop's first line is shorter
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(eq=False)
+class _Newcomer:
+    """A socket of which no connection was made yet."""
+
+    raw: socket.socket
+    address: str
+    is_spare: bool
+    until: float
+    drop: Callable[[], None] = lambda: None
+
+
+class Acceptor:
+    """The listening end of a port.
+
+    Args:
+        listener: a bound socket; it stays the caller's.
+        doors: count connections, and say when there are too many.
+        make: a protocol for one connection.
+        patience: seconds in which a peer has to say something.
+    """
+
+    def __init__(
+        self, listener: socket.socket, doors: Connections, make: Callable[[], PunctualProtocol], patience: float
+    ):
+        self._listener, self._doors, self._make, self._patience = listener, doors, make, patience
+        self._loop = asyncio.get_running_loop()
+        self._queue = FairQueue.here()
+        # Of its own, and watched by the loop as one: a thousand silent sockets cost the loop nothing.
+        self._silent = selectors.DefaultSelector()
+        self._newcomers: dict[int, _Newcomer] = {}  # silent, the oldest first
+        self._stops: deque[_Newcomer] = deque()
+        self._ready: deque[_Newcomer] = deque()
+        self._waiting: Counter[str] = Counter()  # of the ready ones, how many each caller has
+        self._made: set[asyncio.Task[object]] = set()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._is_planned = False
+
+    def start(self, backlog: int) -> None:
+        """Listen and accept; ``backlog``: how many may wait in the kernel."""
+        self._listener.setblocking(False)
+        self._listener.listen(backlog)
+        self._loop.add_reader(self._listener, self._accept)
+        self._loop.add_reader(self._silent.fileno(), self._look)
+        self._sweep()
+
+    def close(self) -> None:
+        """Accept no more; whoever has not been read yet is let go."""
+        self._loop.remove_reader(self._listener)
+        self._loop.remove_reader(self._silent.fileno())
+        for timer in self._timers.values():
+            timer.cancel()
+        for newcomer in [*self._newcomers.values(), *self._stops, *self._ready]:
+            self._let_go(newcomer)
+        self._newcomers.clear()
+        self._stops.clear()
+        self._ready.clear()
+        self._silent.close()
+
+    def _accept(self) -> None:
+        """Take those that wait, for so long."""
+        began = now = time.thread_time()
+        while now < began + TURN:
+            try:
+                raw, peer = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                break
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                log.error("no connection can be accepted: %s; trying again in %s s", error.strerror, AGAIN)
+                self._loop.remove_reader(self._listener)
+                self._timers["again"] = self._loop.call_later(AGAIN, self._accept_again)
+                break
+            self._receive(raw, str(peer[0]) if isinstance(peer, tuple) and peer else "")
+            now = time.thread_time()
+        self._queue.spend(now - began)
+
+    def _accept_again(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _receive(self, raw: socket.socket, address: str) -> None:
+        """Let one in; one too many is told so, or may stay for a moment to stop robots."""
+        raw.setblocking(False)
+        newcomer = _Newcomer(raw, address, False, time.monotonic() + self._patience)
+        if not self._doors.enter(address):
+            newcomer.drop = lambda: self._push_out(newcomer)
+            if not self._doors.squeeze_in(newcomer.drop):
+                with suppress(OSError):
+                    raw.send(FULL_ANSWER)
+                raw.close()
+                return
+            newcomer.is_spare, newcomer.until = True, time.monotonic() + SPARE
+        self._hear_or_wait(newcomer)
+
+    def _look(self) -> None:
+        """Hear those of which something came."""
+        began = time.thread_time()
+        for key, _ in self._silent.select(0)[:LOOKS]:
+            self._silent.unregister(key.fileobj)
+            del self._newcomers[key.fd]
+            self._hear_or_wait(key.data)
+        self._queue.spend(time.thread_time() - began)
+
+    def _hear_or_wait(self, newcomer: _Newcomer) -> None:
+        """Look what it says; it stays silent until it says something."""
+        try:
+            begin = newcomer.raw.recv(LINE, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            self._newcomers[newcomer.raw.fileno()] = newcomer
+            self._silent.register(newcomer.raw, selectors.EVENT_READ, newcomer)
+            return
+        except OSError:
+            begin = b""
+        if not begin:
+            self._let_go(newcomer)  # it is gone
+            return
+        caller = source_of(newcomer.address)
+        if STOP_LINE.match(begin):
+            self._stops.append(newcomer)
+        elif self._waiting[caller] < READY:
+            self._waiting[caller] += 1
+            self._ready.append(newcomer)
+        else:
+            with suppress(OSError):
+                newcomer.raw.send(FULL_ANSWER)
+            self._let_go(newcomer)
+        self._plan()
+
+    def _plan(self) -> None:
+        if not self._is_planned and (self._stops or self._ready):
+            self._is_planned = True
+            self._loop.call_soon(self._connect)
+
+    def _connect(self) -> None:
+        """Make connections of a few."""
+        self._is_planned = False
+        for _ in range(MAKES):
+            if self._stops:
+                newcomer = self._stops.popleft()
+            elif self._ready:
+                newcomer = self._ready.popleft()
+                self._count_off(newcomer)
+            else:
+                return
+            protocol = self._make()
+            protocol.let_in(newcomer.address, newcomer.is_spare)
+            if newcomer.is_spare:
+                self._doors.squeeze_out(newcomer.drop)
+                self._doors.squeeze_in(protocol.abort)
+            task = self._loop.create_task(self._hand_over(newcomer, protocol))
+            self._made.add(task)
+            task.add_done_callback(self._made.discard)
+        self._plan()
+
+    async def _hand_over(self, newcomer: _Newcomer, protocol: PunctualProtocol) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, newcomer.raw)
+        except OSError:  # the peer is gone, or the process has no descriptors
+            if protocol.transport is None:
+                newcomer.drop = protocol.abort
+                self._let_go(newcomer)
+
+    def _let_go(self, newcomer: _Newcomer) -> None:
+        newcomer.raw.close()
+        if newcomer.is_spare:
+            self._doors.squeeze_out(newcomer.drop)
+        else:
+            self._doors.leave(newcomer.address)
+
+    def _push_out(self, newcomer: _Newcomer) -> None:
+        """A newer one needs the place of this one, which is too many."""
+        if self._newcomers.pop(newcomer.raw.fileno(), None) is not None:
+            self._silent.unregister(newcomer.raw)
+        elif newcomer in self._ready:
+            self._ready.remove(newcomer)
+            self._count_off(newcomer)
+        elif newcomer in self._stops:
+            self._stops.remove(newcomer)
+        newcomer.raw.close()
+
+    def _count_off(self, newcomer: _Newcomer) -> None:
+        caller = source_of(newcomer.address)
+        self._waiting[caller] -= 1
+        if not self._waiting[caller]:
+            del self._waiting[caller]
+
+    def _sweep(self) -> None:
+        """Close those that have said nothing in time."""
+        now = time.monotonic()
+        for descriptor, newcomer in list(self._newcomers.items()):
+            if newcomer.until <= now:
+                del self._newcomers[descriptor]
+                self._silent.unregister(newcomer.raw)
+                self._let_go(newcomer)
+        self._timers["sweep"] = self._loop.call_later(SWEEP, self._sweep)
+
+
+# Answers under way may end, then connections are cut. Together with what the sessions take to hold
+# their robots and leave their rooms (3.5 s at most) this stays below five seconds.
+PATIENCE = 1.0
+# Connections that wait to be accepted, as many as Linux allows without being told: of a burst above it each tries again
+# a second later, an emergency stop too. Those that were given up again wait as well (Sanic's own is 100).
+BACKLOG = 4096
+DESCRIPTORS = 16_384
+
+
+class CannotListen(Exception):
+    """The address cannot be listened on; the text says what to do."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 lets the system choose. Sanic would take 0 for its own default port.
+
+    Raises:
+        CannotListen: the port is taken, or the address is not one of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise CannotListen(f"host {host!r} is no address of this machine ({error.strerror or error})") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise CannotListen(
+            f"cannot listen on {host}:{port}: {error.strerror}; end what listens there, or choose another port (0: any)"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL that a client on this machine can use."""
+    bound, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(bound), str(bound))
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@asynccontextmanager
+async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterator[str]:
+    """The app on the running loop; yields its URL when it answers. Takes the socket over."""
+    try:
+        with listener:
+            app.config.OWN_ADDRESS = listener.getsockname()[:2]
+            app.config.OWN_PORT = listener.getsockname()[1]
+            app.config.setdefault("CONNECTIONS", Connections())
+            server = await app.create_server(
+                sock=listener,
+                protocol=PunctualProtocol,
+                return_asyncio_server=True,
+                access_log=False,
+                # Sanic would listen before its router is ready.
+                asyncio_server_kwargs={"start_serving": False},
+            )
+            assert server is not None
+            assert server.server is not None
+            await server.startup()
+            await server.before_start()
+            acceptor = Acceptor(
+                listener,
+                app.config.CONNECTIONS,
+                _protocol_of(app, server.connections),
+                app.config.KEEP_ALIVE_TIMEOUT,
+            )
+            acceptor.start(BACKLOG)
+            await server.after_start()
+            try:
+                yield url_of(listener)
+            finally:
+                await server.before_stop()
+                acceptor.close()
+                server.server.close()
+                await _part(server.connections)
+                await server.after_stop()
+    finally:
+        # Sanic keeps every app in a registry.
+        Sanic.unregister_app(app)
+
+
+def _protocol_of(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[], PunctualProtocol]:
+    """What Sanic gives its own server, which does not accept here, to make a protocol of."""
+    return partial(
+        PunctualProtocol,
+        loop=asyncio.get_running_loop(),
+        connections=connections,
+        signal=Signal(),
+        app=app,
+        websocket_max_size=app.config.WEBSOCKET_MAX_SIZE,
+        websocket_ping_timeout=app.config.WEBSOCKET_PING_TIMEOUT,
+        websocket_ping_interval=app.config.WEBSOCKET_PING_INTERVAL,
+    )
+
+
+async def _part(connections: set[Any]) -> None:
+    """End idle connections and WebSockets now, the others when they have answered or patience ends."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + PATIENCE
+    for connection in list(connections):
+        if getattr(connection, "websocket", None):
+            connection.websocket.fail_connection(code=1001)
+    while connections and loop.time() < until:
+        for connection in list(connections):
+            connection.close_if_idle()
+        await asyncio.sleep(0.01)
+    for connection in list(connections):
+        connection.abort()
+
+
+def run(
+    app: Sanic[Any, Any],
+    listener: socket.socket,
+    started: Callable[[str], None],
+    beside: tuple[Sanic[Any, Any], socket.socket] | None = None,
+    watchdog: LoopWatchdog | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP (its terminal is gone; nohup keeps it); ``started`` is told the URL when it
+    answers. A second signal ends at once, but for SIGHUP, which a shell sends beside the terminal.
+
+    When the event loop does not react to a signal, the guard beside it kills this process.
+
+    Args:
+        beside: an app of the same process on a port of its own, which ends before the first one does.
+        watchdog: has the figures of the event loop; one that only logs when None.
+    """
+    watchdog, guard = watchdog or LoopWatchdog(), SignalGuard()
+
+    async def until_signal() -> None:
+        loop = asyncio.get_running_loop()
+        asked = asyncio.Event()
+        main = asyncio.current_task()
+        is_started = False
+
+        def ask() -> None:
+            asked.set()
+            guard.acknowledge()
+            if main is not None and not is_started:
+                main.cancel()
+            for number in ends:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+
+        ends = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        for number in ends:
+            loop.add_signal_handler(number, ask)
+        guard.start(ends)
+        try:
+            async with AsyncExitStack() as served:
+                url = await served.enter_async_context(serving(app, listener))
+                if beside is not None:
+                    await served.enter_async_context(serving(*beside))
+                is_started = True
+                watchdog.start()  # no robot moves before; what a start imports blocks the loop for longer
+                started(url)
+                await asked.wait()
+        except asyncio.CancelledError:
+            if not asked.is_set():
+                raise
+        finally:
+            watchdog.stop()
+            guard.acknowledge()  # before the loop takes its own handlers away
+
+    _take_descriptors()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(until_signal())
+    finally:
+        guard.close()
+
+
+def _take_descriptors() -> None:
+    """As many open files as the system lets this process have: the usual 1024 are fewer than its connections may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

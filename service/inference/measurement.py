@@ -1,0 +1,135 @@
+"""How fast a policy or a model is on this machine, and whether that is fast enough for a rate."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jaxmodels import Requirements
+from service.inference.engine import Policy
+from service.inference.loaded_policy import told
+from service.inference.model_server import Model
+
+Fit = Literal["fits", "fits, thinking less often", "does not fit"]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one inference or forward pass, from numpy in to numpy out, after warm-up.
+
+    Attributes:
+        compile: what the first inference of its shapes took, compiled or read from the cache.
+        stages: medians of what one inference is made of.
+        runs: how many were measured.
+    """
+
+    compile: float
+    p50: float
+    p99: float
+    stages: Mapping[str, float]
+    runs: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the policy is fast enough.
+
+    Attributes:
+        rate: actions per second.
+        budget: seconds from one look to the next, as the policy was made for.
+        covered: seconds that one chunk covers.
+    """
+
+    rate: float
+    fit: Fit
+    budget: float
+    covered: float
+
+
+def observation_of(requirements: Requirements, seed: int = 0) -> dict[str, np.ndarray]:
+    """An observation that the policy accepts: noise in the pictures, zeros elsewhere; batch of 1."""
+    random = np.random.default_rng(seed)
+    found: dict[str, np.ndarray] = {
+        f"observation.images.{camera}": random.integers(0, 256, (1, height, width, 3), np.uint8)
+        for camera, (height, width) in requirements.cameras.items()
+    }
+    if requirements.state is not None:
+        found["observation.state"] = np.zeros((1, requirements.state), np.float32)
+    if requirements.environment_state is not None:
+        found["observation.environment_state"] = np.zeros((1, requirements.environment_state), np.float32)
+    return found | (told("go") if requirements.language else {})
+
+
+def measure(
+    policy: Policy,
+    *,
+    runs: int = 100,
+    seconds: float = 10.0,
+    warm_up: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Speed:
+    """Compile for the policy's own sizes, warm up, then time at most ``runs`` inferences or ``seconds``."""
+    observation = observation_of(policy.requirements)
+    started = clock()
+    policy.compile(1)
+    compiled = clock() - started
+    return _time(lambda: policy.act(observation), lambda: policy.timings, compiled, runs, seconds, warm_up, clock)
+
+
+def measure_model(
+    model: Model,
+    *,
+    runs: int = 100,
+    seconds: float = 10.0,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Speed:
+    """Compile for one element of the size the model was made for, then time at most ``runs`` passes or ``seconds``."""
+    inputs = model.example()
+    compiled = model.compile(inputs)
+    return _time(lambda: model.forward(inputs), lambda: model.timings, compiled, runs, seconds, warm_up, clock)
+
+
+def _time(
+    call: Callable[[], object],
+    timings: Callable[[], Mapping[str, float]],
+    compiled: float,
+    runs: int,
+    seconds: float,
+    warm_up: int,
+    clock: Callable[[], float],
+) -> Speed:
+    for _ in range(warm_up):
+        call()
+    samples: list[float] = []
+    stages: dict[str, list[float]] = {}
+    end = clock() + seconds
+    while len(samples) < runs and (clock() < end or len(samples) < 5):
+        started = clock()
+        call()
+        samples.append(clock() - started)
+        for stage, spent in timings().items():
+            stages.setdefault(stage, []).append(spent)
+    p50, p99 = np.percentile(samples, (50, 99))
+    medians = {stage: float(np.median(spent)) for stage, spent in stages.items()}
+    return Speed(compiled, float(p50), float(p99), medians, len(samples))
+
+
+def judge(requirements: Requirements, speed: Speed, rate: float) -> Verdict:
+    """Whether actions keep coming at ``rate`` per second.
+
+    A chunk must last while its successor is asked for and computed, from a frame that is itself that old: twice an
+    inference, and a tick for each of the two. Within the budget, the policy also looks as often as it was made for.
+    """
+    steps = 1 if requirements.temporal_ensemble_coeff is not None else requirements.action_steps
+    budget, covered = steps / rate, requirements.chunk / rate
+    fit: Fit
+    if 2 * speed.p99 + 2 / rate > covered and requirements.chunk > 1:
+        fit = "does not fit"
+    elif speed.p99 > budget:
+        fit = "does not fit" if requirements.chunk == 1 else "fits, thinking less often"
+    else:
+        fit = "fits"
+    return Verdict(rate, fit, budget, covered)

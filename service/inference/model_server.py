@@ -1,0 +1,391 @@
+"""Forward passes of models that are no policies, behind all robots.
+
+A pass begins only when no session waits for an inference, on a thread of its own with less priority than theirs: an
+inference that is asked for meanwhile does not queue behind it, but shares the device with it. A pass cannot be
+interrupted, so that a long one is refused while a robot runs. Reading bodies, compiling and writing answers go the
+same way, one request after the other, and never on the event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxmodels.errors import JaxModelsError
+from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, ServiceError, TooLarge, UnknownModel
+from service.http.array_formats import Form
+from service.http.array_limits import ArrayLimits
+from service.inference.engine import Engine
+from service.stats import Recent
+from service.threads import Result, Worker, call_in_thread
+
+STAGES = ("queue", "read", "to_device", "compute", "to_host", "total")
+_SAMPLES = 512
+
+
+class Model(Protocol):
+    """What is needed of a model; ``jaxmodels.LoadedModel`` is one."""
+
+    @property
+    def description(self) -> Mapping[str, Any]: ...
+    @property
+    def timings(self) -> Mapping[str, float]: ...
+    @property
+    def compiled_shapes(self) -> int: ...
+
+    def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+        """Inputs of the size it was made for."""
+        ...
+
+    def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
+        """Seconds, bytes of memory and bytes of the answer, estimated."""
+        ...
+
+    def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool: ...
+
+    def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
+        """Make ``forward`` quick for these shapes; the seconds it took."""
+        ...
+
+    def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
+
+
+class LoadModel(Protocol):
+    """``jaxmodels.load_model``, or a double."""
+
+    def __call__(
+        self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
+    ) -> Model:
+        """Called in a worker thread; raises JaxModelsError with a text that may be shown."""
+        ...
+
+
+class ServedModel:
+    """One model in memory, and how it fared.
+
+    Attributes:
+        source: the repo, or the last part of the folder's path.
+        forwards, errors, compiles: counted since the start.
+    """
+
+    def __init__(self, name: str, source: str, model: Model):
+        self.name = name
+        self.source = source
+        self.model = model
+        self.forwards = 0
+        self.errors = 0
+        self.compiles = 0
+        self.compile_seconds = 0.0
+        self.stages = {stage: Recent(_SAMPLES) for stage in STAGES}
+        self.dtypes = {entry["name"]: entry["dtype"] for entry in model.description["inputs"]}
+
+    def facts(self) -> dict[str, Any]:
+        """What the API says of it; JSON-ready."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            **self.model.description,
+            "stats": {
+                "forwards": self.forwards,
+                "errors": self.errors,
+                "compiles": self.compiles,
+                "compile_seconds": round(self.compile_seconds, 3),
+                "shapes_compiled": self.model.compiled_shapes,
+                "stages_ms": {stage: recent.percentiles_ms(50, 99) for stage, recent in self.stages.items()},
+            },
+        }
+
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 10  # five more than inferences
+
+
+@dataclass(frozen=True)
+class ForwardLimits:
+    """What one pass may take.
+
+    Attributes:
+        arrays: of a body, and of an answer.
+        memory: bytes, by estimate.
+        places: requests at a time, those included that still send their body.
+        seconds: from the whole body to the answer; a pass that is estimated to take longer is refused at once.
+        beside_robots: seconds, by estimate, that one may take while a robot runs.
+    """
+
+    arrays: ArrayLimits = field(default_factory=ArrayLimits)
+    memory: int = 4 << 30
+    places: int = 4
+    seconds: float = 30.0
+    beside_robots: float = 0.1
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """An answer in pieces, and where the time went, in milliseconds."""
+
+    pieces: Sequence[bytes | memoryview]
+    timings: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A body, the form it is in, and the form of the answer."""
+
+    body: Sequence[bytes]
+    form: Form
+    answer: Form
+    asked_at: float = field(default_factory=time.monotonic)
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Forwards:
+    """The queue of one process."""
+
+    def __init__(
+        self, engine: Engine, limits: ForwardLimits | None = None, has_running_robot: Callable[[], bool] = lambda: False
+    ):
+        self.limits = limits or ForwardLimits()
+        self._engine = engine
+        self._has_running_robot = has_running_robot
+        self._places = 0
+        self._turn = asyncio.Lock()
+        self._passes: set[asyncio.Task[Forwarded]] = set()
+        self._worker: Worker | None = None
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place for one request, to be had before its body is read.
+
+        Raises:
+            ModelBusy: all are taken.
+        """
+        if self._places >= self.limits.places:
+            raise ModelBusy(f"{self._places} forward passes are asked for already; try again in a moment")
+        self._places += 1
+        try:
+            yield
+        finally:
+            self._places -= 1
+
+    async def forward(self, served: ServedModel, ask: Ask, place: ExitStack) -> Forwarded:
+        """One pass, from a body to a body.
+
+        Args:
+            place: of this request; when the caller leaves before the pass is over, it is kept until then.
+
+        Raises:
+            InvalidRequest: the body does not fit the model.
+            TooLarge: it asks for more than is allowed.
+            ModelBusy: it was not done in time.
+            ModelFailed: the model raised.
+        """
+        task = asyncio.create_task(self._pass(served, ask), name=f"forward {served.name}")
+        self._passes.add(task)
+        task.add_done_callback(self._passes.discard)
+        # Looked at here, or it would be reported as lost when nobody waits for it.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            served.errors += 1
+            raise ModelBusy(
+                f"the forward pass was not done in {self.limits.seconds:g} s (answer_deadline); robots and requests "
+                "before it come first"
+            ) from None
+        finally:
+            ask.given_up.set()
+            if not task.done():
+                kept = place.pop_all()
+                task.add_done_callback(lambda task: kept.close())
+
+    async def _pass(self, served: ServedModel, ask: Ask) -> Forwarded:
+        async with self._turn:
+            if ask.given_up.is_set():
+                raise ModelBusy("given up")
+            try:
+                return await self._run(served, ask)
+            except ServiceError:
+                served.errors += 1
+                raise
+            except JaxModelsError as error:
+                served.errors += 1
+                raise InvalidRequest(str(error), ("body", "inputs")) from error
+            except Exception as error:
+                served.errors += 1
+                logger.exception("model %s raised", served.name)
+                raise ModelFailed(f"the model raised {type(error).__name__}; the server's log says more") from error
+
+    async def _run(self, served: ServedModel, ask: Ask) -> Forwarded:
+        model = served.model
+        begun = time.monotonic()
+        inputs = await self._call(lambda: ask.form.decode(b"".join(ask.body), self.limits.arrays, served.dtypes))
+        cost = await self._call(lambda: model.cost(inputs))
+        self._check_cost(cost, ask.answer)
+        self._give_way(cost[0])
+        read = time.monotonic()
+        compile_seconds = await self._compile(served, inputs)
+        compiled = time.monotonic()
+        if not await _first(self._engine.until_idle(), ask.given_up.wait()):
+            raise ModelBusy("given up")
+        self._give_way(cost[0])
+        started = time.monotonic()
+        outputs = await self._call(lambda: model.forward(inputs))
+        seconds = {
+            "queue": begun - ask.asked_at + started - compiled,
+            "read": read - begun,
+            **model.timings,
+            "total": time.monotonic() - ask.asked_at,
+        }
+        served.forwards += 1
+        for stage, recent in served.stages.items():
+            recent.add(seconds.get(stage, 0.0))
+        timings = {stage: round(spent * 1e3, 3) for stage, spent in (seconds | {"compile": compile_seconds}).items()}
+        try:
+            return Forwarded(await self._call(lambda: ask.answer.encode(outputs, timings)), timings)
+        except ValueError as error:
+            raise ModelFailed("the model gave NaN or infinity, which JSON has not; ask for npz or msgpack") from error
+
+    async def _compile(self, served: ServedModel, inputs: Mapping[str, np.ndarray]) -> float:
+        """Compiling takes both cores of a small machine: not while a policy is loaded, and not two at once."""
+        if await self._call(lambda: served.model.is_compiled(inputs)):
+            return 0.0
+        async with self._engine.building:
+            seconds = await self._call(lambda: served.model.compile(inputs))
+        served.compiles += 1
+        served.compile_seconds += seconds
+        return seconds
+
+    def _check_cost(self, cost: tuple[float, int, int], form: Form) -> None:
+        seconds, memory, answer = cost
+        limits = self.limits
+        if seconds > limits.seconds:
+            raise TooLarge(
+                f"the forward pass would take about {seconds:.0f} s here, and {limits.seconds:g} s are allowed "
+                "(answer_deadline); send a smaller batch or size"
+            )
+        if memory > limits.memory:
+            raise TooLarge(
+                f"the forward pass would take about {memory >> 20} MB of memory, and {limits.memory >> 20} MB are "
+                "allowed (max_forward_memory); send a smaller batch or size"
+            )
+        if answer > limits.arrays.bytes:
+            raise TooLarge(
+                f"the answer would have {answer} bytes, and {limits.arrays.bytes} are allowed (max_forward_bytes)"
+            )
+        if form.most_numbers is not None and answer > 4 * form.most_numbers:
+            raise TooLarge(
+                f"the answer would have {answer // 4} numbers, and {form.most_numbers} are allowed in JSON; ask for "
+                "another form: Accept: application/x-npz"
+            )
+
+    def _give_way(self, seconds: float) -> None:
+        if seconds > self.limits.beside_robots and self._has_running_robot():
+            raise ModelBusy(
+                f"a robot is running, and the forward pass would take about {seconds:.2g} s; beside robots it may take "
+                f"{self.limits.beside_robots:g} s (forward_beside_robots); stop the sessions or send less"
+            )
+
+    async def _call(self, call: Callable[[], Result]) -> Result:
+        if self._worker is None:
+            self._worker = Worker("models", _NICENESS)
+        return await self._worker.submit(call).outcome
+
+    async def close(self) -> None:
+        """End the thread; waits a second for a pass that is running."""
+        for task in self._passes:
+            task.cancel()
+        if self._worker is not None and not await asyncio.to_thread(self._worker.close, 1.0):
+            logger.warning("a forward pass is still running; it is left behind")
+
+
+async def _first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
+    """Wait for either; whether the wanted one came."""
+    tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class Models:
+    """All models of one process.
+
+    Attributes:
+        forwards: the queue of what is asked of them.
+    """
+
+    def __init__(
+        self, engine: Engine, limits: ForwardLimits | None = None, has_running_robot: Callable[[], bool] = lambda: False
+    ):
+        self.forwards = Forwards(engine, limits, has_running_robot)
+        self._engine = engine
+        self._models: dict[str, ServedModel] = {}
+
+    async def load(self, name: str, path: str, revision: str | None, load: LoadModel) -> ServedModel:
+        """Load, compile and run at the size it was made for.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+
+        def tell(stage: str) -> None:
+            if stage != "ready":  # it still has to be compiled
+                logger.info("model %s: %s", name, stage)
+
+        def load_and_run() -> tuple[str, Model]:
+            model = load(path, revision, on_progress=tell)
+            inputs = model.example()
+            logger.info("model %s: compiling", name)
+            model.compile(inputs)
+            began = time.monotonic()
+            # More than once, because the first pass is a slow one, and how long one takes decides when it may run.
+            for _ in range(5):
+                model.forward(inputs)
+                if time.monotonic() - began > 1.0:
+                    break
+            is_folder = Path(path).expanduser().is_dir()
+            return (Path(path).name if is_folder else "@".join(filter(None, (path, revision)))), model
+
+        began = time.monotonic()
+        logger.info("model %s: loading %s", name, path)
+        async with self._engine.building:
+            try:
+                source, model = await call_in_thread(load_and_run, "model-loader", 5)
+            except JaxModelsError as error:
+                raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
+            except Exception as error:
+                logger.exception("loading model %r failed", name)
+                raise ModelError(f"model {name!r} cannot be loaded ({type(error).__name__})") from error
+        served = self._models[name] = ServedModel(name, source, model)
+        millions = model.description["parameters"] / 1e6
+        logger.info("model %s: ready in %.1f s, %.2f M parameters", name, time.monotonic() - began, millions)
+        return served
+
+    def list(self) -> list[ServedModel]:
+        """All models, in the order of the settings."""
+        return list(self._models.values())
+
+    def get(self, name: str) -> ServedModel:
+        """The model of this name.
+
+        Raises:
+            UnknownModel: there is none.
+        """
+        if name not in self._models:
+            loaded = f"loaded: {', '.join(self._models)}" if self._models else "none is loaded"
+            raise UnknownModel(f"no such model; {loaded} (robojax serve --model name=path loads one)")
+        return self._models[name]
+
+    async def close(self) -> None:
+        """End the thread that runs them; waits a second for a pass that is running."""
+        await self.forwards.close()

@@ -1,0 +1,236 @@
+"""Folders and Hub repos that policies may come from.
+
+``policy_path`` comes over the wire. A server that only its own machine reaches, and that wants no key, takes every
+policy that its user could load; any other takes what was configured and nothing else.
+"""
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jaxmodels
+from jaxmodels import Requirements
+from jaxmodels.errors import JaxModelsError
+from service.errors import InvalidRequest, PolicyError, ServiceError
+from service.inference.config import PolicySettings
+from service.inference.engine import LoadPolicy, Policy
+from service.inference.model_server import LoadModel, Model
+from service.inference.policy_cache import cut
+from service.inference.sandbox import Inspection, Load
+from service.settings import Settings
+from service.threads import call_in_thread
+
+logger = logging.getLogger(__name__)
+
+# Called in a thread: path or repo id, revision.
+ReadRequirements = Callable[[str, str | None], Requirements]
+# Looks at a time; each may wait for the Hub.
+AT_ONCE = 2
+
+
+class PolicyReader:
+    """Reads what policies need, away from the event loop and below it."""
+
+    def __init__(self, read: ReadRequirements, at_once: int = AT_ONCE):
+        self._read = read
+        self._places = asyncio.Semaphore(at_once)
+
+    async def read(self, path: str, revision: str | None) -> Requirements:
+        """What a policy needs.
+
+        Raises:
+            PolicyError: it cannot be read.
+        """
+        async with self._places:
+            load = Load()
+            try:
+                return await call_in_thread(lambda: load.run(lambda: self._read(path, revision)), "policy-reader", 5)
+            except asyncio.CancelledError:
+                load.end("nobody waits for it any more")
+                raise
+            except JaxModelsError as error:
+                raise PolicyError(f"policy {path!r} cannot be used: {cut(error)}") from error
+            except ServiceError:
+                raise  # a place that is not allowed
+            except Exception as error:
+                # Its text may hold anything, so only its kind goes to the client.
+                logger.exception("reading what policy %r needs failed", path)
+                raise PolicyError(
+                    f"policy {path!r} cannot be used ({type(error).__name__}); the server's log says more"
+                ) from error
+
+
+log = logging.getLogger(__name__)
+
+REPO = re.compile(r"(?P<owner>[\w.-]{1,96})/[\w.-]{1,96}", re.ASCII)
+HINT = (
+    "it is neither in a folder of the setting policy_roots nor a Hub repo (owner/name) of one in policy_owners; "
+    "whoever runs the server may start it with --policy-roots FOLDER or --policy-owners OWNER"
+)
+# Whoever has an account can open one in the repo of an allowed owner, with a policy of theirs.
+_PULL_REQUEST = re.compile(r"(refs/)?pr/.*|refs/convert/.*", re.IGNORECASE | re.DOTALL)
+# What could be opened of a folder, which is asked again of every file when it is opened (`jaxmodels.PolicyFolder`).
+_OPENED = re.compile(r".+\.(json|safetensors)|orbax", re.DOTALL)
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
+
+
+class PolicyPlaces:
+    """The rules of one server.
+
+    Args:
+        roots: folders; those that are not there (yet) hold nothing.
+        owners: users and organisations of the Hub.
+        is_open: whether everything may be loaded when neither roots nor owners are given.
+    """
+
+    def __init__(self, roots: Iterable[str | Path] = (), owners: Iterable[str] = (), *, is_open: bool = False):
+        self._roots = tuple(Path(os.path.expanduser(root)) for root in roots)
+        self._owners = frozenset(owner.lower() for owner in owners)
+        self.is_open = is_open and not self._roots and not self._owners
+
+    def check(self, path: str, field: str = "policy_path", revision: str | None = None) -> None:
+        """Refuse a place that is not allowed. Looks at the disk, so it is called where that may take a moment.
+
+        The message is the same whether there is such a folder or not: it tells nobody what this machine has.
+
+        Raises:
+            InvalidRequest: at ``field``.
+        """
+        if self.is_open:
+            return
+        if "\0" in path or not (self._is_inside(path) or self._is_of_an_owner(path)):
+            raise InvalidRequest(f"{field}: {HINT}", ("body", field))
+        self.check_revision(revision, field.replace("policy_path", "revision"))
+
+    def check_revision(self, revision: str | None, field: str = "revision") -> None:
+        """Refuse a revision that is of anybody's: a pull request.
+
+        Raises:
+            InvalidRequest: at ``field``.
+        """
+        if not self.is_open and revision is not None and _PULL_REQUEST.fullmatch(revision):
+            raise InvalidRequest(
+                f"{field}: anybody may have opened this pull request; wanted a branch, a tag or a commit of the "
+                "repo's owner",
+                ("body", field),
+            )
+
+    def guarded(self, load: LoadPolicy) -> LoadPolicy:
+        """The same, but nothing is loaded from elsewhere: sessions of before a restart are asked again, too."""
+
+        def load_allowed(path: str, revision: str | None = None, /, *, like: Any = None, **more: Any) -> Policy:
+            if like is None:  # an update comes from the server's own copies of what was checked
+                try:
+                    self.check(path, revision=revision)
+                except InvalidRequest as error:
+                    raise PolicyError(str(error)) from None
+            return load(path, revision, like=like, **more)
+
+        return load_allowed
+
+    def guarded_reading(self, read: ReadRequirements) -> ReadRequirements:
+        """The same for whoever only wants to know what a policy needs."""
+
+        def read_allowed(path: str, revision: str | None) -> Requirements:
+            self.check(path, revision=revision)
+            return read(path, revision)
+
+        return read_allowed
+
+    def _is_inside(self, path: str) -> bool:
+        try:
+            folder = Path(os.path.expanduser(path)).resolve(strict=True)
+            roots = [root.resolve() for root in self._roots]
+            if not folder.is_dir() or not _is_in(folder, roots):
+                return False
+            names = sorted(os.listdir(folder))
+            known = [(folder / name).resolve(strict=True) for name in names if _OPENED.fullmatch(name)]
+        except (OSError, RuntimeError, ValueError):  # no such place, a loop of links, no text
+            return False
+        if ignored := [name for name in names if name.endswith(_PICKLES)]:
+            log.info("policy folder %s: %s may run code and are not opened", folder.name, ", ".join(ignored[:20]))
+        # A link among its files must not lead out of the roots either.
+        return all(_is_in(file, roots) for file in known)
+
+    def _is_of_an_owner(self, path: str) -> bool:
+        match = REPO.fullmatch(path)
+        if match is None or match["owner"].lower() not in self._owners or ".." in path:
+            return False
+        # What is a folder here would be loaded from here, and it is in none of the roots.
+        return not os.path.isdir(path)
+
+
+def opened_in(settings: PolicySettings) -> tuple[Path, ...] | None:
+    """Where a folder's files have to be when they are opened; None where whatever folder was allowed may be used."""
+    if not (settings.policy_roots or settings.policy_owners):
+        return None
+    return tuple(Path(os.path.expanduser(root)) for root in settings.policy_roots)
+
+
+def copies_in(folder: str | Path) -> tuple[Path, ...]:
+    """The same for an update, which comes from the server's own copies: in the folder itself, or beside it, where a
+    snapshot of the Hub's cache links to."""
+    place = Path(os.path.expanduser(folder))
+    return (place.parent.parent if place.parent.name == "snapshots" else place,)
+
+
+def _is_in(path: Path, roots: Iterable[Path]) -> bool:
+    return any(path == root or root in path.parents for root in roots)
+
+
+# Seconds that reading the small files of a policy may take.
+CHECK_PATIENCE = 15.0
+
+
+def policy_loader(settings: Settings, first_device: Callable[[], str | None]) -> LoadPolicy:
+    """Loads to the first device that works, where devices are named."""
+
+    def load(path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
+        name_caches(settings)
+        return jaxmodels.load_policy(
+            path,
+            revision,
+            settings.dtype,
+            first_device() or settings.device,
+            like=like,
+            on_progress=on_progress,
+            inspect=Inspection(settings.load_memory),
+            largest=settings.policy_bytes,
+            roots=opened_in(settings) if like is None else copies_in(path),
+        )
+
+    return load
+
+
+def requirements_reader(settings: Settings) -> ReadRequirements:
+    """Finds out what a policy needs before it is loaded; a process of its own reads the files."""
+    inspection = Inspection(settings.load_memory, patience=CHECK_PATIENCE)
+
+    def read(path: str, revision: str | None) -> jaxmodels.Requirements:
+        name_caches(settings)
+        return jaxmodels.read_requirements(path, revision, read=inspection.describe, roots=opened_in(settings))
+
+    return read
+
+
+def model_loader(settings: Settings) -> LoadModel:
+    """Loads the models of the settings."""
+
+    def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Model:
+        name_caches(settings)
+        return jaxmodels.load_model(path, revision, settings.dtype, settings.device, on_progress=on_progress)
+
+    return load
+
+
+def name_caches(settings: Settings) -> None:
+    """Tell JAX and the Hub's library where they keep things."""
+    # Both libraries read these when they are first used, which is after this, in a loader's thread.
+    if settings.compile_cache is not None:
+        os.environ["ROBOJAX_COMPILE_CACHE"] = settings.compile_cache
+    if settings.policy_cache is not None:
+        os.environ["HF_HUB_CACHE"] = settings.policy_cache

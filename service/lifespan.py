@@ -1,0 +1,167 @@
+"""Opens and closes everything a server runs, in order."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, AsyncExitStack
+
+import jaxmodels
+from service.api.context import App, Context
+from service.control.limits import Asked, read_limits
+from service.control.watchdog import Patience
+from service.engine_source import EngineSource
+from service.http.array_limits import ArrayLimits
+from service.inference.engine import LoadPolicy
+from service.inference.model_server import ForwardLimits, LoadModel, Models
+from service.inference.progress import Durations
+from service.logging import keeping
+from service.processes import collector_paused
+from service.recording.recordings import Recordings
+from service.rollout.webhooks import Webhooks
+from service.sessions.records import SessionRecords
+from service.sessions.request import Admit
+from service.sessions.store import Sessions, SessionSettings
+from service.settings import Settings
+from service.shared_sessions import SharedDatabase
+from service.state import state_folder
+from service.threads import call_in_thread
+from service.transport.link import Transport
+
+
+def session_settings(settings: Settings) -> SessionSettings:
+    """For the sessions.
+
+    Raises:
+        LimitsError: the file of limits cannot be used.
+    """
+    return SessionSettings(
+        max_sessions=settings.max_sessions,
+        max_cameras=settings.max_cameras,
+        rate=settings.rate,
+        max_rate=settings.max_rate,
+        frame_age_limit=settings.frame_age_limit,
+        starved_after=settings.starved_after,
+        hold_repeats=settings.hold_repeats,
+        failures_allowed=settings.failures_allowed,
+        input_timeout=settings.input_timeout,
+        joint_ranges=settings.joint_ranges,
+        patience=_patience(settings),
+        motion=Asked(
+            mode=settings.safety,
+            setting=settings.max_relative_target,
+            file=None if settings.limits is None else read_limits(settings.limits),
+        ),
+        on_hold=settings.on_hold,
+    )
+
+
+def _patience(settings: Settings) -> Patience:
+    return Patience(
+        degraded_after=settings.degraded_after,
+        stop_after=settings.stop_after,
+        frozen_after=settings.frozen_after,
+        frozen_stops=settings.frozen_stops,
+        bad_inputs=settings.bad_inputs,
+        action_age=settings.action_age_limit,
+        slow=settings.slow_inference,
+    )
+
+
+def forward_limits(settings: Settings) -> ForwardLimits:
+    """For the models."""
+    return ForwardLimits(
+        arrays=ArrayLimits(bytes=settings.max_forward_bytes),
+        memory=settings.max_forward_memory,
+        places=settings.max_forwards,
+        seconds=settings.answer_deadline,
+        beside_robots=settings.forward_beside_robots,
+    )
+
+
+def live(
+    app: App,
+    *,
+    source: EngineSource,
+    shared: SharedDatabase,
+    transport: Transport,
+    load: LoadPolicy,
+    load_model: LoadModel,
+    webhooks: Webhooks,
+    admit: Admit,
+    records: Callable[[], AbstractContextManager[SessionRecords]],
+) -> None:
+    """Have the app do so.
+
+    Args:
+        source: where its engine comes from.
+        shared: with which servers it shares its sessions.
+        admit: asked before a session is made.
+        records: what is to be known of sessions after this process was killed.
+
+    Raises:
+        LimitsError: the file of limits cannot be used.
+    """
+    settings = app.ctx.settings
+    of_sessions = session_settings(settings)
+    opened = AsyncExitStack()
+
+    @app.before_server_start
+    async def open_all(app: App) -> None:
+        opened.enter_context(keeping(app.ctx.logs))
+        app.ctx.started_at = time.monotonic()
+        engine = await opened.enter_async_context(source.opened(_durations(app.ctx)))
+        app.ctx.recordings = Recordings(settings, settings.state, lambda session_id: app.ctx.sessions.get(session_id))
+        try:
+            app.ctx.sessions = Sessions(
+                transport=transport,
+                load=load,
+                engine=engine,
+                settings=of_sessions,
+                tell=app.ctx.doors.direct.hears(app.ctx.recordings.hears(webhooks.tell)),
+                admit=shared.admit(source.admit(admit)),
+                records=opened.enter_context(records()),
+            )
+            await opened.enter_async_context(shared.opened(lambda: app.ctx.sessions))
+            app.ctx.models = Models(engine, forward_limits(settings), app.ctx.sessions.has_running_robot)
+            await opened.enter_async_context(webhooks.telling())
+            # Closed in the opposite order: no update begins any more while the sessions end.
+            opened.push_async_callback(app.ctx.recordings.close)
+            opened.push_async_callback(app.ctx.sessions.close)
+            opened.push_async_callback(app.ctx.models.close)
+            app.ctx.updates = await opened.enter_async_context(webhooks.updating(app.ctx.sessions))
+            # The server answers when they are there: one that cannot be loaded stops the start.
+            for name, (path, revision) in settings.models.items():
+                await app.ctx.models.load(name, path, revision, load_model)
+        except BaseException:
+            await opened.aclose()
+            raise
+
+    @app.before_server_stop
+    async def close_all(app: App) -> None:
+        # Sanic never cancels tasks by itself: every robot gets its hold and every room is left here.
+        await opened.aclose()
+
+
+def hold_first(app: App) -> None:
+    """Robots are held before anything else of the end is begun; called last, as Sanic ends in the opposite order."""
+
+    @app.before_server_stop
+    async def hold(app: App) -> None:
+        app.ctx.sessions.begin_close()
+
+
+def _durations(context: Context) -> Durations:
+    folder = state_folder(context.settings.state)
+    return Durations(None if folder is None else folder / "durations.json", context.metrics.prepared)
+
+
+def import_ahead(app: App) -> None:
+    """Importing JAX takes seconds: it begins when the server answers, in a thread, and a first session waits less."""
+
+    @app.after_server_start
+    async def begin(app: App) -> None:
+        app.ctx.importing = call_in_thread(_import_jax, "import-jax", niceness=5)
+
+
+def _import_jax() -> None:
+    with collector_paused():
+        _ = jaxmodels.load_policy

@@ -1,1 +1,0 @@
-"""Models that are no policies, served over HTTP."""

@@ -1,0 +1,128 @@
+"""Steps from and to a LeRobotDataset."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxmodels.data import Dataset, DatasetWriter, open_dataset
+from jaxmodels.errors import DatasetError
+from service.control.joints import SO100
+from service.recording.steps import Facts, RecordingError, Step
+
+STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
+_SO100 = {f"{joint.alias}.pos": joint for joint in SO100}
+
+
+class Frame:
+    """A camera's frame at a row, decoded when somebody looks.
+
+    Raises:
+        RecordingError: when it is looked at and cannot be decoded.
+    """
+
+    def __init__(self, dataset: Dataset, name: str, row: int):
+        self._dataset, self._name, self._row = dataset, name, row
+        self._pixels: np.ndarray | None = None
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """uint8 (h, w, 3), RGB."""
+        if self._pixels is None:
+            self._pixels = self._decode()
+        return self._pixels
+
+    def _decode(self) -> np.ndarray:
+        try:
+            return self._dataset.frames(self._name, np.array([self._row]))[0]
+        except DatasetError as error:
+            raise RecordingError(str(error)) from error
+
+
+class DatasetSource:
+    """The steps of a dataset: state and action as vectors, cameras as video or pictures; a damaged one is refused."""
+
+    damage: str | None = None
+
+    def __init__(self, folder: Path):
+        """Read what it is about.
+
+        Raises:
+            RecordingError: something of it is missing or cannot be read, or it has no state as wide as its actions.
+        """
+        try:
+            dataset = self._dataset = open_dataset(folder)
+            width = dataset.feature(ACTION).shape[0]
+            states = dataset.feature(STATE).shape[0]
+        except DatasetError as error:
+            raise RecordingError(str(error)) from error
+        if states != width:
+            raise RecordingError(f"{folder.name}: its state has {states} values and its action {width}; wanted as many")
+        names = dataset.joint_names or tuple(f"joint_{number + 1}" for number in range(width))
+        joints = [_SO100.get(name) for name in names]
+        self.facts = Facts(
+            rate=dataset.fps,
+            joints=names,
+            features=names,
+            low=np.array([joint.low if joint else -np.inf for joint in joints], np.float32),
+            high=np.array([joint.high if joint else np.inf for joint in joints], np.float32),
+            cameras=tuple(one.name.removeprefix(IMAGES) for one in dataset.cameras if one.name.startswith(IMAGES)),
+            robot_type=dataset.robot_type,
+            task=dataset.tasks[dataset.task_index[0]],
+            length=len(dataset),
+        )
+
+    def steps(self) -> Iterator[Step]:
+        """All steps, episode after episode.
+
+        Raises:
+            RecordingError: a file of it is missing or cannot be read.
+        """
+        dataset = self._dataset
+        try:
+            states, actions = dataset.vectors(STATE), dataset.vectors(ACTION)
+        except DatasetError as error:
+            raise RecordingError(str(error)) from error
+        for number, (start, end) in enumerate(zip(dataset.starts, dataset.ends, strict=True)):
+            task = dataset.tasks[dataset.task_index[start]]
+            for row in range(start, end):
+                pictures = {name: Frame(dataset, f"{IMAGES}{name}", row) for name in self.facts.cameras}
+                yield Step(number, row - start, states[row], actions[row], pictures, task)
+
+
+# The task of episodes in which nobody said what was to be done.
+UNNAMED = "unnamed"
+
+
+def write_dataset(
+    folder: Path, facts: Facts, steps: Iterable[Step], on_step: Callable[[], object] = lambda: None
+) -> DatasetWriter:
+    """A new dataset folder of all these steps; what it holds, counted.
+
+    Args:
+        on_step: told of every step that was written.
+
+    Raises:
+        RecordingError: it cannot be made; nothing is left behind.
+        OSError: the disk does not take it.
+    """
+    before: Step | None = None
+    try:
+        with DatasetWriter(
+            folder, fps=facts.rate, joint_names=facts.features, cameras=facts.cameras, robot_type=facts.robot_type
+        ) as writer:
+            for step in steps:
+                if before is not None and before.episode != step.episode:
+                    writer.end_episode(before.task.strip() or UNNAMED)
+                pixels = {f"{IMAGES}{camera}": step.pictures[camera].pixels for camera in facts.cameras}
+                writer.add({STATE: step.state, ACTION: step.action, **pixels})
+                before = step
+                on_step()
+            if before is None:
+                raise RecordingError(
+                    "there is nothing to make a dataset of: the robot was never sent anywhere with all cameras in sight"
+                )
+            writer.end_episode(before.task.strip() or UNNAMED)
+    except DatasetError as error:
+        raise RecordingError(str(error)) from error
+    return writer

@@ -1,0 +1,244 @@
+"""Topics, schemas and header of a recording.
+
+Pictures and events have the schemas that Foxglove knows (https://docs.foxglove.dev/docs/sdk/schemas); everything else
+is flat enough to be plotted by its path, e.g. ``/joints.position.Rotation``.
+"""
+
+import binascii
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from service.control.joints import SO100, Joint
+
+# LeRobot's name of the robot whose joints these are.
+SO100_ROBOT = "so100_follower"
+HEAD, END = "robojax", "robojax.end"
+FORMAT = "robojax-recording-1"
+# Of steps per second, of joints or cameras, and of letters in the name of one.
+LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e5
+MOST_NAMES, LONGEST_NAME = 1000, 200
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The session, its robot and its policy.
+
+    Attributes:
+        rate: control ticks per second.
+        action_rate: actions per second that the policy's chunks are meant for.
+        joints: wire names, in the order of all values.
+        features: the same joints as LeRobot calls them, e.g. ``shoulder_pan.pos``.
+        low, high: range of each joint, None where nobody knows it.
+        task: what the robot is to do, in words.
+        owner: whose key made the session; None where there are no keys.
+        limits: of motion, by joint, as the session's stats show them.
+        wall_ns, monotonic_ns: one moment on both clocks: the time since 1970, and that of the control loop.
+    """
+
+    session_id: str
+    policy_path: str
+    policy_type: str
+    commit: str | None
+    rate: float
+    action_rate: float
+    joints: tuple[str, ...]
+    features: tuple[str, ...]
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+    cameras: tuple[str, ...]
+    task: str
+    is_dry_run: bool
+    version: str
+    wall_ns: int
+    monotonic_ns: int
+    robot_type: str | None = None
+    owner: str | None = None
+    limits: Mapping[str, object] | None = None
+
+    def to_metadata(self) -> dict[str, str]:
+        """Text for every field, as an MCAP metadata record holds it."""
+        return {"format": FORMAT, **{name: json.dumps(value) for name, value in asdict(self).items()}}
+
+    @classmethod
+    def from_metadata(cls, found: Mapping[str, str]) -> "Subject":
+        """The inverse.
+
+        Raises:
+            ValueError: another format, or a field is missing or garbled.
+        """
+        if found.get("format") != FORMAT:
+            raise ValueError(f"its format is {str(found.get('format'))[:40]!r}, wanted {FORMAT!r}")
+        values = {}
+        for field in fields(cls):
+            if field.name not in found:
+                raise ValueError(f"{field.name} is missing")
+            value = json.loads(found[field.name])
+            value = tuple(value) if isinstance(value, list) else value
+            if not _KINDS[field.name](value):
+                raise ValueError(f"{field.name} is {str(value)[:40]!r}")
+            values[field.name] = value
+        subject = cls(**values)
+        width = len(subject.joints)
+        if not (width and len(subject.features) == len(subject.low) == len(subject.high) == width):
+            raise ValueError("joints, their names and their ranges differ in number")
+        return subject
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_rate(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and LOWEST_RATE <= value <= HIGHEST_RATE
+
+
+def _are_names(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MOST_NAMES
+        and all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in value)
+        and len(set(value)) == len(value)
+    )
+
+
+def _are_bounds(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        one is None or (not isinstance(one, bool) and isinstance(one, int | float) and abs(one) < 1e30) for one in value
+    )
+
+
+def _is_time(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int) and 0 <= value < 1 << 63
+
+
+# Checked one by one: a file that a stranger wrote is listed beside all others.
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("session_id", "policy_path", "policy_type", "task", "version"), _is_text),
+    **dict.fromkeys(("commit", "robot_type", "owner"), _is_text_or_none),
+    **dict.fromkeys(("rate", "action_rate"), _is_rate),
+    **dict.fromkeys(("joints", "features", "cameras"), _are_names),
+    **dict.fromkeys(("low", "high"), _are_bounds),
+    **dict.fromkeys(("wall_ns", "monotonic_ns"), _is_time),
+    "is_dry_run": lambda value: isinstance(value, bool),
+    "limits": lambda value: value is None or isinstance(value, dict),
+}
+
+
+def feature_names(joints: Sequence[Joint]) -> tuple[tuple[str, ...], str | None]:
+    """LeRobot's names of these joints, and its name of the robot when it is one that it knows."""
+    if tuple(joints) == SO100:
+        return tuple(f"{joint.alias}.pos" for joint in joints), SO100_ROBOT
+    return tuple(joint.name if "." in joint.name else f"{joint.name}.pos" for joint in joints), None
+
+
+def bounds(values: Sequence[float]) -> tuple[float | None, ...]:
+    """The same, with None for what is infinite: JSON has no such number."""
+    return tuple(value if math.isfinite(value) else None for value in values)
+
+
+IMAGE, LOG = "foxglove.CompressedImage", "foxglove.Log"
+JOINTS, COMMANDS, TICKS, CHUNKS, EVENTS = "/joints", "/commands", "/ticks", "/chunks", "/events"
+CAMERAS = "/cameras/"
+INFO, WARNING, ERROR = 2, 3, 4
+# The event that says what is to be done from here on, in words.
+TASK = "task"
+
+Json = dict[str, Any]
+
+_TIME: Json = {
+    "type": "object",
+    "title": "time",
+    "properties": {
+        "sec": {"type": "integer", "minimum": 0},
+        "nsec": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+    },
+}
+_POSITION: Json = {"type": "object", "additionalProperties": {"type": "number"}}
+
+
+def _schema(title: str, **properties: Json) -> Json:
+    return {"title": title, "type": "object", "properties": {"timestamp": _TIME, **properties}}
+
+
+# topic (or beginning of one) -> schema
+SCHEMAS: Mapping[str, Json] = {
+    CAMERAS: _schema(
+        IMAGE,
+        frame_id={"type": "string"},
+        data={"type": "string", "contentEncoding": "base64"},
+        format={"type": "string"},
+    ),
+    JOINTS: _schema("robojax.Joints", position=_POSITION),
+    COMMANDS: _schema("robojax.Command", position=_POSITION, is_sent={"type": "boolean"}),
+    TICKS: _schema(
+        "robojax.Tick",
+        since_last_ms={"type": "number", "description": "Since the tick before; 0 for the first."},
+        hold={"type": "string", "description": "Why the robot is held; empty while it may move."},
+    ),
+    CHUNKS: _schema(
+        "robojax.Chunk",
+        seen_at=_TIME,
+        age_ms={"type": "number", "description": "From the frames it belongs to until it was taken."},
+        actions={"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
+    ),
+    EVENTS: _schema(
+        LOG,
+        level={"type": "integer"},
+        message={"type": "string"},
+        name={"type": "string"},
+        file={"type": "string"},
+        line={"type": "integer"},
+    ),
+}
+
+
+def camera_topic(camera: str) -> str:
+    """Where the pictures of this camera are."""
+    return f"{CAMERAS}{camera}"
+
+
+def camera_of(topic: str) -> str | None:
+    """The inverse; None for the topic of something else."""
+    return topic.removeprefix(CAMERAS) if topic.startswith(CAMERAS) else None
+
+
+def picture(at: int, camera: str, jpeg: bytes) -> bytes:
+    """One frame; ``at`` is nanoseconds since 1970, here and below."""
+    # Written by hand: encoding its text character by character would take longer than the picture itself.
+    head = json.dumps({"timestamp": _time(at), "frame_id": camera, "format": "jpeg"}, separators=(",", ":"))
+    return b"".join((head[:-1].encode(), b',"data":"', binascii.b2a_base64(jpeg, newline=False), b'"}'))
+
+
+def position(at: int, names: Sequence[str], values: Sequence[float], **more: object) -> bytes:
+    """Where joints are, or are sent."""
+    return _json(at, position=dict(zip(names, values, strict=True)), **more)
+
+
+def tick(at: int, since_last: float, hold: str | None) -> bytes:
+    """That there was a tick."""
+    return _json(at, since_last_ms=round(since_last * 1e3, 3), hold=hold or "")
+
+
+def chunk(at: int, seen_at: int, actions: Sequence[Sequence[float]]) -> bytes:
+    """A chunk that was taken."""
+    return _json(at, seen_at=_time(seen_at), age_ms=round((at - seen_at) / 1e6, 3), actions=actions)
+
+
+def event(at: int, level: int, code: str, text: str) -> bytes:
+    """Something that happened: a stable code, and a text for people."""
+    return _json(at, level=level, message=text, name=code, file="", line=0)
+
+
+def _json(at: int, **fields: object) -> bytes:
+    return json.dumps({"timestamp": _time(at), **fields}, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _time(at: int) -> dict[str, int]:
+    return {"sec": at // 1_000_000_000, "nsec": at % 1_000_000_000}

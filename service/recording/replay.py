@@ -1,0 +1,272 @@
+"""Open-loop comparison of a recording with a policy; plots."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from service.inference.loaded_policy import told
+from service.recording.dataset import IMAGES, STATE
+from service.recording.steps import Facts, RecordingError, Source, Step
+
+
+class Needs(Protocol):
+    """What is asked of a policy's requirements."""
+
+    @property
+    def cameras(self) -> Mapping[str, tuple[int, int]]: ...
+    @property
+    def state(self) -> int | None: ...
+    @property
+    def action(self) -> int: ...
+    @property
+    def action_steps(self) -> int: ...
+    @property
+    def language(self) -> bool: ...
+
+
+class Acting(Protocol):
+    """A policy that answers a chunk (1, t, a) to an observation."""
+
+    @property
+    def requirements(self) -> Any: ...
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray: ...
+
+
+class Misfit(Exception):
+    """The policy needs what the recording does not have; the text lists all of it."""
+
+
+@dataclass
+class Episode:
+    """One episode, with what the policy would have done.
+
+    Attributes:
+        recorded: (n, a) what was done.
+        predicted: (n, a) what the policy answered for the same tick, NaN where it was not asked.
+        asked: the ticks at which it was asked.
+    """
+
+    recorded: np.ndarray
+    predicted: np.ndarray
+    asked: list[int]
+
+
+@dataclass(frozen=True)
+class JointError:
+    """How far off one joint is, in its own units and in % of its range (None where nobody knows the range)."""
+
+    name: str
+    mean: float
+    largest: float
+    mean_percent: float | None
+    largest_percent: float | None
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Attributes:
+        seconds: of each inference.
+    """
+
+    facts: Facts
+    episodes: list[Episode] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Ticks that were compared."""
+        return sum(int(np.isfinite(episode.predicted).all(1).sum()) for episode in self.episodes)
+
+    def joints(self) -> list[JointError]:
+        """The error of each joint over all episodes."""
+        errors = np.concatenate([np.abs(episode.predicted - episode.recorded) for episode in self.episodes])
+        mean, largest = np.nanmean(errors, 0), np.nanmax(errors, 0)
+        span = np.asarray(self.facts.high, float) - np.asarray(self.facts.low, float)
+        if not np.isfinite(span).all():
+            done = np.concatenate([episode.recorded for episode in self.episodes])
+            # The next best: as far as the joint went in this recording.
+            span = np.where(np.isfinite(span), span, np.ptp(done, axis=0))
+        found = []
+        for name, one, most, width in zip(self.facts.joints, mean, largest, span, strict=True):
+            share = 100 / width if width > 0 else None
+            found.append(
+                JointError(
+                    name,
+                    float(one),
+                    float(most),
+                    None if share is None else float(one * share),
+                    None if share is None else float(most * share),
+                )
+            )
+        return found
+
+    @property
+    def mean_percent(self) -> float | None:
+        """The mean over all joints that have a range."""
+        known = [joint.mean_percent for joint in self.joints() if joint.mean_percent is not None]
+        return sum(known) / len(known) if known else None
+
+
+def check(facts: Facts, needs: Needs) -> None:
+    """Whether the policy can be asked about this recording at all.
+
+    Raises:
+        Misfit: it cannot; lists every reason.
+    """
+    wrong = []
+    if needs.action != len(facts.joints):
+        wrong.append(f"its actions have {needs.action} values, the recording's {len(facts.joints)}")
+    if needs.state not in (None, len(facts.joints)):
+        wrong.append(f"it reads a state of {needs.state} values, the recording has {len(facts.joints)}")
+    if missing := sorted(set(needs.cameras) - set(facts.cameras)):
+        have = ", ".join(facts.cameras) or "none"
+        wrong.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
+    if needs.language and not facts.task.strip():
+        wrong.append("it does what it is told, and the recording does not say what that was")
+    if wrong:
+        raise Misfit("; ".join(wrong))
+
+
+def play(
+    source: Source,
+    policy: Acting,
+    *,
+    every: int | None = None,
+    on_step: Callable[[Step, np.ndarray | None], None] = lambda step, chunk: None,
+) -> Report:
+    """Ask the policy every so many ticks, and hold its chunk against what was done in the ticks that follow.
+
+    Args:
+        every: ticks from one question to the next; as many as the policy wants to be executed when None.
+        on_step: told of every step, with the chunk (t, a) where the policy was asked.
+
+    Raises:
+        Misfit: the policy does not fit the recording.
+        RecordingError: the recording cannot be read, or there is nothing in it.
+    """
+    needs = policy.requirements
+    check(source.facts, needs)
+    stride = every or needs.action_steps
+    report = Report(source.facts)
+    actions: list[np.ndarray] = []
+    chunks: dict[int, np.ndarray] = {}
+    episode: int | None = None
+    for step in source.steps():
+        if step.episode != episode:
+            _close(report, actions, chunks, stride)
+            actions, chunks, episode = [], {}, step.episode
+        chunk = None
+        if len(actions) % stride == 0:
+            began = time.perf_counter()
+            chunk = policy.act(_observation(step, needs))[0]
+            report.seconds.append(time.perf_counter() - began)
+            chunks[len(actions)] = chunk
+        actions.append(step.action)
+        on_step(step, chunk)
+    _close(report, actions, chunks, stride)
+    if not report.episodes:
+        raise RecordingError("there is nothing to play: the robot was never sent anywhere with all cameras in sight")
+    return report
+
+
+def _close(report: Report, actions: list[np.ndarray], chunks: Mapping[int, np.ndarray], stride: int) -> None:
+    if not actions:
+        return
+    recorded = np.stack(actions).astype(np.float64)
+    predicted = np.full_like(recorded, np.nan)
+    for start, chunk in chunks.items():
+        part = chunk[: min(stride, len(actions) - start)]
+        predicted[start : start + len(part)] = part
+    report.episodes.append(Episode(recorded, predicted, sorted(chunks)))
+
+
+def _observation(step: Step, needs: Needs) -> dict[str, np.ndarray]:
+    found = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in needs.cameras}
+    if needs.state is not None:
+        found[STATE] = step.state[None].astype(np.float32)
+    return found | told(step.task) if needs.language else found
+
+
+WIDTH, ROW = 11.0, 1.7  # inches
+
+
+def save_plot(path: Path, report: Report, title: str) -> None:
+    """Draw it; the file's ending says the format.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: matplotlib does not know the format.
+    """
+    # Its own figure, not pyplot's: no window system is asked for anything.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    joints, rate = report.joints(), report.facts.rate
+    figure = Figure(figsize=(WIDTH, ROW * len(joints) + 1), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(joints), 1, sharex=True, squeeze=False)[:, 0]
+    ends = np.cumsum([len(episode.recorded) for episode in report.episodes])
+    for number, (joint, axis) in enumerate(zip(joints, axes, strict=True)):
+        start = 0
+        for end, episode in zip(ends, report.episodes, strict=True):
+            seconds = np.arange(start, end) / rate
+            is_first = start == 0
+            axis.plot(seconds, episode.recorded[:, number], color="C0", label="recorded" if is_first else None)
+            axis.plot(seconds, episode.predicted[:, number], color="C1", lw=1, label="policy" if is_first else None)
+            axis.plot(seconds[episode.asked], episode.predicted[episode.asked, number], ".", color="C1", ms=3)
+            if end != ends[-1]:
+                axis.axvline(end / rate, color="0.7", lw=0.8, ls="--")
+            start = int(end)
+        share = "" if joint.mean_percent is None else f" ({joint.mean_percent:.1f} %)"
+        axis.set_ylabel(joint.name)
+        axis.set_title(f"mean error {joint.mean:.2f}{share}, largest {joint.largest:.2f}", loc="right", fontsize=8)
+        axis.grid(alpha=0.3)
+    axes[0].legend(loc="upper left", fontsize=8)
+    axes[-1].set_xlabel("seconds")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+INSTALL = "pip install 'robojax[rerun]'"
+
+
+class Viewer:
+    """Shows steps as they are played."""
+
+    def __init__(self, facts: Facts, save: Path | None):
+        """Open a viewer, or write a file that it opens.
+
+        Raises:
+            ImportError: Rerun is not installed.
+            RuntimeError: the viewer does not start.
+        """
+        import rerun  # pyright: ignore[reportMissingImports] - an extra
+
+        self._rerun: Any = rerun
+        self._facts = facts
+        self._step = 0
+        rerun.init("robojax replay", spawn=save is None)
+        if save is not None:
+            rerun.save(save)
+
+    def show(self, step: Step, chunk: np.ndarray | None) -> None:
+        """One step, and the policy's answer where it was asked."""
+        rerun, rate = self._rerun, self._facts.rate
+        rerun.set_time("tick", duration=self._step / rate)
+        for camera, picture in step.pictures.items():
+            rerun.log(f"cameras/{camera}", rerun.Image(picture.pixels).compress(jpeg_quality=85))
+        for number, joint in enumerate(self._facts.joints):
+            rerun.log(f"joints/{joint}/measured", rerun.Scalars(float(step.state[number])))
+            rerun.log(f"joints/{joint}/recorded", rerun.Scalars(float(step.action[number])))
+        if chunk is not None:
+            for ahead, action in enumerate(chunk):
+                rerun.set_time("tick", duration=(self._step + ahead) / rate)
+                for number, joint in enumerate(self._facts.joints):
+                    rerun.log(f"joints/{joint}/policy", rerun.Scalars(float(action[number])))
+        self._step += 1

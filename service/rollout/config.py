@@ -1,0 +1,118 @@
+"""Settings of rollouts and webhooks."""
+
+from dataclasses import dataclass
+
+from pydantic import Field, FiniteFloat
+
+from service.setting_types import Group, Names, Seconds
+
+
+@dataclass(frozen=True)
+class DeploymentSettings:
+    """All times in seconds.
+
+    Attributes:
+        quiet: nothing further was pushed for so long before a push counts as complete; a LeRobot publish is 4 commits.
+        longest: after so long it is deployed even when pushes go on.
+        poll: how often heads are looked at, for webhooks that were lost; None for never.
+        jitter: part of ``poll`` that each may be early or late, so that a fleet does not ask at once.
+        transfers: how often a commit is fetched before bad bytes are taken for the commit's own fault.
+        transfer_pause: before the second; doubled for each further one.
+        superseded: so many in a row are given up for a newer commit; the next is brought to its end, or pushes that
+            come faster than one is prepared would keep all of them from arriving.
+        preparing: for loading, compiling and the gates, per session.
+        swapping: until the session took the new policy over.
+        retry: after a failure that was not the commit's; doubled for each further one, up to ``retry_longest``.
+        kept: records.
+    """
+
+    quiet: float = 20.0
+    longest: float = 300.0
+    poll: float | None = 180.0
+    jitter: float = 0.2
+    transfers: int = 3
+    transfer_pause: float = 2.0
+    superseded: int = 3
+    preparing: float = 900.0
+    swapping: float = 120.0
+    retry: float = 120.0
+    retry_longest: float = 3600.0
+    kept: int = 500
+
+    def __post_init__(self) -> None:
+        times = {name: getattr(self, name) for name in ("quiet", "transfer_pause", "retry", "retry_longest")}
+        limits = {name: getattr(self, name) for name in ("longest", "preparing", "swapping")}
+        limits |= {} if self.poll is None else {"poll": self.poll}
+        counts = {name: getattr(self, name) for name in ("transfers", "superseded", "kept")}
+        wrong = [f"{name} {value}: wanted 0 seconds or more" for name, value in times.items() if value < 0]
+        wrong += [f"{name} {value}: wanted more than 0 seconds" for name, value in limits.items() if value <= 0]
+        wrong += [f"{name} {value}: wanted 1 or more" for name, value in counts.items() if value < 1]
+        if not 0 <= self.jitter < 1:
+            wrong.append(f"jitter {self.jitter}: wanted a part from 0 to below 1")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+
+class UpdateSettings(Group):
+    """Policy updates"""
+
+    update_quiet: Seconds = Field(
+        default=20.0, description="Seconds without another push after which a push is looked at; a publish is several."
+    )
+    update_latest: Seconds = Field(default=300.0, description="Seconds after which it is looked at anyway.")
+    update_poll: FiniteFloat = Field(
+        default=300.0, ge=0, description="Seconds between looks at the Hub for pushes nobody told of; 0 for never."
+    )
+    update_probation: Seconds = Field(
+        default=30.0, description="Seconds that a new policy has to run well before the old one is not gone back to."
+    )
+    update_fade: FiniteFloat = Field(
+        default=0.2, ge=0, le=10, description="Seconds over which the first actions of a new policy are led over to."
+    )
+    update_patience: Seconds = Field(
+        default=60.0, description="Seconds that a held robot is waited for before a new policy is given up."
+    )
+    update_difference: FiniteFloat = Field(
+        default=0.25,
+        gt=0,
+        description="How far an action of a new policy may be from the running one's, as a part of its joint's range.",
+    )
+    update_step: FiniteFloat = Field(
+        default=0.15,
+        gt=0,
+        description="How far a command may move a joint in one tick on probation, as a part of its range.",
+    )
+    update_slow: FiniteFloat = Field(
+        default=0.5, gt=0, description="Part of the time a chunk is executed in that an inference may take."
+    )
+    update_cache_bytes: int = Field(
+        default=20 << 30, ge=1 << 20, description="Bytes that one revision of a policy may have."
+    )
+
+
+class WebhookSettings(Group):
+    """Webhooks"""
+
+    state: str | None = Field(
+        default=None,
+        description="Folder that keeps sessions, webhooks and policy updates over restarts, or off; default: "
+        "robojax/PORT in the user's state folder.",
+    )
+    webhook_secret_file: str | None = Field(
+        default=None,
+        description="File with the secrets that deliveries may carry, one per line; default: WEBHOOK_SECRET of the "
+        "environment. Without one only this machine may deliver.",
+    )
+    registry: bool = Field(default=False, description="Keep webhooks of this server's own, at /api/settings/webhooks.")
+    registry_token_file: str | None = Field(
+        default=None,
+        description="File with the tokens that may manage them, one per line; default: one made in the state folder.",
+    )
+    registry_allow: Names = Field(
+        default=(),
+        description="Networks that deliveries may go to although they are private, as 192.168.1.0/24.",
+    )
+    registry_watch: Names = Field(
+        default=(), description="Policy folders whose changes are events, as owner/name=path."
+    )
+    registry_jobs: str | None = Field(default=None, description="TOML file with the jobs that webhooks may start.")

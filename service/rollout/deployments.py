@@ -1,0 +1,438 @@
+"""All deployments: triggers to outcomes, for the API."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hooks.database import Database
+from hooks.errors import SourceError
+from hooks.payload import WebhookPayload
+from service.errors import ServiceError, SourceFailed, UnknownDeployment, UpdateFailed
+from service.rollout.config import DeploymentSettings
+from service.rollout.deployment import WENT_BACK, Asked, Followed, Lane, Standing
+from service.rollout.records import SCHEMA, Journal, OnEvent, Record, ensure_tables
+from service.rollout.rollout import RolloutLike
+from service.rollout.sources import FolderSource, Heads, Source
+from service.rollout.triggers import Hint, Hints, Reading, Retries, Target, newest, read
+
+logger = logging.getLogger(__name__)
+
+# Seconds for which a rollback that somebody asked for waits until it is written down.
+WRITING = 0.1
+
+
+class Deployments:
+    """All of them. A webhook is a hint: what is deployed is the head of the ref at that time, by its sha.
+
+    Attributes:
+        quarantine: commits that are not deployed by themselves; `Quarantine.release` lets one go.
+    """
+
+    def __init__(
+        self,
+        *,
+        sources: Callable[[str], Source],
+        rollout: RolloutLike,
+        database: Database | str | Path | None = None,
+        settings: DeploymentSettings | None = None,
+        on_event: OnEvent | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        """Open it; nothing happens before `run`.
+
+        Args:
+            sources: the source of a repo.
+            rollout: the sessions.
+            database: a file, an open database, or None for memory.
+            on_event: told of what happened (``EVENTS``) with the record as JSON.
+            now: seconds of the clock that hints are held by.
+        """
+        self.settings = settings or DeploymentSettings()
+        self._database = database if isinstance(database, Database) else Database(database, SCHEMA)
+        self._is_ours = self._database is not database
+        if not self._is_ours:
+            self._database.run_now(ensure_tables)
+        self._journal = Journal(self._database, self.settings.kept, on_event)
+        self.quarantine = self._journal.quarantine
+        self._sources = sources
+        self._rollout = rollout
+        self._now = now
+        self._standing = Standing(rollout)
+        self._heads = Heads(sources)
+        self._lane = Lane(sources, rollout, self.settings, self._standing, self._journal)
+        self._retries = Retries(self.settings.retry, self.settings.retry_longest)
+        self._hints = Hints(self.settings.quiet, self.settings.longest, now)
+        self._waiting: dict[Target, Hint] = {}
+        self._superseded: dict[Target, int] = {}  # in a row
+        self._asked: set[Asked] = set()
+        self._ripe = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        """Close the database, if it was opened here."""
+        if self._is_ours:
+            self._database.close()
+
+    def list(self, limit: int = 50) -> Sequence[Record]:
+        """Newest first."""
+        return self._journal.records.list(limit)
+
+    def get(self, id: str) -> Record:
+        """One; KeyError when there is none, or no more."""
+        return self._journal.records.get(id)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is held, waiting or going on."""
+        return self._hints.is_empty and self._lane.is_free and not (self._waiting or self._tasks)
+
+    def hint(self, payload: WebhookPayload, delivery_id: str | None) -> Reading:
+        """Take a delivery as a reason to look at the heads that it is about. From any thread; never waits."""
+        reading = read(payload, self._rollout.followers())
+        ids = (delivery_id,) if delivery_id else ()
+        for target in reading.targets:
+            self._hints.tell(Hint(target, "webhook", payload.webhook.id, ids))
+        if reading.alert is not None:
+            record = Record(payload.repo.name, None, "webhook", webhook_id=payload.webhook.id, delivery_ids=[*ids])
+            record.end("alert", *reading.alert)
+            loop = self._loop
+            if loop is None:
+                self._journal.save_now(record)
+            else:
+                loop.call_soon_threadsafe(lambda: self._start(self._journal.finish(record)))
+        return reading
+
+    def look(self, repo: str) -> None:
+        """Take anything else, a changed folder say, as a reason to look at what is followed of a repo."""
+        for target in self._standing.targets():
+            if target.repo == repo:
+                self._hints.tell(self._seen(target))
+
+    async def run(self) -> None:
+        """Deploy until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._listen())
+                group.create_task(self._work())
+                group.create_task(self._poll())
+        finally:
+            self._loop = None
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def deploy(
+        self, session_id: str, revision: str | None = None, *, force: bool = False, wait: bool = True
+    ) -> Record:
+        """Bring a revision to one session, whatever its mode; older ones too.
+
+        Args:
+            revision: branch, tag or commit; the ref that the session follows when None.
+            force: even if it is in quarantine; it is released if it goes well.
+            wait: until the end of its probation; else the record is returned as it begins.
+
+        Raises:
+            SourceError: ``unknown_session``.
+        """
+        one = self._standing.session(session_id)
+        record = Record(one.repo, revision or one.ref, "request", sessions=[session_id])
+        self._lane.give_up(session_id, "request", "somebody asked for another one")
+        await self._journal.save(record)
+        task = self._start(self._requested(record, session_id, force))
+        if wait:
+            await asyncio.shield(task)  # who asked may go away; the robot is not left halfway
+        return record
+
+    async def keep(self, record: Record) -> None:
+        """Return when it is on the disk as it is now, for whoever is about to tell of it."""
+        await self._journal.save(record)
+
+    async def rollback(self, session_id: str) -> Record:
+        """Back to the policy before, at once; what ran is put into quarantine.
+
+        Raises:
+            SourceError: ``unknown_session``.
+        """
+        one = self._standing.session(session_id)
+        record = Record(one.repo, one.ref, "request", sha=one.sha, sessions=[session_id])
+        self._lane.give_up(session_id, "rollback", WENT_BACK, is_asked=True)
+        for asked in self._asked:
+            asked.is_withdrawn |= asked.session == session_id
+        await asyncio.shield(self._start(self._go_back(record, session_id)))  # who asked may go away
+        return record
+
+    async def _go_back(self, record: Record, session_id: str) -> None:
+        record.begin("swapping")
+        # A process that is killed here must not bring back what somebody wanted to be rid of. A disk that is slow, or
+        # away, is not waited for: the robot is what matters.
+        await asyncio.wait((self._start(self._journal.save(record)),), timeout=WRITING)
+        try:
+            record.sha = self._standing.session(session_id).sha  # another one may have taken over meanwhile
+            verdict = await self._rollout.rollback(session_id)
+        except SourceError as error:
+            record.end("failed", "gone", str(error))
+        except Exception as error:
+            logger.exception("deployment %s: the rollback of session %s crashed", record.id, session_id)
+            record.end("failed", "crash", f"{type(error).__name__}; the service's log says more")
+        else:
+            record.figures[session_id] = {"swap": dict(verdict.figures)}
+            if verdict.reason is not None:
+                record.end("failed", verdict.reason, verdict.text)
+            else:
+                record.end("rolled_back", "request", f"session {session_id} was rolled back by request")
+                await self._journal.isolate(record)
+        await self._journal.finish(record)
+
+    async def reconcile(self) -> None:
+        """Look at the head of everything that is followed; what is new is held like a delivery."""
+        for target in self._standing.targets():
+            head = await self._heads.ask(target)
+            if (
+                head is not None
+                and self._standing.wanting(target, head)
+                and self.quarantine.get(target.repo, head) is None
+                and self._retries.may((target, head), self._now())
+            ):
+                self._hints.tell(self._seen(target))
+
+    def _seen(self, target: Target) -> Hint:
+        return Hint(target, "folder" if isinstance(self._sources(target.repo), FolderSource) else "poll")
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _poll(self) -> None:
+        if self.settings.poll is None:
+            return
+        while True:
+            try:
+                await self.reconcile()
+            except Exception:
+                logger.exception("looking at the heads crashed; it is done again")
+            spread = self.settings.jitter * random.uniform(-1, 1)
+            await asyncio.sleep(self.settings.poll * (1 + spread))
+
+    async def _listen(self) -> None:
+        while True:
+            for hint in await self._hints.due():
+                self._waiting[hint.target] = hint.after(self._waiting.get(hint.target))
+                self._ripe.set()
+                if self._lane.preparing(hint.target):
+                    self._start(self._look_for_newer(hint.target))
+
+    def _may_supersede(self, target: Target) -> bool:
+        return self._superseded.get(target, 0) < self.settings.superseded
+
+    async def _look_for_newer(self, target: Target) -> None:
+        """A hint about what is being prepared right now: the same commit again, or a newer one?"""
+        if not self._may_supersede(target):
+            return
+        head = await self._heads.ask(target)
+        deployment = self._lane.preparing(target)
+        if head is None or deployment is None:
+            return  # the hint stays, and its own deployment says why
+        if head != deployment.sha:
+            deployment.give_up("newer", f"{head[:12]} came while it was being prepared")
+        elif hint := self._waiting.pop(target, None):
+            record = deployment.record
+            record.delivery_ids = [*newest((*record.delivery_ids, *hint.delivery_ids))]
+
+    async def _work(self) -> None:
+        while True:
+            await self._ripe.wait()
+            self._ripe.clear()
+            while self._waiting:
+                await self._followed(self._waiting.pop(next(iter(self._waiting))))
+
+    async def _followed(self, hint: Hint) -> None:
+        target, ids = hint.target, [*hint.delivery_ids]
+        record = Record(target.repo, target.ref, hint.trigger, webhook_id=hint.webhook_id, delivery_ids=ids)
+        again = (lambda: self._hints.tell(hint)) if self._may_supersede(target) else None
+        await self._lane.deploy(record, Followed(target, self._standing, self.quarantine, self._heads, again))
+        is_superseded = record.result == "superseded" and record.reason == "newer"
+        self._superseded[target] = self._superseded.get(target, 0) + 1 if is_superseded else 0
+        if record.result == "failed":
+            self._retries.failed((target, record.sha), self._now())
+        elif record.result in ("swapped", "staged"):
+            self._retries.forget((target, record.sha))
+
+    async def _requested(self, record: Record, session_id: str, force: bool) -> None:
+        asked = Asked(session_id, self._standing, self.quarantine, force)
+        self._asked.add(asked)
+        try:
+            head = await self._heads.ask(Target.of(self._standing.session(session_id)))
+            await self._lane.deploy(record, asked)
+        except SourceError as error:  # it ended before its turn came
+            record.end("failed", "gone", str(error))
+            await self._journal.finish(record)
+            return
+        finally:
+            self._asked.discard(asked)
+        if record.result != "swapped" or record.sha is None:
+            return
+        if head is not None:
+            # Before anything that waited for this looks: what was asked for stays until something newer is pushed.
+            self._standing.declined[session_id] = head
+        if force:
+            await self.quarantine.release(record.sha, record.repo)
+
+
+class RecordLike(Protocol):
+    """One update, as it is now; it changes while the update goes on."""
+
+    @property
+    def sessions(self) -> Sequence[str]: ...
+    @property
+    def result(self) -> str | None: ...
+    @property
+    def reason(self) -> str | None: ...
+    @property
+    def sha(self) -> str | None: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def stages(self) -> Sequence[Any]: ...
+    def as_json(self) -> dict[str, Any]: ...
+
+
+class DeploymentsLike(Protocol):
+    """What is asked of whoever deploys."""
+
+    @property
+    def quarantine(self) -> Any: ...
+    def list(self, limit: int = 50) -> Sequence[RecordLike]: ...
+    def get(self, id: str) -> RecordLike: ...
+    async def deploy(
+        self, session_id: str, revision: str | None = None, *, force: bool = False, wait: bool = True
+    ) -> RecordLike: ...
+    async def keep(self, record: Any) -> None: ...
+    async def rollback(self, session_id: str) -> RecordLike: ...
+
+
+# Codes of a record that did not go well -> whose matter it is, for the status of the answer.
+_ASKED_WRONG = frozenset(
+    {"unknown_repo", "unknown_revision", "unknown_session", "quarantined", "no_previous", "busy", "gone"}
+)
+_OF_SOURCE = frozenset({"unreachable", "timeout", "denied", "disk", "transfer", "limited", "bad_answer"})
+# How often a request that waits for its update looks at it, in seconds.
+_LOOK = 0.02
+
+
+class SessionUpdates:
+    """``service.rollout.deployments.Updates`` over deployments."""
+
+    def __init__(self, deployments: DeploymentsLike, refusal: type[Exception]):
+        """``refusal`` is what the deployments raise for a session that runs no policy."""
+        self._deployments = deployments
+        self._refusal = refusal
+
+    def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
+        """The newest first."""
+        if session_id is None:
+            return [record.as_json() for record in self._deployments.list(limit)]
+        found = (record for record in self._deployments.list(10_000) if session_id in record.sessions)
+        return [record.as_json() for _, record in zip(range(limit), found, strict=False)]
+
+    def get(self, deployment_id: str) -> Mapping[str, object]:
+        """One of them."""
+        try:
+            return self._deployments.get(deployment_id).as_json()
+        except KeyError:
+            raise UnknownDeployment(
+                f"deployment {deployment_id[:80]!r} not found; GET /deployments lists them"
+            ) from None
+
+    async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
+        """Bring a revision to a session; returns when it runs it, or was refused. Probation goes on after that."""
+        try:
+            record = await self._deployments.deploy(session_id, revision, force=force, wait=False)
+        except self._refusal as error:
+            raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
+        # The record is the one thing that tells; it is ours, in this process and thread.
+        while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK)
+        # It may have come here a moment ago: what is told is not forgotten when the server is killed.
+        await self._deployments.keep(record)
+        return self._told(record)
+
+    async def rollback(self, session_id: str) -> Mapping[str, object]:
+        """Bring back the policy from before."""
+        try:
+            return self._told(await self._deployments.rollback(session_id))
+        except self._refusal as error:
+            raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
+
+    def quarantine(self) -> Sequence[Mapping[str, object]]:
+        """Commits in quarantine."""
+        return [one.as_json() for one in self._deployments.quarantine.list()]
+
+    async def release(self, sha: str) -> bool:
+        """Let one out."""
+        return bool(await self._deployments.quarantine.release(sha))
+
+    def _told(self, record: RecordLike) -> Mapping[str, object]:
+        error = _error_of(record)
+        if error is not None:
+            raise error
+        return record.as_json()
+
+
+def _error_of(record: RecordLike) -> ServiceError | None:
+    """What could not be tried at all is an error; a policy that was tried and refused is an answer."""
+    if record.result in ("failed", "rejected"):
+        if record.reason == "quarantined":
+            return UpdateFailed(f'{record.text}; send "force": true, or DELETE /quarantine/{record.sha} first')
+        if record.reason in _ASKED_WRONG:
+            return UpdateFailed(record.text)
+        if record.reason in _OF_SOURCE:
+            return SourceFailed(record.text)
+    return None
+
+
+class Updates(Protocol):
+    """Deployments are told as JSON-ready mappings with the fields of ``service.api.schemas.Deployment``."""
+
+    def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
+        """The newest first."""
+        ...
+
+    def get(self, deployment_id: str) -> Mapping[str, object]:
+        """One of them.
+
+        Raises:
+            UnknownDeployment: there is none.
+        """
+        ...
+
+    async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
+        """Bring a revision to a session now; returns when the session runs it, or it was refused.
+
+        Raises:
+            ServiceError: no such session, or no such revision.
+        """
+        ...
+
+    async def rollback(self, session_id: str) -> Mapping[str, object]:
+        """Bring back the policy that a session ran before.
+
+        Raises:
+            ServiceError: no such session.
+        """
+        ...
+
+    def quarantine(self) -> Sequence[Mapping[str, object]]:
+        """Commits that are not deployed any more by themselves, with the reason."""
+        ...
+
+    async def release(self, sha: str) -> bool:
+        """Let a commit out of the quarantine; whether it was in it."""
+        ...

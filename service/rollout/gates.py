@@ -1,0 +1,289 @@
+"""Checks before a policy takes over, and probation after."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from service.control.joints import JointTable
+from service.control.robot_io import Drive
+from service.sessions.policy_slots import Held
+from service.sessions.session import Session
+from service.stage import Stage
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of looking at a policy.
+
+    Attributes:
+        reason: None when nothing speaks against it, else a stable code, e.g. ``not_finite``.
+        text: for people.
+        figures: what was measured, JSON-ready.
+    """
+
+    reason: str | None = None
+    text: str = ""
+    figures: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is let through.
+
+    Attributes:
+        difference: how far an action may be from what the running policy would do, as a part of its joint's range.
+        margin: how far an action may be outside its joint's range (where it would be clamped), likewise.
+        slow: how much of the time that a chunk is executed in an inference may take.
+    """
+
+    difference: float = 0.25
+    margin: float = 0.1
+    slow: float = 0.5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a policy answered.
+
+    Attributes:
+        chunks: (t, a) each.
+        references: what the running policy answered to the same observations; None where that is not known.
+        seconds: how long each inference took.
+        executed: actions of a chunk that are done before the next one takes over.
+        budget: seconds in which those are done.
+        usual: seconds that the running policy's inferences take, or None.
+    """
+
+    chunks: Sequence[np.ndarray]
+    references: Sequence[np.ndarray | None]
+    seconds: Sequence[float]
+    executed: int
+    budget: float
+    usual: float | None = None
+
+
+def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
+    """Every gate, the first that closes decides; figures hold what was measured until then."""
+    figures: dict[str, object] = {"observations": len(trial.chunks)}
+    bad = sum(int((~np.isfinite(chunk)).sum()) for chunk in trial.chunks)
+    if bad:
+        total = sum(chunk.size for chunk in trial.chunks)
+        return Verdict("not_finite", f"{bad} of {total} values of its actions are not finite", figures)
+    # The difference of two finite numbers of float32 need not be one.
+    chunks = [chunk[: trial.executed].astype(np.float64) for chunk in trial.chunks]
+    widths = ranges(table, [chunk for chunk in trial.references if chunk is not None])
+
+    outside, joint = _worst([_outside(chunk, table) / widths for chunk in chunks], table)
+    figures["outside_range"] = round(outside, 4)
+    if outside > limits.margin:
+        text = (
+            f"joint {joint!r}: an action is outside its range by {outside:.0%} of it, allowed are {limits.margin:.0%}"
+        )
+        return Verdict("out_of_range", text, figures)
+
+    median, slowest = float(np.median(trial.seconds)), float(np.percentile(trial.seconds, 90))
+    allowed = max(limits.slow * trial.budget, 1.2 * (trial.usual or 0.0))
+    figures |= {"inference_ms": round(median * 1e3, 2), "inference_p90_ms": round(slowest * 1e3, 2)}
+    figures["allowed_ms"] = round(allowed * 1e3, 2)
+    if slowest > allowed:
+        text = f"an inference takes {slowest * 1e3:.0f} ms (p90), allowed are {allowed * 1e3:.0f} ms"
+        return Verdict("slow", text, figures)
+
+    pairs = [(chunk, old) for chunk, old in zip(chunks, trial.references, strict=True) if old is not None]
+    figures["compared"] = len(pairs)
+    if pairs:
+        difference, joint = _worst([np.abs(chunk - old[: trial.executed]) / widths for chunk, old in pairs], table)
+        figures["difference"] = round(difference, 4)
+        if not difference <= limits.difference:  # no number is no passport
+            text = (
+                f"joint {joint!r}: differs from the running policy by {difference:.0%} of its range on what the robot "
+                f"saw lately, allowed are {limits.difference:.0%}"
+            )
+            return Verdict("differs", text, figures)
+        return Verdict(None, f"differs by {difference:.1%} at most on {len(pairs)} recent observations", figures)
+    return Verdict(None, "not compared with the running policy: it has not seen anything lately", figures)
+
+
+def ranges(table: JointTable, seen: Sequence[np.ndarray]) -> np.ndarray:
+    """(a,) the width of each joint's range; of a joint without one, what the running policy makes of it."""
+    widths = np.array([joint.high - joint.low for joint in table.joints], np.float64)
+    if not seen:
+        # Plain units: better a gate that is too narrow than none.
+        return np.where(np.isfinite(widths), widths, 1.0)
+    values = np.concatenate(seen).astype(np.float64)
+    # A joint that stood still lately has a range too; joints of one robot have one unit.
+    least = 0.1 * np.abs(values[:, ~np.isfinite(widths)]).max(initial=1e-5)
+    return np.where(np.isfinite(widths), widths, np.maximum(np.ptp(values, axis=0), least))
+
+
+def _outside(chunk: np.ndarray, table: JointTable) -> np.ndarray:
+    low = np.array([joint.low for joint in table.joints])
+    high = np.array([joint.high for joint in table.joints])
+    return np.maximum(np.maximum(low - chunk, chunk - high), 0.0)
+
+
+def _worst(parts: Sequence[np.ndarray], table: JointTable) -> tuple[float, str]:
+    by_joint = np.concatenate(parts).max(axis=0)
+    joint = int(by_joint.argmax())
+    return float(by_joint[joint]), table.names[joint]
+
+
+@dataclass(frozen=True)
+class ProbationSettings:
+    """What a new policy is allowed; times in seconds.
+
+    Attributes:
+        seconds: how long it has to run before the one before is not gone back to by itself any more.
+        patience: how long a robot that stands still is waited for.
+        step: how far a command may change from one tick to the next, as a part of the joint's range; at least 1.5 times
+            what the policy before did.
+        starvations: how often it may let the queue run dry.
+        standing: how long the robot may stand because of it, in all: a queue runs dry once, but a robot of which every
+            chunk comes too late does not move again.
+        missed: part of all its ticks that may be missed (two in any case), be it at once: a machine that others use,
+            too, stands still for a moment now and then, and a robot meanwhile.
+    """
+
+    seconds: float = 30.0
+    patience: float = 60.0
+    step: float = 0.15
+    starvations: int = 2
+    standing: float = 2.0
+    missed: float = 0.02
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Figures of a drive at one moment."""
+
+    starvations: int
+    missed_ticks: int
+    ticks: int
+    late: int
+    chunks: int
+
+    @classmethod
+    def of(cls, drive: Drive) -> "Counters":
+        """As they are now."""
+        control = drive.control
+        return cls(control.starvations, control.missed_ticks, control.ticks, control.actions.late, control.chunks)
+
+    def cost(self, drive: Drive) -> Mapping[str, object]:
+        """What came since, JSON-ready."""
+        now, chunks = Counters.of(drive), drive.control.chunks - self.chunks
+        usual = round(self.late / self.chunks * chunks, 2) if self.chunks else None
+        return {
+            "ticks": now.ticks - self.ticks,
+            "missed_ticks": now.missed_ticks - self.missed_ticks,
+            "starvations": now.starvations - self.starvations,
+            "late_actions": now.late - self.late,
+            "late_actions_usual": usual,
+            "chunks": chunks,
+        }
+
+
+class Probation:
+    """One policy's; it begins when it is made.
+
+    Attributes:
+        drive: of the session.
+        held: the policy.
+        first: the session's figures when it took over.
+        back: the way back, begun at the moment an inference failed: a few more failures would end the session.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        drive: Drive,
+        allowed: np.ndarray,
+        settings: ProbationSettings,
+        go_back: Callable[[], Coroutine[Any, Any, Verdict]],
+    ):
+        """Whatever fails from now on is the new policy's.
+
+        Args:
+            allowed: (a,) how far a command may change from one tick to the next; infinite where nothing is known.
+        """
+        self.drive = drive
+        self.held: Held | None = session.policies.running
+        self.first = Counters.of(drive)
+        self.back: asyncio.Task[Verdict] | None = None
+        self._session = session
+        self._settings = settings
+        self._allowed = np.maximum(allowed, 1.5 * drive.control.largest_step)
+        # An emergency stop or an error from before it took over is not its fault.
+        self._was_latched, self._had_failed = session.is_latched, session.stage is Stage.ERROR
+        self._trouble: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        drive.control.largest_step[:] = 0
+
+        def happened(code: str, text: str) -> None:
+            if not self._trouble.done():
+                self._trouble.set_result((code, text))
+                self.back = asyncio.create_task(go_back())
+
+        drive.thinking.guard = happened
+
+    async def wait(self) -> tuple[str, str] | None:
+        """Code and text of why it must not stay, or None when its time is over. Only time in which it runs counts."""
+        settings, drive, session = self._settings, self.drive, self._session
+        pause = min(0.1, settings.seconds / 10)
+        ran, stood, still_since, looked_at = 0.0, 0.0, time.monotonic(), time.monotonic()
+        try:
+            while ran < settings.seconds:
+                done, _ = await asyncio.wait([self._trouble], timeout=pause)
+                # What this process itself slept is no policy's fault.
+                since, looked_at = min(time.monotonic() - looked_at, 2 * pause), time.monotonic()
+                if done:
+                    return self._trouble.result()
+                if session.is_over or session.stage is Stage.DELETED:
+                    if session.stage is Stage.ERROR:
+                        return "session", f"the session ended on its probation: {session.reason}"
+                    return None
+                if (found := self._of_session() or self._of_figures()) is not None:
+                    return found
+                if session.stage is Stage.RUNNING and drive.control.stands_for_policy:
+                    stood, still_since = stood + since, looked_at
+                    if stood > settings.standing:
+                        text = f"the robot stood for {stood:.1f} s on its probation, because its actions came too late"
+                        return "starved", f"{text}; {settings.standing:g} s are allowed"
+                elif session.stage is Stage.RUNNING and drive.control.hold is None:
+                    ran, still_since = ran + pause, looked_at
+                elif time.monotonic() - still_since > settings.patience:
+                    # A robot that stands still proves nothing, and must not keep other robots' policies waiting.
+                    return None
+            return None
+        finally:
+            drive.thinking.guard = None
+
+    def _of_session(self) -> tuple[str, str] | None:
+        session = self._session
+        self._was_latched &= session.is_latched
+        self._had_failed &= session.stage is Stage.ERROR
+        if session.policies.running is not self.held:
+            return "taken_back", "another policy was asked for on its probation"
+        if session.is_latched and not self._was_latched:
+            return "emergency_stop", f"an emergency stop came on its probation: {session.reason}"
+        if session.stage is Stage.ERROR and not self._had_failed:
+            return "error", f"the session failed on its probation: {session.reason}"
+        return None
+
+    def _of_figures(self) -> tuple[str, str] | None:
+        settings, drive = self._settings, self.drive
+        now = Counters.of(drive)
+        if (dry := now.starvations - self.first.starvations) > settings.starvations:
+            return "starved", f"the queue ran dry {dry} times on its probation"
+        missed, ticks = now.missed_ticks - self.first.missed_ticks, now.ticks - self.first.ticks
+        allowed = max(2, int(settings.missed * settings.seconds / drive.control.period))
+        if missed > allowed:
+            return "missed_ticks", f"{missed} of {ticks} ticks were missed on its probation, {allowed} may be"
+        step = drive.control.largest_step
+        if (step > self._allowed).any():
+            joint = int(np.argmax(step / self._allowed))
+            text = f"was sent {float(step[joint]):.3g} further in one tick, allowed are {self._allowed[joint]:.3g}"
+            return "jump", f"joint {drive.table.names[joint]!r} {text}"
+        return None

@@ -1,0 +1,305 @@
+"""Deployment records, quarantine and events in SQLite."""
+
+import inspect
+import json
+import logging
+import sqlite3
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hooks.database import Database
+from hooks.errors import StoreError
+
+RESULTS = ("swapped", "staged", "rejected", "rolled_back", "superseded", "failed", "noop", "alert")
+
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS deployments (id TEXT PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL) STRICT;
+CREATE INDEX IF NOT EXISTS deployments_at ON deployments (at);
+CREATE TABLE IF NOT EXISTS quarantine (
+    repo TEXT NOT NULL, sha TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, text TEXT NOT NULL,
+    deployment TEXT, PRIMARY KEY (repo, sha)) STRICT""",
+)
+
+# Stages in which a robot may act by a commit that has not proved itself.
+UNPROVED = ("swapping", "probation")
+
+
+@dataclass
+class Stage:
+    """One step of a deployment.
+
+    Attributes:
+        name: ``resolving``, ``downloading``, ``verifying``, ``loading``, ..., ``swapping``, ``probation``.
+        at: seconds since 1970 when it began.
+        seconds: how long it took; None while it lasts.
+    """
+
+    name: str
+    at: float
+    seconds: float | None = None
+
+
+@dataclass
+class Record:
+    """One deployment.
+
+    Attributes:
+        at: seconds since 1970.
+        trigger: ``webhook``, ``poll``, ``folder`` or ``request``.
+        webhook_id, delivery_ids: of the deliveries that led to it, the newest (`service.rollout.triggers.DELIVERIES`).
+        sessions: those it was for; the first went ahead of the others.
+        result: one of ``RESULTS``; None while it goes on.
+        reason: a stable code when it did not go well.
+        figures: per session its ``result`` and what was measured at ``prepare``, ``swap`` and ``probation``.
+    """
+
+    repo: str
+    ref: str | None
+    trigger: str
+    sha: str | None = None
+    webhook_id: str | None = None
+    delivery_ids: list[str] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    result: str | None = None
+    reason: str | None = None
+    text: str = ""
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    at: float = field(default_factory=time.time)
+
+    def begin(self, stage: str) -> None:
+        """End the present stage and begin another; the same name again is the same stage."""
+        if self.stages and self.stages[-1].name == stage and self.stages[-1].seconds is None:
+            return
+        self._end_stage()
+        self.stages.append(Stage(stage, time.time()))
+
+    def end(self, result: str, reason: str | None = None, text: str = "") -> None:
+        """Say how it ended."""
+        self._end_stage()
+        self.result, self.reason, self.text = result, reason, text
+
+    def _end_stage(self) -> None:
+        if self.stages and self.stages[-1].seconds is None:
+            self.stages[-1].seconds = round(max(0.0, time.time() - self.stages[-1].at), 4)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the wire; times are seconds."""
+        return asdict(self)
+
+    def in_words(self) -> str:
+        """One line for the log."""
+        took = ", ".join(f"{stage.name} {stage.seconds:.2f}s" for stage in self.stages if stage.seconds is not None)
+        because = f" ({self.reason}: {self.text})" if self.reason else f" ({self.text})" if self.text else ""
+        what = f"{self.repo}@{self.ref or 'main'} {(self.sha or '?')[:12]}"
+        cause = f"webhook {self.webhook_id}" if self.webhook_id else self.trigger
+        return f"deployment {self.id}: {cause} -> {what} -> {took or 'nothing done'} -> {self.result}{because}"
+
+
+def from_json(told: dict[str, Any]) -> Record:
+    """The record that ``as_json`` gave."""
+    return Record(**{**told, "stages": [Stage(**stage) for stage in told["stages"]]})
+
+
+class Records:
+    """The newest ``kept`` records; older ones are dropped."""
+
+    def __init__(self, database: Database, kept: int):
+        self.kept = kept
+        self._database = database
+        self._records = {record.id: record for record in database.run_now(_load_records, kept)}
+
+    def list(self, limit: int = 50) -> Sequence[Record]:
+        """Newest first."""
+        return list(self._records.values())[: -limit - 1 : -1]
+
+    def get(self, id: str) -> Record:
+        """One; KeyError when there is none, or no more."""
+        return self._records[id]
+
+    async def save(self, record: Record) -> None:
+        """Write one as it is now."""
+        self._remember(record)
+        await self._database.run(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
+
+    def save_now(self, record: Record) -> None:
+        """The same, for who cannot await any more."""
+        self._remember(record)
+        self._database.run_now(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
+
+    def _remember(self, record: Record) -> None:
+        self._records[record.id] = record
+        while len(self._records) > self.kept:
+            del self._records[next(iter(self._records))]
+
+
+def ensure_tables(connection: sqlite3.Connection) -> None:
+    """Make the tables in a database that somebody else opened."""
+    for script in SCHEMA:
+        for statement in script.split(";\n"):
+            connection.execute(statement)
+
+
+def _load_records(connection: sqlite3.Connection, kept: int) -> Sequence[Record]:
+    newest = connection.execute("SELECT record FROM deployments ORDER BY at DESC LIMIT ?", (kept,)).fetchall()
+    records = [from_json(json.loads(row["record"])) for row in reversed(newest)]
+    for record in records:
+        if record.result is None:
+            # How long its last stage took nobody knows.
+            where = f", in {record.stages[-1].name}" if record.stages else ""
+            record.result, record.reason = "failed", "interrupted"
+            record.text = f"the process ended before the deployment did{where}"
+            _save(connection, record.id, record.at, json.dumps(record.as_json()), kept)
+            if record.sha is not None and record.stages and record.stages[-1].name in UNPROVED:
+                _isolate(connection, record)
+    return records
+
+
+def _isolate(connection: sqlite3.Connection, record: Record) -> None:
+    """What a robot ran when the process was killed may be what killed it, or what was just being taken back."""
+    text = f"the server was killed while {', '.join(record.sessions)} tried it"
+    connection.execute(
+        "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
+        (record.repo, record.sha, time.time(), record.reason, text, record.id),
+    )
+
+
+def _save(connection: sqlite3.Connection, id: str, at: float, record: str, kept: int) -> None:
+    connection.execute("INSERT OR REPLACE INTO deployments VALUES (?, ?, ?)", (id, at, record))
+    connection.execute(
+        "DELETE FROM deployments WHERE id NOT IN (SELECT id FROM deployments ORDER BY at DESC LIMIT ?)", (kept,)
+    )
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """One commit.
+
+    Attributes:
+        at: seconds since 1970.
+        reason: a stable code, e.g. ``not_finite``.
+        deployment: id of the record that it failed in.
+    """
+
+    repo: str
+    sha: str
+    at: float
+    reason: str
+    text: str
+    deployment: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Quarantine:
+    """The commits in the database, and in memory to look them up."""
+
+    def __init__(self, database: Database):
+        self._database = database
+        self._commits = {(one.repo, one.sha): one for one in database.run_now(_load_quarantine)}
+
+    def get(self, repo: str, sha: str) -> Quarantined | None:
+        """The entry of a commit, if it is in quarantine."""
+        return self._commits.get((repo, sha))
+
+    def list(self) -> Sequence[Quarantined]:
+        """Newest first."""
+        return sorted(self._commits.values(), key=lambda one: one.at, reverse=True)
+
+    async def add(self, repo: str, sha: str, reason: str, text: str, deployment: str | None) -> Quarantined:
+        """Keep a commit from being deployed by itself; on the disk when this returns."""
+        one = Quarantined(repo, sha, time.time(), reason, text, deployment)
+        self._commits[repo, sha] = one
+        await self._database.run(_add, one)
+        return one
+
+    async def release(self, sha: str, repo: str | None = None) -> int:
+        """Let it be deployed again, in every repo unless one is given; how many entries there were."""
+        released = [key for key in self._commits if key[1] == sha and repo in (None, key[0])]
+        for key in released:
+            del self._commits[key]
+        await self._database.run(_remove, released)
+        return len(released)
+
+
+def _load_quarantine(connection: sqlite3.Connection) -> Sequence[Quarantined]:
+    rows = connection.execute("SELECT repo, sha, at, reason, text, deployment FROM quarantine")
+    return [Quarantined(**dict(row)) for row in rows]
+
+
+def _add(connection: sqlite3.Connection, one: Quarantined) -> None:
+    connection.execute(
+        "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
+        (one.repo, one.sha, one.at, one.reason, one.text, one.deployment),
+    )
+
+
+def _remove(connection: sqlite3.Connection, keys: Sequence[tuple[str, str]]) -> None:
+    connection.executemany("DELETE FROM quarantine WHERE repo = ? AND sha = ?", keys)
+
+
+OnEvent = Callable[[str, Mapping[str, Any]], Awaitable[None] | None]
+
+EVENTS = {
+    "swapped": "policy.swapped",
+    "staged": "policy.staged",
+    "rejected": "policy.rejected",
+    "rolled_back": "policy.rolled_back",
+    "failed": "policy.failed",
+    "alert": "policy.alert",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """Records and quarantine of one database. A disk that is full is said in the log and stops no robot."""
+
+    def __init__(self, database: Database, kept: int, on_event: OnEvent | None):
+        """Read what there is; ``on_event`` is told ``EVENTS`` with the record as JSON."""
+        self.records = Records(database, kept)
+        self.quarantine = Quarantine(database)
+        self._on_event = on_event
+
+    async def save(self, record: Record) -> None:
+        """Keep one as it is now."""
+        try:
+            await self.records.save(record)
+        except StoreError as error:
+            logger.error("deployment %s is not written down: %s", record.id, error)
+
+    def save_now(self, record: Record) -> None:
+        """The same, for who cannot await."""
+        try:
+            self.records.save_now(record)
+        except StoreError as error:
+            logger.error("deployment %s is not written down: %s", record.id, error)
+
+    async def isolate(self, record: Record) -> None:
+        """Put its commit into quarantine."""
+        if record.sha is None:
+            return
+        try:
+            await self.quarantine.add(record.repo, record.sha, record.reason or "", record.text, record.id)
+        except StoreError as error:
+            logger.error("the quarantine of %s ends with this process: %s", record.sha, error)
+
+    async def finish(self, record: Record) -> None:
+        """Keep one that has ended, and tell of it."""
+        level = logging.INFO if record.result in ("swapped", "staged", "noop", "superseded") else logging.WARNING
+        logger.log(level, "%s", record.in_words())
+        await self.save(record)
+        event = EVENTS.get(record.result or "")
+        if event is None or self._on_event is None:
+            return
+        try:
+            answer = self._on_event(event, record.as_json())
+            if inspect.isawaitable(answer):
+                await answer
+        except Exception:
+            logger.exception("deployment %s: telling of %s crashed", record.id, event)

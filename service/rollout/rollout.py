@@ -1,0 +1,381 @@
+"""Stages, swaps, watches and rolls back a session's policy.
+
+The session side of continuous delivery. When and from where a policy comes is decided elsewhere; here it is a folder.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from service.control.robot_io import Drive
+from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
+from service.inference.engine import Engine, Served
+from service.inference.loaded_policy import STATE, readable, told
+from service.rollout.gates import Counters, Limits, Probation, ProbationSettings, Trial, Verdict, judge, ranges
+from service.sessions.policy_slots import Misfit
+from service.sessions.session import Session
+from service.sessions.store import Sessions
+
+logger = logging.getLogger(__name__)
+
+# Inferences that a latency is measured with.
+RUNS = 10
+IMAGES = "observation.images."
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How another policy is let in; times in seconds.
+
+    Attributes:
+        limits: of the gates.
+        fade: how long the first actions of the new policy lead over from the old one's plan.
+        patience: how long a robot that is held or stopped is waited for before the swap: it asks for no chunk, so there
+            is no boundary.
+        probation: what the new one is allowed then.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    fade: float = 0.2
+    patience: float = 60.0
+    probation: ProbationSettings = field(default_factory=ProbationSettings)
+
+
+@dataclass(frozen=True)
+class Follower:
+    """What a session runs, and which moves of its repo it wants to hear of.
+
+    Attributes:
+        repo: a repo id or a folder.
+        ref: branch or tag, None for the default branch.
+        sha: what runs now, None when nobody knows.
+        mode: ``off``, ``stage`` or ``swap``.
+    """
+
+    session_id: str
+    repo: str
+    ref: str | None
+    sha: str | None
+    mode: str
+
+
+class Rollout:
+    """Brings policies to the sessions of one store."""
+
+    def __init__(self, sessions: Sessions, settings: RolloutSettings | None = None):
+        self.settings = settings or RolloutSettings()
+        self._sessions = sessions
+        self._probations: dict[str, Probation] = {}
+
+    @property
+    def _engine(self) -> Engine:
+        return self._sessions.engine
+
+    def followers(self) -> Sequence[Follower]:
+        """All sessions that run a policy."""
+        return [
+            Follower(
+                session_id=session.id,
+                repo=_repo_of(session),
+                ref=session.new.revision,
+                sha=session.policies.running.commit,
+                mode=session.new.auto_update,
+            )
+            for session in self._sessions.list()
+            if isinstance(session, Session) and session.policies.running is not None and session.drive is not None
+        ]
+
+    async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]) -> Verdict:
+        """Load, compile and judge a policy beside the running one; with no reason against it, it is staged."""
+        return self._fair(await self._prepare(session_id, repo, sha, folder, tell))
+
+    def _fair(self, verdict: Verdict) -> Verdict:
+        """Where no device works any more, nothing is said against the policy: what it was to run on is gone."""
+        devices: Any = self._engine.facts()["devices"]
+        if verdict.reason is None or any(device["failed"] is None for device in devices):
+            return verdict
+        # Of engines that left a cluster nothing is listed any more.
+        why = devices[0]["failed"] if devices else "none is there"
+        return replace(verdict, reason="busy", text=f"no device works: {why}")
+
+    async def _prepare(
+        self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
+    ) -> Verdict:
+        try:
+            session = self._sessions.live(session_id)
+            if _repo_of(session) != repo:
+                return Verdict("gone", f"session {session_id!r} was made anew, with another policy")
+            tell("loading")
+            served = await session.policies.stage(sha, str(folder), tell)
+        except Misfit as error:
+            return Verdict("requirements", str(error))
+        except ServiceError as error:
+            return _refusal(error, folder)
+        drive = session.drive
+        assert drive is not None, "only a session with a drive stages"
+        try:
+            tell("checking")
+            verdict = await self._judge(drive, served)
+        except DeviceAway as error:
+            verdict = Verdict("busy", str(error))
+        except ServiceError as error:
+            verdict = Verdict("policy_failed", str(error))
+        except BaseException:
+            await session.policies.discard()
+            raise
+        if verdict.reason is not None:
+            await session.policies.discard()
+        return verdict
+
+    async def _judge(self, drive: Drive, served: Served) -> Verdict:
+        pace = drive.control.pace
+        # Frames of a size that comes no more would be compiled for, and nothing is as slow as that.
+        seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
+            (observation, chunk)
+            for observation, chunk in drive.thinking.recent
+            if served.is_compiled(_sizes_of(observation))
+        ]
+        if not seen:
+            seen = [(_grey(drive, served), None)]
+        wanted = (1, pace.chunk, pace.width)
+        chunks, seconds = [], []
+        for run in range(max(RUNS, len(seen))):
+            chunk, took = await self._engine.try_out(served, seen[run % len(seen)][0])
+            seconds.append(took)
+            if chunk.shape != wanted or chunk.dtype.kind != "f":
+                return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
+            if run < len(seen):
+                chunks.append(chunk[0])
+        # A chunk is done from where its answer finds it, and some of it while the next one takes over.
+        late = round(drive.control.late_by_chunk.percentile(90) or 0)
+        executed = min(pace.action_steps + late + pace.overlap.lasting, pace.chunk)
+        trial = Trial(
+            chunks=chunks,
+            references=[None if old is None else old[0] for _, old in seen],
+            seconds=seconds,
+            executed=executed,
+            budget=pace.action_steps / pace.action_rate,
+            usual=drive.thinking.seconds["total"].percentile(90),
+        )
+        verdict = judge(trial, drive.table, self.settings.limits)
+        if verdict.reason == "slow":
+            # A machine that stood still for a moment, or had other work, is not the policy's fault.
+            again = [(await self._engine.try_out(served, seen[run % len(seen)][0]))[1] for run in range(RUNS)]
+            verdict = judge(replace(trial, seconds=again), drive.table, self.settings.limits)
+        return verdict
+
+    async def swap(self, session_id: str, sha: str) -> Verdict:
+        """Let the staged policy take over at the next chunk boundary; figures tell what that cost."""
+        began = time.monotonic()
+        try:
+            session = self._sessions.live(session_id)
+            staged = session.policies.staged
+            if staged is None or staged.commit != sha:
+                return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
+            drive = _drive_of(session)
+            before, allowed = Counters.of(drive), self._allowed_steps(drive)
+            usual, count = drive.control.late_by_chunk.samples.max(initial=0), drive.control.late_by_chunk.count
+            await session.policies.change(self._fade(drive), self.settings.patience)
+        except ServiceError as error:
+            return _refusal(error)
+        self._probations[session_id] = Probation(
+            session, drive, allowed, self.settings.probation, lambda: self.rollback(session_id)
+        )
+        waited = time.monotonic() - began
+        await _until_next_chunk(drive, drive.control.chunks)
+        cost = {**before.cost(drive), "waited_s": round(waited, 3)}
+        late = drive.control.late_by_chunk
+        if late.count > count:
+            # Every chunk has a few actions that are over when it comes: frames take their time to arrive, too.
+            cost["late_actions_because"] = max(0, round((late.newest or 0) - usual))
+        return Verdict(None, "", cost)
+
+    async def probation(self, session_id: str, sha: str) -> Verdict:
+        """Watch a policy that took over. With a reason in the verdict, the policy before has taken over again."""
+        return self._fair(await self._probation(session_id, sha))
+
+    async def _probation(self, session_id: str, sha: str) -> Verdict:
+        probation = self._probations.pop(session_id, None)
+        try:
+            session = self._sessions.live(session_id)
+        except ServiceError as error:
+            return Verdict(None, f"the session ended: {error}")
+        if probation is None or session.drive is not probation.drive:
+            return Verdict(None, "nothing took over here")
+        found = await probation.wait()
+        figures = probation.first.cost(probation.drive)
+        if found is None:
+            return Verdict(None, "", figures)
+        code, text = found
+        if session.policies.running is not probation.held and probation.back is None:
+            return Verdict(code, text, figures)
+        logger.warning("session %s: %s goes back to the policy before: %s", session_id, sha[:12], text)
+        if code == "jump":
+            # Until the one before has answered nothing more of this plan is done.
+            probation.drive.control.actions.clear()
+        back = await (probation.back or self.rollback(session_id))
+        if back.reason is not None:
+            return Verdict(code, f"{text}; the policy before could not take over: {back.text}", figures)
+        return Verdict(code, text, figures)
+
+    async def discard(self, session_id: str, sha: str) -> None:
+        """Let go of a staged policy that is not wanted."""
+        try:
+            session = self._sessions.live(session_id)
+        except ServiceError:
+            return
+        if session.policies.staged is not None and session.policies.staged.commit == sha:
+            await session.policies.discard()
+
+    async def rollback(self, session_id: str) -> Verdict:
+        """Let the policy from before take over again; it is in memory still."""
+        try:
+            session = self._sessions.live(session_id)
+            drive = _drive_of(session)
+            if session.policies.before is None:
+                return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
+            before = Counters.of(drive)
+            session.policies.restore(self._fade(drive))
+        except ServiceError as error:
+            return _refusal(error)
+        return Verdict(None, "", before.cost(drive))
+
+    def _allowed_steps(self, drive: Drive) -> np.ndarray:
+        widths = np.array([joint.high - joint.low for joint in drive.table.joints])
+        if drive.thinking.recent:
+            widths = ranges(drive.table, [chunk[0] for _, chunk in drive.thinking.recent])
+        return self.settings.probation.step * widths
+
+    def _fade(self, drive: Drive) -> int:
+        return round(self.settings.fade * drive.control.pace.action_rate)
+
+
+def _refusal(error: ServiceError, folder: Path | None = None) -> Verdict:
+    """Why a step was not done: ``gone`` and ``busy`` are the session's matter and say nothing against the policy."""
+    text = str(error) if folder is None else str(error).replace(str(folder), "the new policy")
+    match error:
+        case UnknownSession():
+            return Verdict("gone", text)
+        case MoveRefused() | DeviceAway():
+            return Verdict("busy", text)
+        case _:
+            return Verdict("load", text)
+
+
+def _repo_of(session: Session) -> str:
+    return os.path.expanduser(session.new.policy_path)
+
+
+def _drive_of(session: Session) -> Drive:
+    if session.drive is None:
+        raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
+    return session.drive
+
+
+def _grey(drive: Drive, served: Served) -> Mapping[str, np.ndarray]:
+    """An observation for a robot that has shown nothing yet: grey pictures, joints in the middle of their ranges."""
+    needs = served.requirements
+    sizes = drive.buffer.sizes()
+    if len(sizes) < len(needs.cameras):
+        sizes = needs.cameras  # what some of them show is not what it was compiled for
+    observation: dict[str, np.ndarray] = {
+        f"{IMAGES}{camera}": np.full((1, *sizes[camera], 3), 128, np.uint8) for camera in needs.cameras
+    }
+    if needs.state is not None:
+        middle = np.array([[(joint.low + joint.high) / 2 for joint in drive.table.joints]], np.float32)
+        observation[STATE] = np.where(np.isfinite(middle), middle, np.float32(0))
+    return readable(needs, observation | told(drive.thinking.instruction))
+
+
+def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
+    images = {name.removeprefix(IMAGES): array for name, array in observation.items() if name.startswith(IMAGES)}
+    return {camera: (image.shape[1], image.shape[2]) for camera, image in images.items()}
+
+
+async def _until_next_chunk(drive: Drive, chunks: int) -> None:
+    """Until the new policy's first chunk is there, if the robot runs: what the swap cost is only known then."""
+    end = time.monotonic() + 2.0
+    # Control is a pure core without events; a tick is as precise as it gets.
+    while drive.control.is_running and drive.control.chunks <= chunks and time.monotonic() < end:  # noqa: ASYNC110
+        await asyncio.sleep(drive.control.period)
+
+
+class FollowerLike(Protocol):
+    """A session as it is now.
+
+    Attributes:
+        ref: the branch, tag or pattern of tags (``deploy-*``) that it follows; None for the default branch.
+        sha: the commit that it runs; None when that is not known, which counts as another one.
+        mode: ``off`` (only when asked), ``stage`` (prepare and wait) or ``swap``.
+    """
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def repo(self) -> str: ...
+    @property
+    def ref(self) -> str | None: ...
+    @property
+    def sha(self) -> str | None: ...
+    @property
+    def mode(self) -> str: ...
+
+
+class VerdictLike(Protocol):
+    """How a step went.
+
+    Attributes:
+        reason: None when it passed, else a stable code (``load``, ``not_finite``, ``stopped``, ...).
+        text: for people.
+        figures: what was measured.
+    """
+
+    @property
+    def reason(self) -> str | None: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def figures(self) -> Mapping[str, object]: ...
+
+
+class RolloutLike(Protocol):
+    """The sessions, and the steps of one."""
+
+    def followers(self) -> Sequence[FollowerLike]:
+        """Every session, those with mode ``off`` too."""
+        ...
+
+    async def prepare(
+        self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
+    ) -> VerdictLike:
+        """Load, compare, compile, warm up and pass the gates beside the running policy; may be cancelled."""
+        ...
+
+    async def swap(self, session_id: str, sha: str) -> VerdictLike:
+        """Hand the prepared policy over; returns when the session acts by it."""
+        ...
+
+    async def probation(self, session_id: str, sha: str) -> VerdictLike:
+        """Wait until it has proved itself; with a reason it was rolled back already."""
+        ...
+
+    async def discard(self, session_id: str, sha: str) -> None:
+        """Drop a prepared policy that is not wanted; nothing happens when there is none."""
+        ...
+
+    async def rollback(self, session_id: str) -> VerdictLike:
+        """Back to the policy before."""
+        ...
+
+
+# Reasons that say nothing against the commit, so that it is not quarantined for them.
+INNOCENT = frozenset({"session", "not_staged", "stopped", "gone", "busy", "memory"})
+# Those that say nothing about other sessions either.
+OF_SESSION = frozenset({"gone", "busy"})

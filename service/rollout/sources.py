@@ -1,0 +1,515 @@
+"""Policies by commit from Hub or folders, verified; RefTracker."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+import httpx2
+from huggingface_hub import HfApi, constants, scan_cache_dir
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import tqdm
+
+from hooks.errors import SourceError
+from hooks.policy_files import check_complete, content_sha, is_policy_file, open_regular
+from hooks.threads import begin
+from service.rollout.triggers import BRANCH, TAG, Target, is_about, is_pattern
+
+SHA = re.compile(r"[0-9a-f]{40}")
+
+# Codes of a fault that may be gone the next time.
+OF_TRANSFER = frozenset({"checksum", "transfer", "unreachable", "changed_meanwhile"})
+# Codes of what is wrong with the commit itself.
+OF_COMMIT = frozenset({"checksum", "incomplete", "denied_file", "too_large"})
+
+
+class Source(Protocol):
+    """A place that has policies at commits."""
+
+    async def head(self, repo: str, ref: str | None) -> str:
+        """The commit that a ref points to now: 40 hexadecimal digits.
+
+        Raises:
+            SourceError: ``unknown_repo``, ``unknown_revision``, ``denied``, ``unreachable``, ``timeout``, ...
+        """
+        ...
+
+    async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
+        """The folder of exactly that commit, every byte of it verified; ``tell`` hears ``downloading``, ``verifying``.
+
+        Raises:
+            SourceError: ``checksum``, ``transfer``, ``incomplete``, ``denied_file``, ``changed_meanwhile``, ...
+        """
+        ...
+
+    async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
+        """Whether a commit lies in the history of another; None when that cannot be told.
+
+        Raises:
+            SourceError: as ``head``.
+        """
+        ...
+
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HubLimits:
+    """What fetching may take.
+
+    Attributes:
+        answer: seconds for a question to the Hub.
+        download: seconds for all files of a commit.
+        largest: bytes of all files of a commit.
+        kept_free: bytes of the disk that stay free.
+        kept: commits of a repo that stay in a cache of our own; older ones make room.
+        niceness: by how much the download's threads stand back behind the control of robots; on Linux.
+    """
+
+    answer: float = 30.0
+    download: float = 1800.0
+    largest: int = 20 << 30
+    kept_free: int = 1 << 30
+    kept: int = 4
+    niceness: int = 10
+
+
+# Seconds and bytes to a context for one thread.
+Bounded = Callable[[float, int], AbstractContextManager[object]]
+# Bytes of an answer that is no file.
+LARGEST_ANSWER = 16 << 20
+
+
+def _unbounded(seconds: float, size: int) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+# What an answer of other types, or a nested one, makes the client raise; and what `bounded` does.
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+
+
+class _Abandoned(Exception):
+    """Nobody waits for this download any more."""
+
+
+def _bar(is_abandoned: threading.Event) -> type[tqdm]:
+    """A progress bar that draws nothing on whatever terminal there is, and ends a download that nobody wants."""
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if is_abandoned.is_set():
+                raise _Abandoned
+            return super().update(n)
+
+    return Bar
+
+
+class HubSource:
+    """Repos of one Hub.
+
+    Its client's own calls have no time limit, so they run in threads that are left behind when they take too long.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        token: str | None = None,
+        cache: Path | None = None,
+        limits: HubLimits | None = None,
+        bounded: Bounded | None = None,
+    ):
+        """Nothing is asked yet.
+
+        Args:
+            endpoint, token: as of `huggingface_hub.HfApi`.
+            cache: where commits are kept; the client's usual folder, in which nothing is removed, when None.
+            bounded: a context in which what the Hub's client asks takes no longer than so many seconds, and no more
+                than so many bytes, whatever the Hub does; without it threads that are left behind go on by themselves.
+        """
+        self._bounded: Bounded = bounded or _unbounded
+        self.limits = limits or HubLimits()
+        self._api = HfApi(endpoint=endpoint, token=token)
+        self._cache = Path(cache or constants.HF_HUB_CACHE)
+        self._is_our_cache = cache is not None
+
+    async def head(self, repo: str, ref: str | None) -> str:
+        """The commit of a branch, tag, commit or pattern of tags (the highest name, numbers compared as numbers)."""
+        if ref is not None and is_pattern(ref):
+            return await self._highest(repo, ref)
+        asked = None if ref is None else ref.removeprefix(BRANCH).removeprefix(TAG)
+        answer = self.limits.answer
+        info = await self._ask(repo, ref, lambda: self._api.model_info(repo, revision=asked, timeout=answer))
+        if not SHA.fullmatch(info.sha or ""):
+            raise SourceError("bad_answer", f"{_named(repo, ref)}: the Hub names {info.sha!r}, wanted a commit's sha")
+        return str(info.sha)
+
+    async def _highest(self, repo: str, pattern: str) -> str:
+        refs = await self._ask(repo, pattern, lambda: self._api.list_repo_refs(repo))
+        tags = [tag for tag in refs.tags if is_about(pattern, tag.ref)]
+        if not tags:
+            raise SourceError("unknown_revision", f"{repo}: no tag is like {pattern!r}")
+        return max(tags, key=lambda tag: _natural(tag.name)).target_commit
+
+    async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
+        """Whether a commit is among those before another."""
+        if sha == than:
+            return False
+        try:
+            history = await self._ask(repo, than, lambda: self._api.list_repo_commits(repo, revision=than))
+        except SourceError as error:
+            if error.code == "unknown_revision":
+                return None  # the history was rewritten, or what runs came from elsewhere
+            raise
+        return sha in {commit.commit_id for commit in history}
+
+    async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
+        """Fetch by sha, then compare each file with the tree; a file that differs is taken out of the cache."""
+        tell("listing")
+        tree = await self._ask(
+            repo, sha, lambda: list(self._api.list_repo_tree(repo, revision=sha, recursive=True)), self.limits.answer
+        )
+        files = [entry for entry in tree if isinstance(entry, RepoFile)]
+        check_complete(f"{repo} at {sha[:12]}", {file.path for file in files})
+        wanted = [file for file in files if is_policy_file(file.path)]
+        if wrong := [file.path for file in wanted if not (type(file.size) is int and file.size >= 0)]:
+            raise SourceError("bad_answer", f"{repo} at {sha[:12]}: the Hub does not say how large {wrong[0]} is")
+        self._check_space(repo, sha, wanted)
+        tell("downloading")
+        is_abandoned = threading.Event()
+        try:
+            size = sum(file.size for file in wanted)
+            # A transfer that broke off may begin anew.
+            most = size + size // 2 + LARGEST_ANSWER
+            download = self.limits.download
+            await self._ask(repo, sha, lambda: self._download(repo, sha, wanted, is_abandoned), download, most)
+        finally:
+            is_abandoned.set()
+        tell("verifying")
+        await self._ask(repo, sha, lambda: self._verify(repo, sha, wanted), self.limits.download)
+        if self._is_our_cache:
+            await self._ask(repo, sha, lambda: self._prune(repo, sha), self.limits.download)
+        return self._folder(repo, sha)
+
+    def _folder(self, repo: str, sha: str) -> Path:
+        return self._cache / f"models--{repo.replace('/', '--')}" / "snapshots" / sha
+
+    def _check_space(self, repo: str, sha: str, files: Sequence[RepoFile]) -> None:
+        size = sum(file.size for file in files)
+        if size > self.limits.largest:
+            raise SourceError(
+                "too_large", f"{repo} at {sha[:12]}: {size} bytes, allowed are {self.limits.largest}; raise the limit"
+            )
+        self._cache.mkdir(parents=True, exist_ok=True)
+        folder = self._folder(repo, sha)
+        needed = sum(file.size for file in files if not (folder / file.path).exists())
+        free = shutil.disk_usage(self._cache).free
+        if needed and needed + self.limits.kept_free > free:
+            raise SourceError(
+                "disk",
+                f"{repo} at {sha[:12]}: needs {needed} bytes and {self.limits.kept_free} kept free, "
+                f"{free} are free; make room",
+            )
+
+    def _download(self, repo: str, sha: str, files: Sequence[RepoFile], is_abandoned: threading.Event) -> None:
+        """One file after the other: a whole snapshot's threads would hold the end of the process when they hang."""
+        # On Linux niceness belongs to a thread and those that it starts.
+        if self.limits.niceness and sys.platform == "linux":
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), self.limits.niceness))
+        bar = _bar(is_abandoned)
+        for file in sorted(files, key=lambda file: file.size):
+            self._api.hf_hub_download(
+                repo,
+                file.path,
+                revision=sha,
+                cache_dir=self._cache,
+                tqdm_class=bar,  # pyright: ignore[reportArgumentType] - declared as its asyncio variant
+            )
+
+    def _verify(self, repo: str, sha: str, wanted: Sequence[RepoFile]) -> None:
+        folder = self._folder(repo, sha)
+        found = self._api.verify_repo_checksums(repo, revision=sha, cache_dir=self._cache)
+        bad = [mismatch["path"] for mismatch in found.mismatches]
+        for name in bad:
+            # The blob too: other commits' snapshots would take it for the right one.
+            (folder / name).resolve().unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
+        if bad:
+            raise SourceError(
+                "checksum", f"{repo} at {sha[:12]}: {', '.join(sorted(bad))} came with other bytes than the commit has"
+            )
+        lacking = sorted({file.path for file in wanted} & set(found.missing_paths))
+        if lacking:
+            raise SourceError("transfer", f"{repo} at {sha[:12]}: {', '.join(lacking)} did not arrive")
+
+    def _prune(self, repo: str, newest: str) -> None:
+        os.utime(self._folder(repo, newest))
+        found = scan_cache_dir(self._cache)
+        commits = [
+            (self._folder(repo, revision.commit_hash).stat().st_mtime, revision.commit_hash)
+            for one in found.repos
+            if one.repo_id == repo and one.repo_type == "model"
+            for revision in one.revisions
+        ]
+        if old := [sha for _, sha in sorted(commits, reverse=True)[self.limits.kept :]]:
+            found.delete_revisions(*old).execute()
+
+    async def _ask(
+        self,
+        repo: str,
+        ref: str | None,
+        call: Callable[[], Result],
+        limit: float | None = None,
+        size: int = LARGEST_ANSWER,
+    ) -> Result:
+        """Call in a thread; whatever goes wrong becomes a `SourceError`."""
+        what = _named(repo, ref)
+        # A little longer than the client's own limit, whose error says more.
+        seconds = self.limits.answer + 1 if limit is None else limit
+
+        def work() -> Result:
+            with self._bounded(seconds, size):
+                return call()
+
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(begin(work)), seconds)
+        except SourceError:
+            raise
+        except GatedRepoError as error:
+            raise SourceError("denied", f"{what}: the repo is gated; accept its terms and set a token") from error
+        except RevisionNotFoundError as error:
+            raise SourceError("unknown_revision", f"{what}: the repo has no such revision") from error
+        except RepositoryNotFoundError as error:
+            raise SourceError(
+                "unknown_repo", f"{what}: no such repo, or private; check its name, or set a token"
+            ) from error
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            code = {401: "denied", 403: "denied", 429: "limited"}.get(status, "bad_answer")
+            raise SourceError(code, f"{what}: the Hub answered {status}") from error
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            raise SourceError("timeout", f"{what}: the Hub did not answer within {seconds:g} s") from error
+        except (httpx2.TransportError, ConnectionError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+            raise SourceError(
+                "unreachable", f"{what}: the Hub cannot be reached ({_cause(error)}); is there a network?"
+            ) from error
+        except OSError as error:
+            # The client's check of lengths is a plain OSError; those of the system have a number.
+            if error.errno is not None:
+                raise SourceError("disk", f"{what}: cannot be written ({error.strerror})") from error
+            raise SourceError("transfer", f"{what}: a file did not arrive whole") from error
+        except _NONSENSE as error:
+            raise SourceError(
+                "bad_answer", f"{what}: the Hub's answer makes no sense ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
+
+
+def _named(repo: str, ref: str | None) -> str:
+    return f"{repo} at {ref[:12] if SHA.fullmatch(ref) else ref!r}" if ref else repo
+
+
+def _cause(error: BaseException) -> str:
+    return type(error.__cause__ or error).__name__
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+
+
+# A file that was written so short before it was read may be written again within the same tick of the file system.
+FRESH = 2.0
+CHUNK = 1 << 20
+
+
+class FolderSource:
+    """Folders; ``repo`` is the path of one. What is fetched is a copy: the folder may be written to at any time."""
+
+    def __init__(
+        self,
+        cache: Path,
+        *,
+        kept: int = 4,
+        seconds: float = 600.0,
+        largest: int = 20 << 30,
+        roots: Sequence[Path] | None = None,
+    ):
+        """Nothing is read yet.
+
+        Args:
+            cache: where copies are kept, the newest so many of each folder.
+            seconds: for reading or copying a folder.
+            largest: bytes of all files of a policy; twice as many have to be free on the cache's disk.
+            roots: folders that files have to be in, wherever links lead to; anywhere when None.
+        """
+        self.kept = kept
+        self._cache = Path(cache)
+        self._seconds = seconds
+        self._largest = largest
+        self._roots = roots
+        self._hashes: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+    async def head(self, repo: str, ref: str | None) -> str:
+        """The hash of the folder now; a hash as ``ref`` if that is what it is, or if a copy of it is kept."""
+        if ref is not None and SHA.fullmatch(ref) and _is_folder(self._copies(repo) / ref):
+            return ref
+        sha = await self._work(repo, lambda: self._hash(Path(repo)))
+        if ref not in (None, "main", sha):
+            raise SourceError(
+                "unknown_revision", f"{repo}: a folder has no revision {ref!r}, and no copy of it is kept"
+            )
+        return sha
+
+    async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
+        """A folder has no history."""
+        return None
+
+    async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
+        """Copy it; the copy is hashed again, so that one torn by a writer is refused with ``changed_meanwhile``."""
+        tell("copying")
+        return await self._work(repo, lambda: self._copy(Path(repo), sha))
+
+    def _copies(self, repo: str | Path) -> Path:
+        return self._cache / hashlib.sha256(str(Path(repo).absolute()).encode()).hexdigest()[:16]
+
+    def _copy(self, folder: Path, sha: str) -> Path:
+        kept = self._copies(folder) / sha
+        if kept.is_dir():
+            if _hash_of(_files(kept), self._content_hash) == sha:
+                os.utime(kept)
+                return kept
+            shutil.rmtree(kept)
+        part = kept.with_name(f".{sha}.{uuid.uuid4().hex[:8]}")
+        part.mkdir(parents=True)
+        try:
+            files = _files(folder)
+            check_complete(str(folder), {path.name for path in folder.iterdir()})
+            self._check_room(folder, files)
+            for path in files:
+                with self._open(path) as source, (part / path.name).open("wb") as target:
+                    shutil.copyfileobj(source, target, CHUNK)
+            if _hash_of(_files(part), self._content_hash) != sha:
+                raise SourceError("changed_meanwhile", f"{folder}: was written to while it was copied")
+            part.rename(kept)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        self._prune(kept)
+        return kept
+
+    def _check_room(self, folder: Path, files: list[Path]) -> None:
+        size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(self._cache).free
+        if size > self._largest:
+            raise SourceError("too_large", f"{folder}: {size} bytes, allowed are {self._largest}; raise the limit")
+        if 2 * size > free:
+            raise SourceError("disk", f"{folder}: has {size} bytes, and only {free} are free for a copy; make room")
+
+    def _prune(self, newest: Path) -> None:
+        copies = [path for path in newest.parent.iterdir() if SHA.fullmatch(path.name) and path != newest]
+        for old in sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)[self.kept - 1 :]:
+            shutil.rmtree(old, ignore_errors=True)
+        for part in newest.parent.glob(".*"):  # of a process that was killed
+            if time.time() - part.stat().st_mtime > self._seconds:
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _hash(self, folder: Path) -> str:
+        return _hash_of(_files(folder), self._known_hash)
+
+    def _known_hash(self, path: Path) -> str:
+        status = path.stat()
+        mark = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        held = self._hashes.get(path)
+        if held is not None and held[0] == mark:
+            return held[1]
+        content = self._content_hash(path)
+        # A clock that was set back makes it a file of the time to come; read anew at each look, it would load the disk.
+        if abs(time.time() - max(status.st_mtime, status.st_ctime)) > FRESH:
+            self._hashes[path] = (mark, content)
+        return content
+
+    def _content_hash(self, path: Path) -> str:
+        read = hashlib.sha256()
+        with self._open(path) as file:
+            while chunk := file.read(CHUNK):
+                read.update(chunk)
+        return read.hexdigest()
+
+    def _open(self, path: Path) -> BinaryIO:
+        # Its own copies are in no root.
+        return open_regular(path, self._largest, None if self._cache in path.parents else self._roots)
+
+    async def _work(self, repo: str, call: Callable[[], Result]) -> Result:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(begin(call)), self._seconds)
+        except TimeoutError as error:
+            raise SourceError("timeout", f"{repo}: could not be read within {self._seconds:g} s") from error
+        except FileNotFoundError as error:
+            # A writer that replaces files takes them away for a moment.
+            code = "changed_meanwhile" if _is_folder(Path(repo)) else "unknown_repo"
+            raise SourceError(code, f"{repo}: {error.filename or 'a file'} is not there") from error
+        except OSError as error:
+            raise SourceError("disk", f"{repo}: {error.strerror or type(error).__name__}") from error
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if is_policy_file(path.name) and path.is_file())
+
+
+def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
+    return content_sha(((path.name, path) for path in files), content)
+
+
+class Heads:
+    """The heads of what is followed."""
+
+    def __init__(self, sources: Callable[[str], Source]):
+        """Nothing is asked yet; ``sources`` gives the source of a repo."""
+        self._sources = sources
+        self._unknown: set[Target] = set()
+
+    async def ask(self, target: Target) -> str | None:
+        """The commit, or None when it cannot be told now."""
+        what = f"{target.repo} at {target.ref!r}"
+        try:
+            head = await self._sources(target.repo).head(target.repo, target.ref)
+        except SourceError as error:
+            if target not in self._unknown:
+                self._unknown.add(target)
+                logger.warning("the head of %s is not known; it is asked for silently from now on: %s", what, error)
+            return None
+        except Exception:
+            if target not in self._unknown:
+                self._unknown.add(target)
+                logger.exception("asking for the head of %s crashed", what)
+            return None
+        if target in self._unknown:
+            self._unknown.discard(target)
+            logger.info("the head of %s is known again", what)
+        return head

@@ -1,0 +1,231 @@
+"""Deliveries to debounced refs that need a look."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from hooks.payload import WebhookPayload
+from service.rollout.rollout import FollowerLike
+
+BRANCH, TAG = "refs/heads/", "refs/tags/"
+# Proposals and what the Hub converts by itself are nobody's release.
+IGNORED_REFS = ("refs/pr/", "refs/convert/")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What sessions follow: a ref of a repo."""
+
+    repo: str
+    ref: str
+
+    @classmethod
+    def of(cls, one: FollowerLike) -> "Target":
+        """That of a session; the Hub calls every default branch ``main``."""
+        return cls(one.repo, one.ref or "main")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a delivery means.
+
+    Attributes:
+        targets: refs whose head is to be looked at again.
+        alert: a code and a text for people: what is followed was moved, deleted or made private. Serving goes on.
+        ignored: why it means nothing, if it does.
+    """
+
+    targets: tuple[Target, ...] = ()
+    alert: tuple[str, str] | None = None
+    ignored: str | None = None
+
+
+def is_pattern(ref: str) -> bool:
+    """Whether a ref stands for all tags of a kind; git allows none of these letters in a name."""
+    return any(letter in ref for letter in "*?[")
+
+
+def is_about(followed: str, moved: str) -> bool:
+    """Whether the ref that moved (``refs/heads/main``) is the one that is followed."""
+    if is_pattern(followed):
+        return moved.startswith(TAG) and fnmatchcase(moved.removeprefix(TAG), followed.removeprefix(TAG))
+    return moved in (followed, BRANCH + followed, TAG + followed)
+
+
+def read(payload: WebhookPayload, followers: Iterable[FollowerLike]) -> Reading:
+    """What to do about a delivery; the commit that it names is not looked at, only which ref moved."""
+    repo, event = payload.repo, payload.event
+    followed = {Target.of(one): None for one in followers if one.mode != "off" and one.repo == repo.name}
+    if repo.type != "model" or not followed:
+        return Reading(ignored=f"no session follows the {repo.type} {repo.name}")
+    if payload.is_about("repo.content"):
+        return _moved(payload, list(followed))
+    if event.scope == "repo" and event.action == "delete":
+        return Reading(alert=("repo_deleted", f"{repo.name} was deleted; sessions go on with what they run"))
+    if event.scope == "repo" and event.action == "move":
+        where = f" to {payload.movedTo.name}" if payload.movedTo else ""
+        return Reading(alert=("repo_moved", f"{repo.name} was moved{where}; sessions go on with what they run"))
+    if payload.is_about("repo.config") and (payload.updatedConfig or {}).get("private") is True:
+        return Reading(alert=("repo_private", f"{repo.name} was made private; sessions go on with what they run"))
+    return Reading(ignored=f"{event.action} of {event.scope} changes no policy")
+
+
+def _moved(payload: WebhookPayload, followed: list[Target]) -> Reading:
+    if payload.updatedRefs is None:
+        return Reading(tuple(followed))  # it does not say which, so all of them are looked at
+    moved = [ref.ref for ref in payload.updatedRefs if ref.newSha is not None and not ref.ref.startswith(IGNORED_REFS)]
+    targets = tuple(target for target in followed if any(is_about(target.ref, ref) for ref in moved))
+    if not targets:
+        named = ", ".join(f"{ref.ref} deleted" if ref.newSha is None else ref.ref for ref in payload.updatedRefs)
+        return Reading(ignored=f"no session follows {named or 'what moved'}")
+    return Reading(targets)
+
+
+# Deliveries that are known by their ids for one look at a head, the newest of them: whoever has the secret may send any
+# number while a deployment lasts, and each would be written down with its record.
+DELIVERIES = 100
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A target to look at again, and what said so.
+
+    Attributes:
+        trigger: ``webhook`` if any delivery was among it, else ``poll`` or ``folder``.
+        webhook_id: of the last delivery.
+        delivery_ids: each once, in the order they came; the newest `DELIVERIES`.
+    """
+
+    target: Target
+    trigger: str
+    webhook_id: str | None = None
+    delivery_ids: tuple[str, ...] = ()
+
+    def after(self, earlier: "Hint | None") -> "Hint":
+        """This one and an earlier one of the same target as one."""
+        if earlier is None:
+            return self
+        return Hint(
+            self.target,
+            "webhook" if "webhook" in (self.trigger, earlier.trigger) else self.trigger,
+            self.webhook_id or earlier.webhook_id,
+            newest((*earlier.delivery_ids, *self.delivery_ids)),
+        )
+
+
+def newest(delivery_ids: Iterable[str]) -> tuple[str, ...]:
+    """Each once, in this order; the oldest are left out where there are more than `DELIVERIES`."""
+    return tuple(dict.fromkeys(delivery_ids))[-DELIVERIES:]
+
+
+@dataclass
+class _Waiting:
+    hint: Hint
+    first: float
+    last: float
+
+
+class Debounce:
+    """Hints, held until nothing further came for ``quiet`` seconds, but no longer than ``longest``."""
+
+    def __init__(self, quiet: float, longest: float):
+        self.quiet = quiet
+        self.longest = longest
+        self._waiting: dict[Target, _Waiting] = {}
+
+    def add(self, hint: Hint, now: float) -> None:
+        """Hold one; a delivery that came before (the same id) does not make the wait longer."""
+        held = self._waiting.get(hint.target)
+        if held is None:
+            self._waiting[hint.target] = _Waiting(hint, now, now)
+            return
+        is_news = not hint.delivery_ids or not set(hint.delivery_ids) <= set(held.hint.delivery_ids)
+        held.hint = hint.after(held.hint)
+        # A poll that sees what a delivery already told is no further push.
+        if is_news and hint.trigger == "webhook":
+            held.last = now
+
+    def due(self, now: float) -> list[Hint]:
+        """Those whose time has come; they are held no more."""
+        ripe = [target for target in self._waiting if self._at(target) <= now]
+        return [self._waiting.pop(target).hint for target in ripe]
+
+    def next_at(self) -> float | None:
+        """When the next is due."""
+        return min(map(self._at, self._waiting), default=None)
+
+    def _at(self, target: Target) -> float:
+        held = self._waiting[target]
+        return min(held.last + self.quiet, held.first + self.longest)
+
+
+class Hints:
+    """Takes them at any time; gives out those that are due."""
+
+    def __init__(self, quiet: float, longest: float, now: Callable[[], float]):
+        """As `Debounce`, by this clock."""
+        self._told: deque[Hint] = deque()
+        self._held = Debounce(quiet, longest)
+        self._now = now
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none is held."""
+        return not self._told and self._held.next_at() is None
+
+    def tell(self, hint: Hint) -> None:
+        """Take one. From any thread; never waits."""
+        self._told.append(hint)
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # it has ended meanwhile
+                loop.call_soon_threadsafe(self._news.set)
+
+    async def due(self) -> Sequence[Hint]:
+        """Wait for the next that are due."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            return await self._wait()
+        finally:
+            self._loop = None
+
+    async def _wait(self) -> Sequence[Hint]:
+        while True:
+            self._news.clear()
+            while self._told:
+                self._held.add(self._told.popleft(), self._now())
+            if ripe := self._held.due(self._now()):
+                return ripe
+            at = self._held.next_at()
+            try:
+                async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+
+class Retries:
+    """Waits that double with every failure, up to a longest one."""
+
+    def __init__(self, first: float, longest: float):
+        self.first = first
+        self.longest = longest
+        self._failed: dict[Hashable, tuple[int, float]] = {}
+
+    def failed(self, key: Hashable, now: float) -> None:
+        """Wait, longer than the last time."""
+        count = self._failed.get(key, (0, 0.0))[0]
+        self._failed[key] = (count + 1, now + min(self.first * 2.0 ** min(count, 60), self.longest))
+
+    def may(self, key: Hashable, now: float) -> bool:
+        """Whether the wait is over, if there was any."""
+        return self._failed.get(key, (0, now))[1] <= now
+
+    def forget(self, key: Hashable) -> None:
+        """It went well."""
+        self._failed.pop(key, None)

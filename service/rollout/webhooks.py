@@ -1,0 +1,341 @@
+"""Receiver and registry of this server, tied to rollouts."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sanic import Blueprint, HTTPResponse
+
+import jaxmodels
+from hooks.errors import HooksError
+from hooks.payload import WebhookPayload
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.receiver.events import Event
+from hooks.receiver.receiver import Receiver
+from hooks.registry.registry import Registry, RegistrySettings
+from hooks.server.event_routes import blueprint as events_of
+from hooks.server.event_routes import is_here
+from hooks.server.pages import blueprint as pages_of
+from jaxmodels.errors import HubError
+from service.api.context import Request
+from service.auth.caller import caller_of
+from service.errors import PolicyError
+from service.http.bodies import answer
+from service.http.origins import Origins
+from service.inference.engine import LoadPolicy, Policy
+from service.inference.policy_sources import opened_in
+from service.rollout.config import DeploymentSettings
+from service.rollout.deployments import Deployments, SessionUpdates
+from service.rollout.gates import Limits, ProbationSettings
+from service.rollout.rollout import Rollout, RolloutSettings
+from service.rollout.sources import FolderSource, HubLimits, HubSource, Source
+from service.rollout.triggers import is_pattern
+from service.sessions.store import Sessions
+from service.settings import Settings, SettingsError
+from service.state import StateTaken, own_token, read_secrets, state_folder
+
+logger = logging.getLogger(__name__)
+
+# What a start may fail with, besides settings: a database that cannot be used, say.
+StartFailed = (HooksError, StateTaken)
+# The name that huggingface_hub's own server has for it.
+SECRET_VARIABLE = "WEBHOOK_SECRET"
+ENDPOINT = "policies"
+OPEN = "only this machine itself may deliver, until one is."
+# Seconds between looks at policy folders that sessions follow.
+FOLDER_LOOK = 1.0
+# Seconds that what happened at the very end gets to be written down.
+LAST_WORDS = 1.0
+
+
+class Webhooks:
+    """The hooks of one server. Nothing runs before its listeners are called.
+
+    Attributes:
+        receiver: deliveries to ``/webhooks/policies``.
+        registry: webhooks of this server's own, or None when it has none.
+    """
+
+    def __init__(self, settings: Settings):
+        """Read what the settings name.
+
+        Raises:
+            SettingsError: a file of the settings, or what is in it, cannot be used.
+        """
+        self._settings = settings
+        self._state = state_folder(settings.state)
+        secrets = read_secrets("webhook_secret_file", settings.webhook_secret_file)
+        if not secrets and os.environ.get(SECRET_VARIABLE):
+            secrets = (os.environ[SECRET_VARIABLE],)
+        try:
+            self.receiver = Receiver(
+                ReceiverSettings(secrets=secrets, database=self._file("events.sqlite3")), is_guarded=True
+            )
+            self.receiver.add(self._pushed, ENDPOINT)
+            self.registry = self._make_registry() if settings.registry else None
+        except HooksError as error:
+            raise SettingsError(str(error)) from error
+        self._hub = HubSource(
+            cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
+            limits=HubLimits(largest=settings.update_cache_bytes),
+            bounded=jaxmodels.hub_limits,
+        )
+        self._folders = FolderSource(
+            self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
+            largest=min(settings.policy_bytes, settings.update_cache_bytes),
+            roots=opened_in(settings),
+        )
+        self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
+        self._deployments: Deployments | None = None
+        self._came_from_folder: dict[str, bool] = {}
+
+    def _file(self, name: str) -> Path | None:
+        return None if self._state is None else self._state / name
+
+    def _make_registry(self) -> Registry:
+        settings = self._settings
+        tokens = read_secrets("registry_token_file", settings.registry_token_file)
+        if not tokens:
+            if self._state is None:
+                raise SettingsError(
+                    "registry: it needs a token; set registry_token_file, or state to a folder where one can be kept"
+                )
+            token, path = own_token(self._state)
+            tokens = (token,)
+            logger.info("the token that manages the webhooks of this server is in %s", path)
+        folders = {name: path for name, _, path in (one.partition("=") for one in settings.registry_watch)}
+        if empty := sorted(name for name, path in folders.items() if not path):
+            raise SettingsError(f"registry_watch: found {', '.join(empty)!r}; wanted owner/name=path")
+        return Registry(
+            RegistrySettings(
+                tokens=tokens,
+                database=self._file("registry.sqlite3"),
+                allowed_networks=settings.registry_allow,
+                folders={name: Path(path).expanduser() for name, path in folders.items()},
+                jobs_file=None if settings.registry_jobs is None else Path(settings.registry_jobs).expanduser(),
+            )
+        )
+
+    # What comes in.
+
+    def blueprints(self) -> Sequence[Blueprint]:
+        """The routes that deliveries come to, a page about them at ``/webhooks``, and what came."""
+        pages = pages_of(
+            self.receiver, links={"API": "/docs", "Health": "/health", "Policy updates": "/deployments"}, when_open=OPEN
+        )
+        events = events_of(self.receiver, lambda: self.receiver.settings.secrets, is_let_in=_sees_events)
+        return self._receiving(), pages, events
+
+    def _receiving(self) -> Blueprint:
+        made = self.receiver.blueprint()
+        origins = Origins(self._settings.origins)
+
+        @made.on_request
+        async def refuse(request: Request) -> HTTPResponse | None:
+            if self.receiver.settings.secrets or is_here(request):
+                return origins.refusal(request)
+            detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
+            return answer({"detail": detail, "code": "no_secret"}, 403)
+
+        return made
+
+    async def _pushed(self, payload: WebhookPayload, event: Event) -> dict[str, object]:
+        """Pushes of the Hub: sessions that follow the repo look at it again."""
+        if self._deployments is None:
+            raise HooksError("the server is not ready")
+        reading = self._deployments.hint(payload, event.delivery_id)
+        if self.registry is not None:
+            await self.registry.emit_payload(payload, event_id=event.delivery_id)
+        if reading.targets:
+            return {"status": "accepted", "looks_at": [f"{one.repo}@{one.ref or 'main'}" for one in reading.targets]}
+        return {"status": "ignored", "reason": reading.ignored or (reading.alert[1] if reading.alert else "")}
+
+    # What sessions get.
+
+    @asynccontextmanager
+    async def updating(self, sessions: Sessions) -> AsyncIterator[SessionUpdates]:
+        """Bring pushes to sessions in here."""
+        settings = self._settings
+        rollout = Rollout(
+            sessions,
+            RolloutSettings(
+                limits=Limits(difference=settings.update_difference, slow=settings.update_slow),
+                fade=settings.update_fade,
+                patience=settings.update_patience,
+                probation=ProbationSettings(
+                    seconds=settings.update_probation, patience=settings.update_patience, step=settings.update_step
+                ),
+            ),
+        )
+        deployments = Deployments(
+            sources=self._source,
+            rollout=rollout,
+            database=self._file("deployments.sqlite3"),
+            settings=DeploymentSettings(
+                quiet=settings.update_quiet,
+                longest=settings.update_latest,
+                poll=settings.update_poll or None,
+                swapping=settings.update_patience + 30,
+            ),
+            on_event=lambda event, about: self.tell(f"session.{event}", about),
+        )
+        self._deployments = deployments
+        running = [
+            asyncio.create_task(deployments.run(), name="policy updates"),
+            asyncio.create_task(self._watch_folders(sessions, deployments), name="policy folders"),
+        ]
+        for task in running:
+            task.add_done_callback(_tell_of_defect)
+        try:
+            yield SessionUpdates(deployments, HooksError)
+        finally:
+            self._deployments = None
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            deployments.close()
+
+    def _source(self, repo: str) -> Source:
+        # A folder that is gone for a moment is not looked for on the Hub: there its name may be a stranger's.
+        return self._folders if self._came_from_folder.get(repo, is_folder(repo)) else self._hub
+
+    def identified(self, load: LoadPolicy) -> LoadPolicy:
+        """The same, but a policy from a folder knows what its content is called, too: a change of it is noticed.
+
+        And a pattern of tags (``deploy-*``) is resolved, as it is when they are followed. A commit in quarantine is
+        refused: a session that is made, or loaded again after its server was killed, asks no gate and has no probation.
+        """
+
+        def load_and_name(path: str, revision: str | None = None, /, **more: Any) -> Policy:
+            if more.get("like") is not None:
+                return load(path, revision, **more)  # an update, whose name is known, and which was looked up already
+            self._came_from_folder[_expanded(path)] = is_folder(path)
+            policy = self._load_named(load, path, revision, more)
+            self._check_quarantine(path, policy.commit)
+            return policy
+
+        return load_and_name
+
+    def _load_named(self, load: LoadPolicy, path: str, revision: str | None, more: Mapping[str, Any]) -> Policy:
+        if not is_folder(path):
+            if revision is not None and is_pattern(revision):
+                revision = self._newest(path, revision)
+            return load(path, revision, **more)
+        before = _states_in(path)
+        policy = load(path, revision, **more)
+        # Only now that its files are proved: a hash takes as long as they are. Written to meanwhile: nobody knows
+        # what was read, and the next look brings what is there then.
+        content = self._content(path)
+        policy.commit = content if before == _states_in(path) else None
+        return policy
+
+    def _check_quarantine(self, path: str, commit: str | None) -> None:
+        deployments = self._deployments
+        if deployments is None or commit is None:
+            return
+        # By what was read, not by what a branch points to: that may have moved while it was read.
+        if one := deployments.quarantine.get(_expanded(path), commit):
+            raise PolicyError(
+                f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with the "
+                f"revision of a good one, or DELETE /quarantine/{commit} first"
+            )
+
+    def _newest(self, repo: str, pattern: str) -> str:
+        try:
+            return asyncio.run(self._hub.head(repo, pattern))
+        except HooksError as error:
+            raise HubError(str(error)) from error
+
+    def _content(self, folder: str) -> str | None:
+        # In a loader's thread, which has no loop of its own.
+        with suppress(HooksError):
+            return asyncio.run(self._folders.head(folder, None))
+        return None
+
+    async def _watch_folders(self, sessions: Sessions, deployments: Deployments) -> None:
+        """Look at a policy folder again when something in it has changed."""
+        seen: dict[str, object] = {}
+        while True:
+            # As deployments call them, so without a "~".
+            modes = [(_expanded(one.new.policy_path), one.new.auto_update) for one in sessions.list()]
+            followed = {folder for folder, mode in modes if mode != "off"}
+            for folder in filter(is_folder, followed):
+                look = await asyncio.to_thread(_look_at, folder)
+                if folder in seen and seen[folder] != look:
+                    deployments.look(folder)
+                seen[folder] = look
+            seen = {folder: look for folder, look in seen.items() if folder in followed}
+            await asyncio.sleep(FOLDER_LOOK)
+
+    # Who is told.
+
+    def tell(self, event: str, about: Mapping[str, object]) -> None:
+        """Something happened to a session; whoever registered for it hears of it, in this order."""
+        if self.registry is not None:
+            self._news.put_nowait((event, about))
+
+    @asynccontextmanager
+    async def telling(self) -> AsyncIterator[None]:
+        """Pass on what happens in here; what happened until the end is written down before it ends."""
+        if self.registry is None:
+            yield
+            return
+        telling = asyncio.create_task(self._pass_on(self.registry), name="session events")
+        try:
+            yield
+        finally:
+            try:
+                async with asyncio.timeout(LAST_WORDS):
+                    await self._news.join()
+            except TimeoutError:
+                logger.error("%d events of sessions were not written down in time", self._news.qsize())
+            telling.cancel()
+
+    async def _pass_on(self, registry: Registry) -> None:
+        while True:
+            event, about = await self._news.get()
+            try:
+                await registry.emit_session(event, about)
+            except HooksError as error:
+                # A full disk must not stop a robot.
+                logger.error("event %s is lost: %s", event, error)
+            finally:
+                self._news.task_done()
+
+
+def _sees_events(request: Any) -> bool:
+    """Whoever sees the sessions of everybody sees what came, too; what came names everybody's policies."""
+    return caller_of(request).sees_all and (request.app.ctx.guard.is_guarded or is_here(request))
+
+
+def is_folder(path: str) -> bool:
+    """Whether a policy's path is a folder of this machine, as loading it would decide."""
+    return bool(path) and os.path.isdir(os.path.expanduser(path))
+
+
+def _expanded(path: str) -> str:
+    return os.path.expanduser(path)
+
+
+def _look_at(folder: str) -> object:
+    """What changes whenever a file of a followed folder does."""
+    return _states_in(folder)
+
+
+def _states_in(folder: str) -> object:
+    found = []
+    with suppress(OSError):
+        for entry in os.scandir(os.path.expanduser(folder)):
+            with suppress(OSError):  # gone since
+                status = entry.stat()
+                found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+    return sorted(found)
+
+
+def _tell_of_defect(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("policy updates ended; restart the server", exc_info=task.exception())

@@ -1,1 +1,0 @@
-"""Between a policy and a robot: limits, watchdogs, and who may command."""

@@ -1,0 +1,311 @@
+"""BaseSession: stage and status every session reports."""
+
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from service.control.aggregation import Ensembled
+from service.control.robot_io import Drive
+from service.inference.progress import Progress
+from service.sessions.policy_slots import Changeover
+from service.sessions.request import NewSession
+from service.stage import Lifecycle, Stage
+from service.stats import Tally
+from service.transport.link import Rooms
+
+# As in "camera_stale: ...": such a code has an underscore.
+_CODE = re.compile(r"([a-z]+(?:_[a-z]+)+): ")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a session says of itself besides its live parts.
+
+    Attributes:
+        new: what was asked for.
+        stage, reason: where it stands and why.
+        latch: the text of an emergency stop that waits for its reset, or None.
+        is_over: whether it has let go of everything.
+        progress: its way to being ready.
+        age: seconds since it was made.
+        rooms: its rooms, or None while it has none.
+        policies: those it holds.
+        figures: what others want said in its stats.
+    """
+
+    new: NewSession
+    stage: Stage
+    reason: str | None
+    latch: str | None
+    is_over: bool
+    progress: Progress
+    age: float
+    rooms: Rooms | None
+    policies: Changeover
+    figures: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SessionStatus:
+    """The fields of SessionStatusResponse, JSON-ready."""
+
+    session_id: str
+    status: str
+    policy_path: str
+    policy_type: str
+    camera_names: list[str]
+    workspace_id: str
+    rooms: dict[str, object]
+    stats: dict[str, object]
+    inference_stats: dict[str, object] | None
+    error_message: str | None
+
+
+def status_of(session: About, drive: Drive | None, now: float) -> SessionStatus:
+    """All of one session, at ``now`` (monotonic)."""
+    new, rooms = session.new, session.rooms
+    return SessionStatus(
+        session_id=new.session_id,
+        status=str(session.stage),
+        policy_path=new.policy_path,
+        policy_type=new.policy_type,
+        camera_names=list(new.camera_names),
+        workspace_id=rooms.workspace_id if rooms else new.workspace_id or "",
+        rooms={
+            "workspace_id": rooms.workspace_id if rooms else new.workspace_id or "",
+            "camera_room_ids": dict(rooms.cameras) if rooms else {},
+            "joint_input_room_id": rooms.joint_input if rooms else None,
+            "joint_output_room_id": rooms.joint_output if rooms else None,
+        },
+        stats=_progress(session.progress)
+        | {"age_s": round(session.age, 1), "language_instruction": new.language_instruction}
+        | _policies(session)
+        | (_stats(session, drive, now) if drive else _nothing_yet(session))
+        | _stops(session, drive, now)
+        | dict(session.figures),
+        inference_stats=_inference_stats(drive, session) if drive else None,
+        error_message=session.reason,
+    )
+
+
+def _stops(session: About, drive: Drive | None, now: float) -> dict[str, object]:
+    latch = session.latch
+    found = _CODE.match(latch or "")
+    return {
+        "emergency_stop": latch,
+        # What stopped by itself has its code first; a person's words have none.
+        "stop_code": None if latch is None else found[1] if found else "asked",
+        "dry_run": session.new.dry_run,
+        "commands_withheld": drive.commands_withheld if drive else 0,
+        "shadow": drive.thinking.shadow.figures() if drive and drive.thinking.shadow else None,
+        "watch": drive.watch(now) if drive else None,
+        "warnings": drive.warnings(now) if drive else {},
+    }
+
+
+def _progress(progress: Progress) -> dict[str, object]:
+    if progress.word == "ready":
+        return {"progress": "ready"}
+    left = progress.left()
+    return {
+        "progress": progress.word,
+        "progress_s": round(progress.seconds(), 1),
+        "progress_left_s": None if left is None else round(left, 1),
+        "progress_percent": progress.percent(),
+    }
+
+
+def _policies(session: About) -> dict[str, object]:
+    held = session.policies
+    return {
+        "auto_update": session.new.auto_update,
+        "policy_commit": held.running.commit if held.running else None,
+        "policy_staged": held.staged.commit if held.staged else None,
+        "policy_before": held.before.commit if held.before else None,
+        "policy_changes": held.changes,
+    }
+
+
+def _nothing_yet(session: About) -> dict[str, object]:
+    return {
+        "inference_count": 0,
+        "images_received": dict.fromkeys(session.new.camera_names, 0),
+        "joints_received": 0,
+        "commands_sent": 0,
+        "errors": int(session.stage is Stage.ERROR),
+        "actions_in_queue": 0,
+        "policy_type": session.new.policy_type,
+        "hold": None,
+        "hold_code": None,
+    }
+
+
+def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
+    buffer, control = drive.buffer, drive.control
+    hold = control.hold
+    return {
+        # The reference's names first.
+        "inference_count": drive.thinking.seconds["total"].count,
+        "images_received": {camera: rate.count for camera, rate in buffer.frames.items()},
+        "joints_received": buffer.joint_updates.count,
+        "commands_sent": drive.commands_sent,
+        "errors": drive.thinking.errors + control.rejected,
+        "actions_in_queue": len(control.actions),
+        "policy_type": session.new.policy_type,
+        # Why it does not move.
+        "hold": hold.text if hold else None,
+        "hold_code": hold.code if hold else None,
+        "hold_s": round(now - hold.since, 2) if hold else None,
+        "holds": control.holds.by_reason(),
+        # What came in.
+        "camera_fps": {camera: rate.per_second(now) for camera, rate in buffer.frames.items()},
+        "joints_per_second": buffer.joint_updates.per_second(now),
+        "joints_clamped": buffer.clamped,
+        "inputs_dropped": buffer.dropped.by_reason(),
+        "measured_joints": buffer.measured(),
+        "safety": control.guard.stats(),
+        # What went out.
+        "rate": control.pace.rate,
+        "action_rate": control.pace.action_rate,
+        "reads_language": drive.thinking.served.requirements.language,
+        "last_command": dict(drive.last_command),
+        "commands_refused": drive.commands_refused,
+        "chunks": control.chunks,
+        "chunks_rejected": control.rejected,
+        "chunks_discarded": control.discarded,
+        "late_actions_dropped": control.actions.late,
+        "starvations": control.starvations,
+        **joining_of(drive),
+        **control.asking,
+        "ticks": control.ticks,
+        "missed_ticks": control.missed_ticks,
+        "tick_lateness_ms": control.lateness.percentiles_ms(50, 99, 99.9),
+    }
+
+
+def joining_of(drive: Drive) -> dict[str, object]:
+    """How a session joins chunks and when it asks for them: what holds, whoever decided it."""
+    pace = drive.control.pace
+    return {
+        "overlap": pace.overlap.name,
+        "temporal_ensemble_coeff": pace.overlap.coefficient if isinstance(pace.overlap, Ensembled) else None,
+        "ask_ahead": pace.ask_ahead,
+        "action_steps": pace.action_steps,
+    }
+
+
+def _inference_stats(drive: Drive, session: About) -> dict[str, object]:
+    total = drive.thinking.seconds["total"]
+    spent = total.total
+    return {
+        "inference_count": total.count,
+        "total_inference_time": round(spent, 6),
+        "average_inference_time": round(spent / total.count, 6) if total.count else None,
+        "average_fps": round(total.count / spent, 3) if spent else None,
+        "is_loaded": not session.is_over,
+        "device": drive.thinking.served.policy.device,
+        "stages_ms": {stage: recent.percentiles_ms(50, 99) for stage, recent in drive.thinking.seconds.items()},
+        "answer_ms": drive.control.latency.percentiles_ms(50, 99),
+    }
+
+
+def queue_of(session: About, drive: Drive | None, now: float) -> dict[str, object]:
+    """What a session is about to do: the queue, its due times from ``now``, rates, ages of its input."""
+    if drive is None:
+        return {"session_id": session.new.session_id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
+    control, buffer = drive.control, drive.buffer
+    lack = buffer.lacking(now)
+    health: Mapping[str, object] = drive.link_health()
+    return {
+        "session_id": session.new.session_id,
+        "status": str(session.stage),
+        "queue_length": len(control.actions),
+        "queue_max": control.pace.chunk,
+        "due_in_ms": [round((due - now) * 1e3, 1) for due in control.actions.due_times()],
+        "control_hz": control.pace.rate,
+        "action_hz": control.pace.action_rate,
+        "action_steps": control.pace.action_steps,
+        "inference_in_flight": control.is_waiting,
+        "last_inference_ms": control.latency.newest_ms,
+        "late_actions_dropped": control.actions.late,
+        "data": {
+            "is_complete_and_fresh": lack is None,
+            "lacking": lack.text if lack else None,
+            "frame_age_ms": {
+                camera: None if age is None else round(age * 1e3, 1) for camera, age in buffer.frame_ages(now).items()
+            },
+            "measured_joints": buffer.measured(),
+        },
+        "link": dict(health),
+    }
+
+
+def new_claim() -> str:
+    """A secret that only a session and the servers of its rooms know."""
+    return secrets.token_urlsafe(24)
+
+
+class Standing(ABC):
+    """What sessions of both kinds have in common.
+
+    Attributes:
+        new: what was asked for.
+        drive: its live parts, if it has any.
+        created_at: monotonic.
+        figures: each gives a part of the stats; whoever attaches a tap may have something to say.
+        claim: see `SessionRecord`.
+        refused: commands for its robot that this server's rooms did not let out, by reason: of strangers, and its own.
+    """
+
+    def __init__(self, new: NewSession, latch: str | None, claim: str | None = None):
+        """``latch`` is the text of an emergency stop of this id that nobody has reset yet."""
+        self.new = new
+        self.claim = claim or new_claim()
+        self.refused = Tally()
+        self.drive: Drive | None = None
+        self.created_at = time.monotonic()
+        self.figures: list[Callable[[], Mapping[str, object]]] = [self._refusals]
+        self._life = Lifecycle(new.session_id, latch)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.new.session_id
+
+    @property
+    def stage(self) -> Stage:
+        """Where it stands."""
+        return self._life.stage
+
+    @property
+    def reason(self) -> str | None:
+        """Why it stands there: what ended it, or the text of an error, a timeout or an emergency stop."""
+        return self._life.latch or self._life.reason
+
+    @property
+    def latch(self) -> str | None:
+        """The text of an emergency stop that waits for its reset."""
+        return self._life.latch
+
+    @property
+    def is_latched(self) -> bool:
+        """Whether an emergency stop waits for its reset."""
+        return self._life.latch is not None
+
+    def _refusals(self) -> Mapping[str, object]:
+        return {"refused_at_room": self.refused.by_reason()}
+
+    def status(self) -> SessionStatus:
+        """What the API says of it; JSON-ready."""
+        return status_of(self._about(), self.drive, time.monotonic())
+
+    def queue(self) -> dict[str, object]:
+        """What it is about to do; JSON-ready."""
+        return queue_of(self._about(), self.drive, time.monotonic())
+
+    @abstractmethod
+    def _about(self) -> About:
+        """What its status is made of."""

@@ -1,0 +1,99 @@
+"""Who may stream to which session, and shared limits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from service.auth.caller import Caller
+from service.errors import MoveRefused, TooManyRequests
+from service.sessions.store import Listed, Sessions
+from service.streaming.direct_inference import Consultation
+from service.streaming.direct_transport import DirectTransport
+from service.streaming.websocket import SocketLimits
+
+
+@dataclass(frozen=True)
+class DoorSettings:
+    """Of all doors; times in seconds.
+
+    Attributes:
+        sockets: at a time, of everybody.
+        sockets_of_one: of one key's owner, when there are keys.
+        silence: a client that is not heard of for so long is gone.
+        compile_patience: how long an observation of a socket waits for a compile.
+        act_patience: how long an act by a single request does: less than its client waits for an answer.
+        socket: limits of one socket; its ``bytes`` are those of an act's body, too.
+    """
+
+    sockets: int = 256
+    sockets_of_one: int = 64
+    silence: float = 2.0
+    compile_patience: float = 60.0
+    act_patience: float = 5.0
+    socket: SocketLimits = field(default_factory=SocketLimits)
+
+
+class Doors:
+    """Of one server.
+
+    Attributes:
+        direct: the links of its sessions without rooms.
+    """
+
+    def __init__(self, sessions: Callable[[], Sessions], settings: DoorSettings | None = None):
+        """``sessions`` are there when the first client comes."""
+        self.settings = settings or DoorSettings()
+        self.direct = DirectTransport()
+        self._sessions = sessions
+        self._acting: dict[tuple[str, str], Consultation] = {}
+        self._open: list[str | None] = []
+
+    def consult(self, session: Listed) -> Consultation:
+        """For a client that just came, with a socket."""
+        return self._consult(session, self.settings.compile_patience)
+
+    def _consult(self, session: Listed, patience: float) -> Consultation:
+        sessions = self._sessions()
+        return Consultation(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
+
+    def acting(self, session: Listed, caller: Caller) -> Consultation:
+        """For a caller who acts by single requests: the same one each time."""
+        key = (session.id, caller.name)
+        known = self._acting.get(key)
+        if known is None or known.session is not session:
+            ids = {listed.id for listed in self._sessions().list()}
+            self._acting = {pair: one for pair, one in self._acting.items() if pair[0] in ids}
+            known = self._acting[key] = self._consult(session, self.settings.act_patience)
+        return known
+
+    def enter(self, caller: Caller) -> Callable[[], None]:
+        """Count a socket; what is returned is called when it ends.
+
+        Raises:
+            TooManyRequests: there are too many.
+        """
+        settings, owner = self.settings, caller.owner
+        is_one_too_many = owner is not None and self._open.count(owner) >= settings.sockets_of_one
+        if len(self._open) >= settings.sockets or is_one_too_many:
+            raise TooManyRequests("too many sockets are open at the doors; close some")
+        self._open.append(owner)
+        return lambda: self._open.remove(owner)
+
+    def only_one(self, caller: Caller) -> Listed:
+        """The direct session of a client that can name none.
+
+        Raises:
+            MoveRefused: the caller has none, or several.
+        """
+        found = [
+            session
+            for session in self._sessions().list()
+            if session.id in self.direct.links and caller.sees(session.new.owner)
+        ]
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise MoveRefused('there is no session for this port yet; make one with "transport_server_url": "direct"')
+        raise MoveRefused(
+            f"{len(found)} sessions could be meant; `robojax serve --openpi-session ID` names one, or use "
+            "ws://HOST:PORT/sessions/ID/openpi"
+        )

@@ -1,0 +1,180 @@
+"""Transport for sessions whose client calls directly."""
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+from service.sessions.request import DIRECT
+from service.transport.link import Inbox, JointValue, Link, LinkDown, LinkUp, Made, RobotLeft, Rooms, Transport
+
+# What the link is called when it is lost.
+STREAM = "stream"
+
+
+class Driver(Protocol):
+    """The client whose robot a session's control loop commands."""
+
+    @property
+    def heard_at(self) -> float:
+        """Monotonic time at which it was last heard of."""
+        ...
+
+    def command(self, joints: Sequence[JointValue]) -> bool:
+        """Send it a command without waiting; False when it is not taken."""
+        ...
+
+    def told(self, event: str, about: Mapping[str, object]) -> None:
+        """Something happened to the session (``service.sessions.session.EVENTS``)."""
+        ...
+
+
+class DirectLink:
+    """A ``Link`` whose other end is whoever is at the doors.
+
+    Attributes:
+        inbox: where what they show goes.
+        driver: who is commanded, or None.
+        watchers: all who are told what happens, the driver among them.
+        thinking: acts under way.
+        acts: those that were answered.
+        shown_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
+    """
+
+    def __init__(self, rooms: Rooms, inbox: Inbox):
+        self.rooms = rooms
+        self.inbox = inbox
+        self.driver: Driver | None = None
+        self.watchers: set[Driver] = set()
+        self.thinking = 0
+        self.acts = 0
+        self.shown_at = -math.inf
+        self._connected = self._sent = self._refused = 0
+
+    def send(self, joints: Sequence[JointValue]) -> bool:
+        """Command whoever is connected."""
+        is_taken = self.driver is not None and self.driver.command(joints)
+        self._sent += is_taken
+        self._refused += not is_taken
+        return is_taken
+
+    def latch(self, reason: str | None) -> None:
+        """Nothing to do: whoever is at a door is told of stops as of all that happens to the session."""
+
+    def health(self) -> Mapping[str, object]:
+        """Plain counters."""
+        return {
+            "connected": self.driver is not None,
+            "reconnects": max(self._connected - 1, 0),
+            "commands_sent": self._sent,
+            "commands_refused": self._refused,
+            "acts": self.acts,
+            "acts_under_way": self.thinking,
+        }
+
+    def drive(self, driver: Driver, silence: float) -> bool:
+        """Let a client be the one that is commanded; False while another one is, and is heard of.
+
+        Args:
+            silence: seconds after which one that is not heard of is gone.
+        """
+        if self.driver is driver:
+            return True
+        if self.driver is not None:
+            if time.monotonic() - self.driver.heard_at < silence:
+                return False
+            self.part(self.driver, "it was silent, and another client came")
+        self.driver = driver
+        self._connected += 1
+        self.inbox.event(LinkUp(STREAM))
+        return True
+
+    def part(self, driver: Driver, why: str) -> None:
+        """A client is gone; of one that is not commanded nothing changes."""
+        if self.driver is driver:
+            self.driver = None
+            self.inbox.event(LinkDown(STREAM, why))
+            self.inbox.event(RobotLeft(STREAM, is_replaced=True))
+
+
+class DirectTransport:
+    """Makes ``DirectLink``s.
+
+    Attributes:
+        links: session id to its link, while it lasts.
+    """
+
+    def __init__(self) -> None:
+        self.links: dict[str, DirectLink] = {}
+
+    @asynccontextmanager
+    async def connect(
+        self,
+        url: str,
+        *,
+        session_id: str,
+        cameras: Sequence[str],
+        workspace_id: str | None,
+        inbox: Inbox,
+        made: Made | None = None,
+    ) -> AsyncIterator[DirectLink]:
+        """A link that is down until a client comes."""
+        link = self.links[session_id] = DirectLink(Rooms(workspace_id or ""), inbox)
+        inbox.event(LinkDown(STREAM, "no client is connected to the session's stream"))
+        try:
+            yield link
+        finally:
+            if self.links.get(session_id) is link:
+                del self.links[session_id]
+            for watcher in tuple(link.watchers):
+                watcher.told("session.deleted", {"session_id": session_id})
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
+    ) -> Sequence[str]:
+        """There is nothing to remove."""
+        return ()
+
+    def hears(self, tell: Callable[[str, dict[str, object]], None]) -> Callable[[str, dict[str, object]], None]:
+        """``tell``, and those at the doors hear it too."""
+
+        def told(event: str, about: dict[str, object]) -> None:
+            link = self.links.get(str(about.get("session_id")))
+            for watcher in tuple(link.watchers) if link is not None else ():
+                watcher.told(event, about)
+            tell(event, about)
+
+        return told
+
+
+class ByAddress:
+    """A ``Transport``: direct for sessions that say so, another one for the rest."""
+
+    def __init__(self, direct: DirectTransport, rooms: Transport):
+        self._direct = direct
+        self._rooms = rooms
+
+    def connect(
+        self,
+        url: str,
+        *,
+        session_id: str,
+        cameras: Sequence[str],
+        workspace_id: str | None,
+        inbox: Inbox,
+        made: Made | None = None,
+    ) -> AbstractAsyncContextManager[Link]:
+        """Of the one that the URL asks for."""
+        return self._of(url).connect(
+            url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox, made=made
+        )
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
+    ) -> Sequence[str]:
+        """Likewise."""
+        return await self._of(url).clear(url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim)
+
+    def _of(self, url: str) -> Transport:
+        return self._direct if url == DIRECT else self._rooms

@@ -1,0 +1,359 @@
+"""Test doubles for users: ScriptedPolicy and MemoryTransport."""
+
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from jaxmodels import Requirements
+from jaxmodels.errors import JaxModelsError, ObservationError
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, TASK
+from service.errors import TransportError
+from service.transport.link import EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Made, Rooms
+from service.transport.protocol import rooms_of
+
+
+class Gate(Protocol):
+    """What connecting waits at, when a test wants it slow; an ``asyncio.Event`` is one."""
+
+    async def wait(self) -> object:
+        """Return when connecting may go on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One joint_update that a session put on the wire, and when."""
+
+    joints: tuple[JointValue, ...]
+    at: float
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Wire name to value."""
+        return {joint.name: joint.value for joint in self.joints}
+
+
+class MemoryLink:
+    """A ``Link`` whose other end is the test.
+
+    Attributes:
+        rooms: the rooms of the session.
+        sent: every joint_update taken by ``send``, oldest first.
+        refused: how many calls of ``send`` were not taken.
+        is_choked: set it to make ``send`` refuse as when the socket's buffer is over its limit.
+        is_closed: whether the session has left.
+        latched: the emergency stop that the room was told of last, or None.
+    """
+
+    def __init__(self, rooms: Rooms, cameras: Sequence[str], inbox: Inbox, clock: Callable[[], float]):
+        self.rooms = rooms
+        self.sent: list[Sent] = []
+        self.refused = 0
+        self.is_choked = False
+        self.is_closed = False
+        self.latched: str | None = None
+        self._inbox = inbox
+        self._clock = clock
+        self._up: dict[str, bool] = dict.fromkeys(
+            [*rooms.cameras.values(), rooms.joint_input, rooms.joint_output], False
+        )
+        self._frames = dict.fromkeys(cameras, 0)
+        self._joints = 0
+        self._reconnects = 0
+
+    def send(self, joints: Sequence[JointValue]) -> bool:
+        """Keep one joint_update; False when the output room is down, the link is choked or closed."""
+        if self.is_closed or self.is_choked or not self._up[self.rooms.joint_output]:
+            self.refused += 1
+            return False
+        self.sent.append(Sent(tuple(joints), self._clock()))
+        return True
+
+    def latch(self, reason: str | None) -> None:
+        """Keep it."""
+        self.latched = reason
+
+    def health(self) -> Mapping[str, object]:
+        """The same kind of counters as a real link."""
+        return {
+            "rooms": {room: {"connected": up} for room, up in self._up.items()},
+            "frames_received": dict(self._frames),
+            "joints_received": self._joints,
+            "commands_sent": len(self.sent),
+            "commands_refused": self.refused,
+            "reconnects": self._reconnects,
+        }
+
+    # What a test does.
+
+    def deliver_frame(self, camera: str, image: np.ndarray, seen_at: float | None = None) -> None:
+        """As if this picture (uint8, (h, w, 3), RGB) had just been decoded."""
+        if camera not in self._frames:
+            raise KeyError(f"no camera {camera!r} in this link; it has {sorted(self._frames)}")
+        self._frames[camera] += 1
+        self._inbox.frame(camera, image, self._clock() if seen_at is None else seen_at)
+
+    def deliver_joints(self, values: Mapping[str, float], seen_at: float | None = None) -> None:
+        """As if the robot had sent this joint_update."""
+        self._joints += 1
+        self._inbox.joints(values, self._clock() if seen_at is None else seen_at)
+
+    def deliver_emergency_stop(self, reason: str = "a test", source: str = "robot") -> None:
+        """As if somebody in a room had asked for an emergency stop."""
+        self._inbox.event(EmergencyStop(reason=reason, source=source))
+
+    def go_down(self, room: str | None = None, reason: str = "socket closed") -> None:
+        """Lose the connection to one room, or to all."""
+        for name in self._named(room):
+            if self._up[name]:
+                self._up[name] = False
+                self._inbox.event(LinkDown(room=name, reason=reason))
+
+    def come_up(self, room: str | None = None) -> None:
+        """Join one room, or all, again."""
+        for name in self._named(room):
+            if not self._up[name]:
+                self._up[name] = True
+                self._inbox.event(LinkUp(room=name))
+
+    def reconnect(self, room: str | None = None, reason: str = "socket closed") -> None:
+        """Down and up again."""
+        self.go_down(room, reason)
+        self._reconnects += 1
+        self.come_up(room)
+
+    def _named(self, room: str | None) -> list[str]:
+        if room is None:
+            return list(self._up)
+        if room not in self._up:
+            raise KeyError(f"no room {room!r} in this link; it has {sorted(self._up)}")
+        return [room]
+
+
+class MemoryTransport:
+    """A ``Transport`` that hands out ``MemoryLink``s.
+
+    Attributes:
+        links: every link made, oldest first.
+        existing: ids of the rooms that exist now, as ``workspace/room``.
+        occupied: those of them that somebody else is in.
+        refuse: set it to an error to make the next connections fail.
+        gate: set it to an ``asyncio.Event`` to hold connecting until the test sets it.
+        leaving: the same for leaving.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.links: list[MemoryLink] = []
+        self.existing: set[str] = set()
+        self.occupied: set[str] = set()
+        self.refuse: TransportError | None = None
+        self.gate: Gate | None = None
+        self.leaving: Gate | None = None
+        self._clock = clock
+
+    @property
+    def link(self) -> MemoryLink:
+        """The newest link."""
+        if not self.links:
+            raise LookupError("nothing has connected yet")
+        return self.links[-1]
+
+    @asynccontextmanager
+    async def connect(
+        self,
+        url: str,
+        *,
+        session_id: str,
+        cameras: Sequence[str],
+        workspace_id: str | None,
+        inbox: Inbox,
+        made: Made | None = None,
+    ) -> AsyncIterator[MemoryLink]:
+        """Make the rooms, say that each is joined, and take them away again at the end."""
+        rooms = rooms_of(session_id, cameras, workspace_id)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.refuse is not None:
+            raise self.refuse
+        link = MemoryLink(rooms, cameras, inbox, self._clock)
+        ours: dict[str, str] = {}
+        for room in link._named(None):
+            name = f"{rooms.workspace_id}/{room}"
+            if name not in self.existing:
+                if made is not None:
+                    await made.add(room)
+                self.existing.add(name)
+                ours[name] = room
+            elif made is not None and room in made:
+                ours[name] = room
+        self.links.append(link)
+        link.come_up()
+        try:
+            yield link
+        finally:
+            link.is_closed = True
+            if self.leaving is not None:
+                await self.leaving.wait()
+            self.existing -= {name for name, room in ours.items() if made is None or room in made}
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
+    ) -> Sequence[str]:
+        """Remove rooms but those that a test says somebody is in."""
+        if self.refuse is not None:
+            raise self.refuse
+        left = [room for room in rooms if f"{workspace_id}/{room}" in self.occupied]
+        self.existing -= {f"{workspace_id}/{room}" for room in rooms if room not in left}
+        return left
+
+
+SO100_REQUIREMENTS = Requirements(
+    policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=20, action_steps=20
+)
+
+
+@dataclass
+class ScriptedPolicy:
+    """Moves every joint away from where it is, by ``step`` per action.
+
+    Attributes:
+        requirements: what it says it needs.
+        latency: seconds that ``act`` takes.
+        compile_latency: seconds that compiling for one new set of sizes takes.
+        failures: what the next calls of ``act`` do instead, one each: an exception is raised, an array returned,
+            an event waited for.
+        acted: how often ``act`` was called.
+        compiled: the sets of sizes it was compiled for, for a batch of one.
+        batches: larger batches it was compiled for, each with the sizes.
+        threads: names of the threads that ``act`` ran on.
+        told: what it was told at each call of ``act``, one text per member.
+        unreadable: a text that it cannot read.
+    """
+
+    requirements: Requirements = SO100_REQUIREMENTS
+    step: float = 0.1
+    latency: float = 0.0
+    compile_latency: float = 0.0
+    compile_failure: Exception | None = None
+    failures: list[Exception | np.ndarray | threading.Event] = field(default_factory=list)
+    acted: int = 0
+    compiled: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    batches: list[tuple[int, dict[str, tuple[int, int]]]] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+    told: list[tuple[str, ...]] = field(default_factory=list)
+    unreadable: str | None = None
+    device: str = "scripted:0"
+    commit: str | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        """(b, chunk, action) float32, or the next failure."""
+        self.acted += 1
+        self.threads.add(threading.current_thread().name)
+        started = time.perf_counter()
+        if self.latency:
+            time.sleep(self.latency)
+        if self.failures:
+            failure = self.failures.pop(0)
+            if isinstance(failure, Exception):
+                raise failure
+            if isinstance(failure, np.ndarray):
+                return failure
+            failure.wait()
+        wanted = {f"observation.images.{camera}" for camera in self.requirements.cameras}
+        wanted |= {"observation.state"} if self.requirements.state is not None else set()
+        wanted |= {TASK} if self.requirements.language else set()
+        if self.requirements.takes_prefix and PREFIX_ACTIONS in observation:
+            wanted |= {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
+        if wanted != set(observation):
+            raise ObservationError(f"observation has {sorted(observation)}, wanted {sorted(wanted)}")
+        if TASK in observation:
+            self.told.append(tuple(map(str, observation[TASK])))
+            for text in self.told[-1]:
+                self.prepare_task(text)
+        need = self.requirements
+        batch = len(next(iter(observation.values())))
+        state = observation.get("observation.state", np.zeros((batch, need.action), np.float32))
+        steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
+        chunk = (state[:, None, :] + steps).astype(np.float32)
+        if PREFIX_ACTIONS in observation:
+            # What will have been done when this answer comes is done: the chunk begins with it.
+            over = (
+                np.arange(need.chunk)[None, :]
+                < np.minimum(observation[PREFIX_DELAY], observation[PREFIX_LENGTH])[:, None]
+            )
+            chunk = np.where(over[..., None], observation[PREFIX_ACTIONS], chunk)
+        self.timings = {"to_device": 0.0, "compute": time.perf_counter() - started, "to_host": 0.0}
+        return chunk
+
+    def prepare_task(self, text: str) -> None:
+        """Refuse the text that it cannot read."""
+        if text == self.unreadable:
+            raise ObservationError(f"the instruction {text!r} is no instruction")
+
+    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """Take as long as told, then know these sizes."""
+        time.sleep(self.compile_latency)
+        if self.compile_failure is not None:
+            raise self.compile_failure
+        sizes = dict(self.requirements.cameras if cameras is None else cameras)
+        if batch == 1:
+            self.compiled.append(sizes)
+        else:
+            self.batches.append((batch, sizes))
+
+    def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
+        """Whether ``compile`` was called for these sizes."""
+        sizes = dict(self.requirements.cameras if cameras is None else cameras)
+        return sizes in self.compiled if batch == 1 else (batch, sizes) in self.batches
+
+    def on(self, device: str) -> "ScriptedPolicy":
+        """One that does the same, and fails when it is told to itself."""
+        return replace(self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[])
+
+    def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+        """What it is said to take; nothing is done."""
+        return self.latency
+
+
+@dataclass
+class ScriptedLoader:
+    """A ``LoadPolicy`` that gives out one policy per path.
+
+    Attributes:
+        make: what a load gives, or raises.
+        loads: the paths that were loaded.
+        gate: set it to hold loading until the test sets the event.
+        words: what it reports as progress.
+    """
+
+    make: Callable[[], ScriptedPolicy] = ScriptedPolicy
+    loads: list[str] = field(default_factory=list)
+    gate: threading.Event | None = None
+    failure: Exception | None = None
+    words: Sequence[str] = ("reading", "ready")
+
+    def __call__(
+        self,
+        path: str,
+        revision: str | None = None,
+        /,
+        *,
+        like: object = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> ScriptedPolicy:
+        """Load, in the engine's loader thread."""
+        self.loads.append(path)
+        for word in self.words:
+            if on_progress is not None:
+                on_progress(word)
+        if self.gate is not None and not self.gate.wait(30):
+            raise JaxModelsError("the test never opened the gate")
+        if self.failure is not None:
+            raise self.failure
+        return self.make()

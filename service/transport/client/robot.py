@@ -1,0 +1,406 @@
+"""The robot's side of a session's rooms."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.errors import TransportError
+from service.transport.address import Address, Kind
+from service.transport.client.camera_rooms import CameraSender
+from service.transport.client.connection import Listener, Pace, Present, RoomConnection
+from service.transport.client.rest import Redirected, RoomsApi, headers_of, http_session
+from service.transport.client.rooms_link import running
+from service.transport.link import EmergencyStop, Rooms
+from service.transport.protocol import EmergencyStop as StopMessage
+from service.transport.protocol import JointUpdate, Message, Role, WireError, is_finite, session_of
+from service.transport.webrtc.encoding import Camera
+
+log = logging.getLogger(__name__)
+
+# Seconds between two questions whether a latch is still there; a command that comes meanwhile asks sooner.
+ASK, ASK_SOON = 0.5, 0.05
+# Seconds for which the session may not have heard of a stop yet that this robot knows of; then it is told.
+UNHEARD = 2.0
+# A hold names the pose that this robot reported, at most so long ago (seconds) and so far away.
+REPORTED, SAME = 1.0, 1e-3
+OnCommand = Callable[[Mapping[str, float], float], None]
+OnStop = Callable[[EmergencyStop], None]
+
+
+@asynccontextmanager
+async def connect_robot(
+    url: str,
+    rooms: Rooms,
+    *,
+    on_command: OnCommand,
+    on_emergency_stop: OnStop | None = None,
+    name: str = "robot",
+    rate: float = 30.0,
+    pace: Pace | None = None,
+    ice_servers: Sequence[str] = (),
+    key: str | None = None,
+    sessions: str | None = None,
+) -> AsyncIterator["Robot"]:
+    """Join a session's rooms as its robot: producer of the cameras and of joint-input, consumer of joint-output.
+
+    It joins again by itself whenever a connection is lost, sends its pose again and offers its cameras again,
+    until the context ends. The rooms are the session's: they are neither made nor removed here.
+
+    From an emergency stop on (its own too, and one that was latched before it came), it hands no command to
+    ``on_command`` but one: to stay at the pose that it reported itself. Nothing that is said in a room ends that, as
+    anybody could say it. It ends when the server of the session says that the latch was reset, or with ``unlatch``.
+
+    Args:
+        url: the transport server, as in ``transport_server_url``.
+        rooms: as the session's creation answered them.
+        on_command: takes (wire name to target, monotonic time it was read), on the event loop. The server forwards
+            only joints whose target changed, so merge by name and hold the others. Nothing is said when commands stay
+            away (a server that is blocked): hold the robot then, as ``robojax.robot.arm_thread.Follower`` does.
+        on_emergency_stop: told of every emergency stop of somebody else in any of the rooms.
+        name: what the robot's participant ids begin with.
+        rate: the most pictures a second that each camera sends.
+        key: an operator's key or token, of the session's owner, where the server wants one. It goes to ``url`` and to
+            ``sessions`` alone.
+        sessions: the server of the session, where its rooms are on a server of their own; else that of the rooms.
+
+    Raises:
+        InvalidRequest: the URL or the key cannot be used.
+        TransportError: the server cannot be reached, or a room is unknown or has another robot in it.
+    """
+    pace = pace or Pace()
+    address = Address.parse(url)
+    async with http_session(headers=headers_of(key)) as session:
+        api = RoomsApi(session, address, pace.request)
+        latch = SessionLatch(api, Address.parse(sessions or url), session_of(rooms.joint_output))
+        robot = Robot(api, rooms, name, rate, pace, ice_servers, on_command, latch)
+        robot.on_emergency_stop = on_emergency_stop
+        try:
+            await robot.open()
+            async with running(*robot.tasks()):
+                yield robot
+        finally:
+            await robot.close()
+
+
+class Robot:
+    """A robot in its rooms; ``connect_robot`` makes one.
+
+    Attributes:
+        on_emergency_stop: told of every emergency stop of somebody else; may be set at any time.
+        commands: joint updates handed to ``on_command``.
+        refused: those that were not, because of an emergency stop.
+        latch: the reason of an emergency stop that this robot knows of and that is not known to be reset, or None.
+    """
+
+    def __init__(
+        self,
+        api: RoomsApi,
+        rooms: Rooms,
+        name: str,
+        rate: float,
+        pace: Pace,
+        ice_servers: Sequence[str],
+        on_command: OnCommand,
+        asked: "SessionLatch",
+    ):
+        self.rooms = rooms
+        self.on_emergency_stop: OnStop | None = None
+        self.commands = self.refused = 0
+        self.latch: str | None = None
+        self._asked = asked
+        self._leave = pace.leave
+        self._latched_at = 0.0
+        self._is_known = False  # whether the session's server said of this latch that it is there
+        self._is_refusing = False
+        self._ask_now = asyncio.Event()
+        self._reported: deque[tuple[float, dict[str, float]]] = deque(maxlen=256)
+        self._on_command = on_command
+        self._pose: dict[str, float] = {}
+        self._cameras = {camera: Camera(rate) for camera in rooms.cameras}
+        self._senders = {
+            camera: CameraSender(self._cameras[camera], room, api, pace, ice_servers, self._stopped)
+            for camera, room in rooms.cameras.items()
+        }
+        self._reports = JointRoom(self._report_pose, self._stopped)
+        self._orders = JointRoom(self._ask_now.set, self._stopped, self._obey)
+
+        def room(
+            kind: Kind, room: str, who: str, role: Role, listener: Listener, present: Present | None = None
+        ) -> RoomConnection:
+            who = f"{name}-{who}"
+            return RoomConnection(
+                api, kind, rooms.workspace_id, room, who=who, role=role, listener=listener, pace=pace, present=present
+            )
+
+        self._input = room(Kind.ROBOTICS, rooms.joint_input, "joint-input", Role.PRODUCER, self._reports)
+        self._output = room(Kind.ROBOTICS, rooms.joint_output, "joint-output", Role.CONSUMER, self._orders)
+        self._reports.connection, self._orders.connection = self._input, self._output
+        self._videos = {
+            camera: room(Kind.VIDEO, rooms.cameras[camera], camera, Role.PRODUCER, sender, sender.present)
+            for camera, sender in self._senders.items()
+        }
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether every room is joined now."""
+        return all(connection.participant_id is not None for connection in self._connections())
+
+    def send_joints(self, values: Mapping[str, float]) -> bool:
+        """Report joints (wire name to value, all or some) without waiting; False when they were not taken.
+
+        The whole pose as last given here is sent again after each reconnection.
+
+        Raises:
+            WireError: a value is not finite.
+        """
+        bad = {name: value for name, value in values.items() if not is_finite(value)}
+        if bad:
+            raise WireError(f"joints {sorted(bad)} are not finite numbers; nothing was sent", JointUpdate.type)
+        if self._pose:
+            self._reported.append((time.monotonic(), dict(self._pose)))
+        self._pose.update(values)
+        return self._input.send(_update(values))
+
+    def show(self, camera: str, image: np.ndarray) -> None:
+        """Send this picture, uint8 (h, w, 3) RGB. It is copied; the newest one goes out, once, at most at ``rate``.
+
+        Raises:
+            KeyError: there is no such camera.
+            ValueError: the picture has another type or shape.
+        """
+        if camera not in self._cameras:
+            raise KeyError(f"no camera {camera!r}; this robot has {sorted(self._cameras)}")
+        self._cameras[camera].show(image)
+
+    def restart_camera(self, camera: str) -> None:
+        """Start a camera's stream anew, as a browser does when its camera is switched: everybody gets a new offer."""
+        self._senders[camera].restart()
+
+    def emergency_stop(self, reason: str) -> bool:
+        """Ask everybody in both joint rooms to stop.
+
+        Returns False when a room is down; the stop is then sent there as soon as it is joined again.
+        """
+        self._take_latch(reason)
+        return all([room.stop(reason) for room in (self._reports, self._orders)])
+
+    def health(self) -> Mapping[str, object]:
+        """Plain figures by room id."""
+        cameras = {
+            self.rooms.cameras[camera]: {**connection.health(), "video": self._senders[camera].health()}
+            for camera, connection in self._videos.items()
+        }
+        joints = {connection.room: dict(connection.health()) for connection in (self._input, self._output)}
+        return {"rooms": joints | cameras, "commands": self.commands, "refused": self.refused, "latch": self.latch}
+
+    def unlatch(self) -> None:
+        """Obey again after an emergency stop: for who is at the robot, and has seen that it is safe."""
+        if self.latch is not None:
+            log.warning("the emergency stop is reset; commands are obeyed again (%d were refused)", self.refused)
+        self.latch = None
+        self._is_known = self._is_refusing = False
+
+    async def open(self) -> None:
+        """Join every room.
+
+        Raises:
+            TransportError: one could not be joined.
+        """
+        await self._look()
+        for connection in self._connections():
+            await connection.open()
+
+    def tasks(self) -> list[Coroutine[None, None, None]]:
+        """What must run while the robot is connected."""
+        return [
+            self._follow_latch(),
+            *(connection.run() for connection in self._connections()),
+            *(sender.run(self._videos[camera]) for camera, sender in self._senders.items()),
+        ]
+
+    async def close(self) -> None:
+        """Leave every room."""
+        await asyncio.gather(*(connection.close() for connection in self._connections()))
+
+    def _connections(self) -> list[RoomConnection]:
+        return [self._output, self._input, *self._videos.values()]
+
+    def _report_pose(self) -> None:
+        # A room that was made anew knows nothing, and a robot that stands still sends nothing.
+        if self._pose:
+            self._input.send(_update(self._pose))
+
+    def _obey(self, values: Mapping[str, float], seen_at: float) -> None:
+        if self.latch is not None and not self._is_hold(values):
+            self.refused += 1
+            self._ask_now.set()
+            if not self._is_refusing:
+                self._is_refusing = True
+                log.warning("a command is refused: an emergency stop is latched (%s)", self.latch)
+                if not self._is_known:
+                    log.warning(
+                        "%s has not said so yet; if it is not the server of the session, give connect_robot its URL as "
+                        "sessions, or call unlatch() when the robot is safe",
+                        self._asked.url,
+                    )
+            return
+        self.commands += 1
+        self._on_command(values, seen_at)
+
+    def _is_hold(self, values: Mapping[str, float]) -> bool:
+        """Whether it is told to stay where it said just now that it is: that takes the force out of a joint that
+        something blocks, and moves no other one, whoever says it."""
+        oldest = time.monotonic() - REPORTED
+        poses = [self._pose, *(pose for until, pose in self._reported if until >= oldest)]
+        return any(
+            all(name in pose and abs(value - pose[name]) <= SAME for name, value in values.items()) for pose in poses
+        )
+
+    # An emergency stop.
+
+    def _take_latch(self, reason: str) -> None:
+        if self.latch is None:
+            self.latch, self._is_known = reason, False
+            self._latched_at = time.monotonic()
+        self._ask_now.set()
+
+    async def _follow_latch(self) -> None:
+        """Ask the session's server: at each join of the room of commands, and while a latch is known."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if self.latch is None else ASK):
+                    await self._ask_now.wait()
+            self._ask_now.clear()
+            if self._output.participant_id is not None:  # without commands nothing has to be decided
+                await self._look_to_the_end()
+            await asyncio.sleep(ASK_SOON)
+
+    async def _look_to_the_end(self) -> None:
+        """Whoever leaves lets a question that is under way be answered, rather than cut it off."""
+        looking = asyncio.create_task(self._look())
+        try:
+            await asyncio.shield(looking)
+        finally:
+            await asyncio.wait({looking}, timeout=self._leave)
+            looking.cancel()
+
+    async def _look(self) -> None:
+        """What the server says counts where it says something; else all stays as it is."""
+        before = self.latch
+        found = await self._asked.look()
+        if found is None or self.latch != before:
+            return
+        if found.reason is not None:
+            if self.latch is None:
+                self._stopped(StopMessage(found.reason, self._asked.session_id))
+            self._is_known = True
+        elif self.latch is not None and self._is_known:
+            self.unlatch()
+        elif self.latch is not None and time.monotonic() - self._latched_at > UNHEARD:
+            # Its session may go on as if nothing had happened, and nobody would have to reset anything.
+            await self._asked.stop(self.latch)
+
+    def _stopped(self, message: StopMessage) -> None:
+        self._take_latch(message.reason or "no reason given")
+        if self.on_emergency_stop is not None:
+            self.on_emergency_stop(EmergencyStop(message.reason or "no reason given", message.source or "unknown"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server of a session says: the reason of its latched emergency stop, or None where there is none."""
+
+    reason: str | None
+
+
+class SessionLatch:
+    """Whether an emergency stop of a session is latched, as its own server says.
+
+    Attributes:
+        session_id: None where the rooms are no session's.
+        url: the session's, which is asked.
+    """
+
+    def __init__(self, api: RoomsApi, address: Address, session_id: str | None):
+        self.session_id = session_id
+        self._api = api
+        self.url = f"{address.base}/sessions/{session_id}"
+        self._list = f"{address.base}/sessions"
+
+    async def look(self) -> Answer | None:
+        """What it says; None when it does not answer, or knows no such session (a server of rooms alone)."""
+        if self.session_id is None:
+            return None
+        with contextlib.suppress(TransportError):
+            try:
+                found = await self._api.ask("GET", self.url)
+            except Redirected:
+                # It is on another server that shares the database, which this one lists; no key goes elsewhere.
+                listed = await self._api.ask("GET", self._list, form=list)
+                mine = (one for one in listed if isinstance(one, dict) and one.get("session_id") == self.session_id)
+                found = next(mine, {})
+            stats = found.get("stats")
+            if isinstance(stats, dict) and "emergency_stop" in stats:
+                reason = stats["emergency_stop"]
+                return Answer(None if reason is None else str(reason))
+        return None
+
+    async def stop(self, reason: str) -> None:
+        """Tell it of a stop that it does not know of; what does not reach it is tried again."""
+        with contextlib.suppress(TransportError):
+            await self._api.ask("POST", f"{self.url}/emergency_stop", {"reason": reason})
+
+
+class JointRoom:
+    """What the robot hears in one joint room, and the stops it still owes it.
+
+    ``state_sync`` is not obeyed: it holds commands of unknown age, perhaps of a session that is long over.
+    """
+
+    def __init__(
+        self,
+        joined: Callable[[], None],
+        stopped: Callable[[StopMessage], None],
+        moved: OnCommand | None = None,
+    ):
+        self.connection: RoomConnection | None = None
+        self._joined = joined
+        self._stopped = stopped
+        self._moved = moved
+        self._owed: str | None = None
+        self._ids: set[str] = set()
+
+    def stop(self, reason: str) -> bool:
+        """Send an emergency stop, now or at the next join."""
+        taken = self.connection is not None and self.connection.send(StopMessage(reason=reason))
+        self._owed = None if taken else reason
+        return taken
+
+    def joined(self, participant_id: str) -> None:
+        """Pay what is owed."""
+        self._ids.add(participant_id)
+        if self._owed is not None:
+            self.stop(self._owed)
+        self._joined()
+
+    def received(self, message: Message, seen_at: float) -> None:
+        """Commands go to the robot; stops of others go to the robot; the echo of our own does not."""
+        if isinstance(message, StopMessage):
+            if message.source not in self._ids:
+                self._stopped(message)
+        elif isinstance(message, JointUpdate) and self._moved is not None and message.data:
+            self._moved(message.values, seen_at)
+
+    def lost(self, reason: str) -> None:
+        """Nothing to do: the connection joins again."""
+
+
+def _update(values: Mapping[str, float]) -> JointUpdate:
+    return JointUpdate(tuple({"name": name, "value": float(value)} for name, value in values.items()))

@@ -1,0 +1,268 @@
+"""A session's link: its rooms made, joined, removed."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from service.errors import RobotTaken, TransportError
+from service.transport.address import Address, Destinations, Kind
+from service.transport.client.camera_rooms import CameraReceiver
+from service.transport.client.connection import JoinRefused, Listener, Pace, Present, RoomConnection
+from service.transport.client.joint_rooms import JointInput, JointOutput
+from service.transport.client.rest import CLAIM, Credentials, NoCredentials, RoomsApi, http_session
+from service.transport.link import Inbox, JointValue, Made, Rooms
+from service.transport.protocol import JointUpdate, Role, rooms_of
+
+log = logging.getLogger(__name__)
+
+# Seconds. A command that was not written by then is not sent any more: this process stood still, the robot did not.
+COMMAND_LIFE = 0.1
+
+
+class RoomsTransport:
+    """The ``Transport`` that speaks the RobotHub wire.
+
+    Args:
+        pace: how long things may take.
+        ice_servers: STUN and TURN URLs. Empty by default: on a local network they are not needed, and without a
+            way to the internet each peer connection would wait five seconds for them.
+        destinations: where links may go; None where whoever gives the URLs is trusted.
+        credentials: which key is sent where; none when None.
+    """
+
+    def __init__(
+        self,
+        *,
+        pace: Pace | None = None,
+        ice_servers: Sequence[str] = (),
+        destinations: Destinations | None = None,
+        credentials: Credentials | None = None,
+    ):
+        self._pace = pace or Pace()
+        self._ice_servers = tuple(ice_servers)
+        self._destinations = destinations
+        self._credentials = credentials or NoCredentials()
+
+    @asynccontextmanager
+    async def connect(
+        self,
+        url: str,
+        *,
+        session_id: str,
+        cameras: Sequence[str],
+        workspace_id: str | None,
+        inbox: Inbox,
+        made: Made | None = None,
+    ) -> AsyncIterator["RoomsLink"]:
+        """Make the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
+
+        A room of one of our names that exists already (left by a crash, or made by the robot's side) is joined as
+        it is: making it again would cut off everybody in it without a word. Only rooms that this link made are
+        removed at its end, and those in ``made``: this server's from before it was killed.
+
+        Raises:
+            InvalidRequest: the URL or a name cannot be used, or the URL leads where links may not go.
+            TransportError: the server could not be reached, refused, or does not speak this wire.
+        """
+        rooms = rooms_of(session_id, cameras, workspace_id)
+        address, headers = self._credentials.of(Address.parse(url), session_id)
+        connector = None if self._destinations is None else await self._destinations.connector(url)
+        async with http_session(connector, headers) as session:
+            api = RoomsApi(session, address, self._pace.request)
+            link = RoomsLink(rooms, session_id, api, inbox, self._pace, self._ice_servers, made)
+            try:
+                await link.open()
+                async with running(*link.tasks()):
+                    yield link
+            finally:
+                await link.close()
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
+    ) -> Sequence[str]:
+        """Remove rooms that nobody is in, one after the other; returns those that somebody is in.
+
+        Raises:
+            InvalidRequest: the URL leads where links may not go.
+            TransportError: the server could not be reached or refused.
+        """
+        left = []
+        address, headers = self._credentials.of(Address.parse(url), None)
+        connector = None if self._destinations is None else await self._destinations.connector(url)
+        async with http_session(connector, {**headers, **({CLAIM: claim} if claim else {})}) as session:
+            api = RoomsApi(session, address, self._pace.request)
+            for room in rooms:
+                kind = Kind.VIDEO if room in cameras else Kind.ROBOTICS
+                presence = await api.look(kind, workspace_id, room)
+                if presence is None:
+                    continue
+                if presence.producer is not None or presence.consumers:
+                    left.append(room)
+                else:
+                    await api.delete(kind, workspace_id, room)
+        return left
+
+
+class RoomsLink:
+    """The ``Link`` of one session."""
+
+    def __init__(
+        self,
+        rooms: Rooms,
+        session_id: str,
+        api: RoomsApi,
+        inbox: Inbox,
+        pace: Pace,
+        ice_servers: Sequence[str],
+        made: Made | None = None,
+    ):
+        self.rooms = rooms
+        self._api = api
+        self._pace = pace
+        self._made: dict[str, Kind] = {}
+        self._known = made
+        self._input = JointInput(rooms, api, inbox)
+        self._receivers = {
+            room: CameraReceiver(camera, room, api, inbox, pace, ice_servers) for camera, room in rooms.cameras.items()
+        }
+
+        def connection(
+            kind: Kind,
+            room: str,
+            name: str,
+            role: Role,
+            listener: Listener,
+            present: Present | None = None,
+            refused: Callable[[], None] = lambda: None,
+        ) -> RoomConnection:
+            return RoomConnection(
+                api,
+                kind,
+                rooms.workspace_id,
+                room,
+                who=f"{session_id}-{name}",
+                role=role,
+                listener=listener,
+                pace=pace,
+                make=lambda: self._make(kind, room),
+                present=present,
+                refused=refused,
+            )
+
+        sent, heard = rooms.joint_output, rooms.joint_input
+        self._commands = told = JointOutput(sent, inbox, lambda message: self._output.send(message))
+        self._output = connection(Kind.ROBOTICS, sent, "joint-output", Role.PRODUCER, told, told.present)
+        reports = self._input
+        self._connections = {
+            sent: self._output,
+            heard: connection(
+                Kind.ROBOTICS, heard, "joint-input", Role.CONSUMER, reports, reports.present, reports.refused
+            ),
+            **{
+                room: connection(Kind.VIDEO, room, receiver.camera, Role.CONSUMER, receiver)
+                for room, receiver in self._receivers.items()
+            },
+        }
+
+    def send(self, joints: Sequence[JointValue]) -> bool:
+        """Put one joint_update on the wire of the output room without waiting; False when it was not taken."""
+        data = tuple(
+            {"name": joint.name, "value": joint.value, **({} if joint.index is None else {"index": joint.index})}
+            for joint in joints
+        )
+        return self._output.send(JointUpdate(data), COMMAND_LIFE)
+
+    def latch(self, reason: str | None) -> None:
+        """Tell the robot's room of an emergency stop, and whoever joins it while it lasts. None: it was reset."""
+        self._commands.latch(reason)
+
+    def health(self) -> Mapping[str, object]:
+        """Plain figures by room id: the connection, and for a camera its video."""
+        return {
+            "rooms": {
+                room: {
+                    **connection.health(),
+                    **({"video": self._receivers[room].health()} if room in self._receivers else {}),
+                }
+                for room, connection in self._connections.items()
+            },
+            "joints_received": self._input.updates,
+        }
+
+    async def open(self) -> None:
+        """Make every room that is not there and join all.
+
+        Raises:
+            TransportError: something failed; ``close`` removes what was made.
+            RobotTaken: somebody else commands this robot.
+        """
+        for room, connection in self._connections.items():
+            await self._make(connection.kind, room)
+        await self._take_robot()
+        for connection in self._connections.values():
+            if connection is not self._output:
+                await connection.open()
+
+    async def _take_robot(self) -> None:
+        """Only one may be the producer of the output room, and so command the robot."""
+        try:
+            await self._output.open()
+        except JoinRefused as refused:
+            room, workspace = self._output.room, self.rooms.workspace_id
+            presence = await self._api.look(Kind.ROBOTICS, workspace, room)
+            if presence is None or presence.producer is None:
+                raise
+            raise RobotTaken(
+                f"the robot of room {room!r} in workspace {workspace!r} is commanded by participant "
+                f"{presence.producer!r} already; stop that controller first (another server's session, or a program "
+                "of its own), or use another workspace"
+            ) from refused
+
+    def tasks(self) -> list[Coroutine[None, None, None]]:
+        """What must run while the link is open."""
+        return [
+            *(connection.run() for connection in self._connections.values()),
+            *(receiver.run(self._connections[room]) for room, receiver in self._receivers.items()),
+        ]
+
+    async def close(self) -> None:
+        """Leave every room and remove those this link made; what cannot be removed is named in the log."""
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
+        # Those that were given to another server meanwhile are not ours any more.
+        made = [(room, kind) for room, kind in self._made.items() if self._known is None or room in self._known]
+        try:
+            async with asyncio.timeout(self._pace.leave):
+                asked = (self._api.delete(kind, self.rooms.workspace_id, room) for room, kind in made)
+                gone = await asyncio.gather(*asked, return_exceptions=True)
+        except TimeoutError:
+            gone = [TransportError("no answer in time")] * len(made)
+        for (room, _), outcome in zip(made, gone, strict=True):
+            if isinstance(outcome, BaseException):
+                log.warning("room %s/%s could not be removed: %s", self.rooms.workspace_id, room, outcome)
+
+    async def _make(self, kind: Kind, room: str) -> None:
+        if await self._api.look(kind, self.rooms.workspace_id, room) is None:
+            if self._known is not None:
+                await self._known.add(room)
+            self._made[room] = kind  # before asking: an answer that times out may still have made it
+            await self._api.create(kind, self.rooms.workspace_id, room)
+        elif self._known is not None and room in self._known:
+            self._made[room] = kind
+
+
+@asynccontextmanager
+async def running(*work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run beside the body and be cancelled at its end; when one fails, so does the body."""
+    failed: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each) for each in work]
+        try:
+            yield
+        except Exception as error:  # raised again below: inside the group it would be wrapped in an ExceptionGroup
+            failed = error
+        finally:
+            for task in tasks:
+                task.cancel()
+    if failed is not None:
+        raise failed

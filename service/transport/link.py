@@ -1,0 +1,166 @@
+"""Contract between a session and its rooms: inbox, link, events."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """The rooms of one session, all in one workspace.
+
+    Attributes:
+        cameras: camera name to room id, ``{session}-{camera}``.
+        joint_input: ``{session}-joint-input``; the robot produces, we consume.
+        joint_output: ``{session}-joint-output``; we produce, the robot consumes.
+    """
+
+    workspace_id: str
+    cameras: Mapping[str, str] = field(default_factory=dict)
+    joint_input: str = ""
+    joint_output: str = ""
+
+
+@dataclass(frozen=True)
+class JointValue:
+    """One joint on the wire: wire name, value in the sender's unit, position in the joint order."""
+
+    name: str
+    value: float
+    index: int | None = None
+
+
+class Inbox(Protocol):
+    """Where a link delivers; every method is synchronous, quick, and called on the event loop.
+
+    ``seen_at`` is ``time.monotonic()`` at the moment the data left the socket or the decoder.
+    """
+
+    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        """Take one picture: uint8, (h, w, 3), RGB. The array is the receiver's to keep."""
+        ...
+
+    def joints(self, values: Mapping[str, float], seen_at: float) -> None:
+        """Take a partial joint update: wire name to value, as sent. Unknown names and non-finite values may occur."""
+        ...
+
+    def event(self, event: "LinkEvent") -> None:
+        """Take a change of the link or an emergency stop."""
+        ...
+
+
+@dataclass(frozen=True)
+class EmergencyStop:
+    """Somebody in one of the rooms asked for an emergency stop."""
+
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True)
+class LinkDown:
+    """A room's connection is gone (socket closed, heartbeat unanswered, refused join); it is being re-made."""
+
+    room: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    """A room's connection is (again) joined; sent once per room, also the first time."""
+
+    room: str
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """Something came in a joint room that cannot be used: how many values, by reason. Nothing of them is delivered."""
+
+    reasons: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RobotLeft:
+    """Who reported the joints is gone from the room, or somebody else does: what was reported is no pose any more.
+
+    Attributes:
+        is_replaced: commands went to it alone, so that nothing of its motion is for whoever comes next.
+    """
+
+    room: str
+    is_replaced: bool = False
+
+
+LinkEvent = EmergencyStop | LinkDown | LinkUp | BadInput | RobotLeft
+
+
+class Link(Protocol):
+    """One session's live connection to its rooms. It reconnects by itself until its context ends."""
+
+    rooms: Rooms
+
+    def send(self, joints: Sequence[JointValue]) -> bool:
+        """Put one joint_update on the wire of the output room without waiting.
+
+        Returns False when it was not taken: the link is down, or the socket's send buffer is over its
+        limit. A command that is not taken is gone (it would be late), never queued.
+        """
+        ...
+
+    def latch(self, reason: str | None) -> None:
+        """An emergency stop is latched, for this reason: tell the robot's room, and whoever joins it. None: no more."""
+        ...
+
+    def health(self) -> Mapping[str, object]:
+        """Plain counters per room for the session's stats: connected, reconnects, frames, rtt of the heartbeat."""
+        ...
+
+
+class Made(Protocol):
+    """Which rooms of a session this server made, over its restarts."""
+
+    def __contains__(self, room: object) -> bool:
+        """Whether it made the room of this id."""
+        ...
+
+    async def add(self, room: str) -> None:
+        """Note it; awaited before the room is made."""
+        ...
+
+
+class Transport(Protocol):
+    """Makes links. ``service.transport.client.rooms_link`` speaks the RobotHub wire, ``memory`` is the test double."""
+
+    def connect(
+        self,
+        url: str,
+        *,
+        session_id: str,
+        cameras: Sequence[str],
+        workspace_id: str | None,
+        inbox: Inbox,
+        made: Made | None = None,
+    ) -> AbstractAsyncContextManager[Link]:
+        """Make the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
+
+        On entering: the rooms exist and the joint rooms are joined (cameras connect when their producer
+        comes). When anything fails on the way in, rooms already made are removed again and
+        ``TransportError`` is raised. On leaving: connections are closed and the rooms are removed.
+
+        Rooms that exist are joined, and left there at the end, but for those in ``made``: they are this server's.
+        """
+        ...
+
+    async def clear(
+        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
+    ) -> Sequence[str]:
+        """Remove rooms that nobody is in; returns those that somebody is in.
+
+        Args:
+            cameras: which are video rooms.
+            claim: of the session that they were made for.
+        """
+        ...

@@ -1,0 +1,233 @@
+"""Transport server as Sanic routes, mounted or alone."""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from sanic import Blueprint, HTTPResponse, Request, Sanic
+from sanic.exceptions import SanicException
+from sanic.helpers import STATUS_CODES
+from sanic.server.websockets.impl import WebsocketImplProtocol
+
+from service.auth.caller import Role as KeyRole
+from service.auth.guard import Guard
+from service.auth.tokens import LIFETIME
+from service.http.limits import Connections
+from service.http.origins import Origins, harden, preflight
+from service.http.server import listen, run, serving
+from service.transport.address import Kind
+from service.transport.protocol import MAX_FRAME_BYTES
+from service.transport.server.rest import ROOM, Endpoints, answer, endpoint
+from service.transport.server.rooms import Authority, Cleanup, Limits, Place, RoomTable
+from service.transport.server.websocket import OutboxLimits, WriteQueue, attend
+
+log = logging.getLogger(__name__)
+
+REQUEST_DEADLINE = 10  # seconds from a request's first byte to its last
+
+
+@dataclass(frozen=True)
+class TransportSettings:
+    """How an embedded transport server behaves; times in seconds.
+
+    Attributes:
+        origins: web pages that may call it besides those of this machine, as exact origins, or ``*`` for all.
+            Requests without an Origin header (every client that is no browser) always may. The reference lets
+            every page in, which lets every page move the robot.
+        is_odd: reproduce the reference server's accidents (see ``service.transport.server.rooms``).
+        limits: how much the room table holds.
+        outbox: how far one peer may fall behind.
+        join_timeout: how long an open socket may wait before its join.
+        ping_interval, ping_timeout: WebSocket pings; they free participants whose network went away.
+        idle, cleanup_interval: empty rooms older than ``idle`` go, looked for every ``cleanup_interval``.
+    """
+
+    origins: Sequence[str] = ()
+    is_odd: bool = False
+    limits: Limits = field(default_factory=Limits)
+    outbox: OutboxLimits = field(default_factory=OutboxLimits)
+    join_timeout: float = 30.0
+    ping_interval: float = 10.0
+    ping_timeout: float = 10.0
+    idle: float = 3600.0
+    cleanup_interval: float = 900.0
+
+    def table(self, authority: Authority = lambda place, owner: None) -> RoomTable:
+        """A new, empty room table of this behaviour; ``authority`` as of `RoomTable`."""
+        return RoomTable(self.limits, self.is_odd, authority)
+
+
+def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, prefix: str = "") -> None:
+    """Mount ``{prefix}/robotics`` and ``{prefix}/video``; call it once per prefix with the same table.
+
+    The app has a ``service.auth.guard.Guard`` already, which knows who calls.
+
+    It also sets the app's WebSocket limits, and starts and ends the clean-up of idle rooms with the app.
+    """
+    app.config.WEBSOCKET_MAX_SIZE = MAX_FRAME_BYTES
+    app.config.WEBSOCKET_PING_INTERVAL = settings.ping_interval
+    app.config.WEBSOCKET_PING_TIMEOUT = settings.ping_timeout
+    cleanup = _cleanup_of(app, table, settings)
+    origins, queue = Origins(settings.origins), WriteQueue()
+    for kind in Kind:
+        name = "-".join(["transport", kind, *prefix.strip("/").split("/")]).strip("-")
+        blueprint = Blueprint(name, url_prefix=f"{prefix}/{kind}")
+        methods: dict[str, list[str]] = {}
+        for method, path, handler, role in Endpoints(kind, table, cleanup).routes():
+            blueprint.add_route(
+                endpoint(handler, queue),
+                path,
+                methods=[method],
+                name=handler.__name__,
+                error_format="json",
+                ctx_role=role,
+                ctx_is_room=True,
+            )
+            methods.setdefault(path, []).append(method)
+        for number, (path, allowed) in enumerate(methods.items()):
+            answered = _preflight(sorted(allowed))
+            blueprint.add_route(
+                answered, path, methods=["OPTIONS"], name=f"preflight{number}", error_format="json", ctx_role=None
+            )
+        socket_route = blueprint.websocket(
+            f"{ROOM}/ws", name="socket", error_format="json", ctx_role=KeyRole.VIEWER, ctx_is_room=True
+        )
+        socket_route(_socket_route(kind, table, settings, queue))
+        _guard(blueprint, origins)
+        app.blueprint(blueprint)
+
+
+def create_transport_app(settings: TransportSettings | None = None, guard: Guard | None = None) -> Sanic:
+    """A transport server of its own: the wire at ``/`` and under ``/api``, ``/health``, and ``/tickets``.
+
+    Args:
+        guard: who is let in; everybody when None.
+    """
+    settings = settings or TransportSettings()
+    guard = guard or Guard(origins=Origins(settings.origins))
+    # Sanic keeps every app in a registry by name and refuses a second one of the same name.
+    app = Sanic(f"transport-{secrets.token_hex(4)}", configure_logging=False)
+    app.config.REQUEST_MAX_SIZE = MAX_FRAME_BYTES
+    app.config.TOUCHUP = False  # it rewrites Sanic's own classes, once per process: a second app would not start
+    app.config.REQUEST_DEADLINE = REQUEST_DEADLINE
+    app.config.REQUEST_TIMEOUT = REQUEST_DEADLINE
+    app.config.KEEP_ALIVE_TIMEOUT = 15
+    app.config.CONNECTIONS = Connections()
+    table = settings.table()
+    guard.watch(app)
+    app.on_response(_harden)
+    for prefix in ("", "/api"):
+        add_transport(app, table, settings, prefix)
+    app.add_route(_health, "/health", name="health", error_format="json", ctx_role=None)
+    app.add_route(_health, "/api/health", name="api_health", error_format="json", ctx_role=None)
+    tickets = _tickets(guard, Origins(settings.origins))
+    for number, path in enumerate(("/tickets", "/api/tickets")):
+        app.add_route(
+            tickets, path, methods=["POST"], name=f"tickets{number}", error_format="json", ctx_role=KeyRole.VIEWER
+        )
+    app.exception(SanicException)(_refused)
+    app.exception(Exception)(_failed)
+    return app
+
+
+@asynccontextmanager
+async def serve_transport(
+    settings: TransportSettings | None = None, host: str = "127.0.0.1", port: int = 0, guard: Guard | None = None
+) -> AsyncIterator[str]:
+    """A transport server on the running event loop; yields its URL. Port 0 lets the system choose."""
+    async with serving(create_transport_app(settings, guard), listen(host, port)) as url:
+        yield url
+
+
+def run_transport(
+    listener: socket.socket,
+    settings: TransportSettings | None = None,
+    started: Callable[[str], None] = lambda url: log.info("rooms at %s", url),
+    guard: Guard | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; ``started`` is told the URL. ``robojax transport`` is this."""
+    run(create_transport_app(settings, guard), listener, started)
+
+
+def _preflight(methods: Sequence[str]):
+    async def options(request: Request, **parts: str) -> HTTPResponse:
+        return preflight(request, methods)
+
+    return options
+
+
+def _guard(blueprint: Blueprint, origins: Origins) -> None:
+    # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
+    @blueprint.on_request
+    async def refuse(request: Request) -> HTTPResponse | None:
+        return origins.refusal(request)
+
+    @blueprint.on_response
+    async def allow(request: Request, response: HTTPResponse | None) -> None:
+        origins.permit(request, response)
+
+
+def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cleanup:
+    """The one clean-up of this table in this app, however many prefixes it is mounted under."""
+    cleanups: dict[int, Cleanup] = getattr(app.ctx, "transport_cleanups", None) or {}
+    app.ctx.transport_cleanups = cleanups
+    if id(table) in cleanups:
+        return cleanups[id(table)]
+    cleanup = cleanups[id(table)] = Cleanup(table, settings.idle, settings.cleanup_interval)
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start(app: Sanic) -> None:
+        tasks.append(asyncio.get_running_loop().create_task(cleanup.run()))
+
+    async def stop(app: Sanic) -> None:
+        # Sanic does not cancel its own background tasks, so this one is ended here.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks.clear()
+
+    app.after_server_start(start)
+    app.before_server_stop(stop)
+    return cleanup
+
+
+def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings, queue: WriteQueue):
+    async def serve(request: Request, websocket: WebsocketImplProtocol, workspace: str, room: str) -> None:
+        place = Place(kind, unquote(workspace), unquote(room))
+        await attend(request, websocket, place, table, settings.outbox, queue, settings.join_timeout)
+
+    return serve
+
+
+def _tickets(guard: Guard, origins: Origins):
+    async def make_ticket(request: Request) -> HTTPResponse:
+        refused = origins.refusal(request)
+        if refused is not None:
+            return refused
+        made = guard.admissions.ticket(request.ctx.admission)
+        return answer(200, {"ticket": made, "expires_in": int(LIFETIME)})
+
+    return make_ticket
+
+
+async def _harden(request: Request, response: HTTPResponse) -> None:
+    harden(response)
+
+
+async def _health(request: Request) -> HTTPResponse:
+    return answer(200, {"status": "healthy", "server_running": True})
+
+
+async def _refused(request: Request, error: SanicException) -> HTTPResponse:
+    status = error.status_code or 500
+    return answer(status, {"detail": STATUS_CODES[status].decode()})
+
+
+async def _failed(request: Request, error: Exception) -> HTTPResponse:
+    log.error("%s %s failed", request.method, request.path, exc_info=error)
+    return answer(500, {"detail": "Internal Server Error"})

@@ -1,0 +1,113 @@
+"""ICE candidates of a peer: which addresses are tried, and those that come before their offer."""
+
+import ipaddress
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 32  # addresses tried for one connection; a laptop with two networks and a VPN has a dozen
+MAX_CANDIDATE = 512  # characters; one with an IPv6 address and all its extensions has 200
+LOWEST_PORT = 1024  # no browser and no library takes a lower one; services that could be pestered have them
+
+
+class EarlyCandidates:
+    """Candidates by sender, kept because they come by another way than the offer and may be there before it.
+
+    They are never cleared by an offer. A new offer of the same sender takes those of its own generation
+    (``usernameFragment``) and those that do not say; a candidate of an older generation does no harm.
+    """
+
+    def __init__(self, senders: int = 16, each: int = 64):
+        self._senders = senders
+        self._each = each
+        self._kept: dict[str, deque[Mapping[str, Any]]] = {}
+
+    def keep(self, sender: str, candidate: Mapping[str, Any]) -> None:
+        """Remember one; the oldest go when there are too many."""
+        kept = self._kept.pop(sender, None) or deque(maxlen=self._each)
+        kept.append(candidate)
+        self._kept[sender] = kept
+        while len(self._kept) > self._senders:
+            del self._kept[next(iter(self._kept))]
+
+    def forget(self, sender: str) -> None:
+        """The sender left."""
+        self._kept.pop(sender, None)
+
+    def fitting(self, sender: str, sdp: str) -> list[Mapping[str, Any]]:
+        """Those that belong to this description of the sender."""
+        fragments = {line.partition(":")[2].strip() for line in sdp.splitlines() if line.startswith("a=ice-ufrag:")}
+        return [
+            candidate
+            for candidate in self._kept.get(sender, ())
+            if not candidate.get("usernameFragment") or candidate["usernameFragment"] in fragments
+        ]
+
+
+def trim_candidate(candidate: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A candidate without what is none of its fields; None for one that is too long to be one."""
+    kept = {name: value for name in _FIELDS if isinstance(value := candidate.get(name), str | int)}
+    return kept if sum(len(value) for value in kept.values() if isinstance(value, str)) <= MAX_CANDIDATE else None
+
+
+def candidate_refusal(host: str, port: int) -> str | None:
+    """Why nothing is ever sent to this address of a stranger; None when it may be tried.
+
+    Connectivity checks go to whatever the other side says: without this rule a participant of a room could have this
+    server send datagrams to metadata servers, to everybody in the network, or to services of any machine. The machine's
+    own and private addresses stay: that is where robots are.
+    """
+    if not LOWEST_PORT <= port <= 65535:
+        return f"port {port} is not from {LOWEST_PORT} to 65535"
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None if host.endswith(".local") else "it is neither an address nor a name of mDNS"
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if address.is_multicast or address.is_unspecified or address == ipaddress.IPv4Address("255.255.255.255"):
+        return "it is no address of one machine"
+    if (address.version == 4 and address.is_link_local) or address in _METADATA:
+        return "it is a link-local or metadata address"
+    return None
+
+
+_FIELDS = ("candidate", "sdpMid", "sdpMLineIndex", "usernameFragment")
+_METADATA = frozenset({ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("100.100.100.200")})
+
+
+def sort_candidates(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
+    """An SDP without its candidates of mDNS, and those as if they had trickled in; what is refused is left out.
+
+    aiortc resolves the ``.local`` ones inside a description before it goes on, a second each, and fails on the whole
+    description when the mDNS port cannot be had. Of those that are not refused ``MAX_CANDIDATES`` stay in each section.
+    """
+    kept: list[str] = []
+    named: list[Mapping[str, Any]] = []
+    refused: list[str] = []
+    taken = 0
+    index = -1
+    for line in sdp.splitlines():
+        if line.startswith("m="):
+            index, taken = index + 1, 0
+        words = line.split() if line.startswith("a=candidate:") else []
+        if len(words) > 5:
+            host, port = words[4], int(words[5]) if words[5].isdecimal() else 0
+            why = candidate_refusal(host, port) if taken < MAX_CANDIDATES else f"{MAX_CANDIDATES} others come before it"
+            taken += why is None
+            if why is not None:
+                refused.append(f"{line!r}: {why}")
+            elif host.endswith(".local"):
+                named.append({"candidate": line, "sdpMLineIndex": max(index, 0)})
+            else:
+                kept.append(line)
+        else:
+            kept.append(line)
+    if refused:
+        log.info("%d candidates not used, of them %s", len(refused), refused[0])
+    if named:  # they come after it: who has heard the end listens to no more
+        kept = [line for line in kept if line != "a=end-of-candidates"]
+    return "\r\n".join(kept) + "\r\n", named

@@ -1,0 +1,182 @@
+"""Datagrams of strangers at a peer's UDP sockets: how much reaches aiortc, and what is dropped before it.
+
+Everybody who can reach a port can send to it, before and after the handshake, and aiortc 1.16 believes them: an empty
+datagram ended a connection, one of 64 kB that calls itself STUN was parsed for 25 ms, and what came before the
+handshake waited in a queue without end. Here each datagram costs a few microseconds until it is worth more, and what
+is read of those that are left is in the same queue as all else that the event loop reads (``service.http.fair_queue``).
+"""
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from aiortc import RTCPeerConnection
+
+from service.http.fair_queue import FairQueue, Flow
+from service.http.limits import Bucket, source_of
+from service.transport.webrtc.candidates import MAX_CANDIDATES, candidate_refusal
+
+MAX_DATAGRAM = 2048  # bytes; whoever sends media or a handshake keeps to 1500, the size of an Ethernet frame
+MAX_WAITING = 256  # of one peer, until they are read
+# (a second, at once) of one peer. 8 Mbit/s of video are 1,000 packets a second, and a keyframe has 300.
+MEDIA = (3000, 1500)
+HANDSHAKE = (100, 50)
+CHECKS = (100, 100)  # STUN of addresses that have proved who they are or were named to us
+STRANGERS = (50, 50)  # STUN of anybody else: the first check of a peer behind a NAT is among them
+# Seconds of the event loop's thread, a second and at once, that the media of one peer may take before all who flood:
+# 1,000 packets of a camera take 0.1. Beyond that it shares with them what time of the loop is left to them.
+MEDIA_TIME = (0.1, 0.05)
+MAX_SOURCES = 16  # SSRCs of one peer; a camera has one, its retransmissions a second. libsrtp keeps each for good
+COOKIE = b"\x21\x12\xa4\x42"  # stands at byte 4 of every STUN message (RFC 8489)
+
+
+class Intake:
+    """The way from one peer connection's sockets into aiortc.
+
+    Attributes:
+        dropped: datagrams that aiortc never saw, or could make nothing of, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.dropped: dict[str, int] = dict.fromkeys(("size", "stranger", "rate", "sources", "malformed"), 0)
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._asking: Flow | None = None
+        self._media, self._handshake = Bucket(*MEDIA), Bucket(*HANDSHAKE)
+        self._checks, self._strangers = Bucket(*CHECKS), Bucket(*STRANGERS)
+        self._sources: set[bytes] = set()
+        self._known: tuple[int, frozenset[tuple[str, int]]] = (0, frozenset())
+
+    def guard(self, connection: RTCPeerConnection) -> None:
+        """Take what comes from the transports of a connection that has not gathered its candidates yet."""
+        for transport in transports_of(connection):
+            transport._handle_rtp_data = self._guarded(transport._handle_rtp_data, 8)
+            transport._handle_rtcp_data = self._guarded(transport._handle_rtcp_data, 4)
+            ice = transport.transport
+            ice._recv = paced(ice._recv, ice._connection)
+
+    def guard_sockets(self, ice: Any) -> None:
+        """Take what comes from the sockets that aioice has opened for one transport."""
+        for protocol in ice._protocols:
+            if "datagram_received" not in vars(protocol):
+                protocol.datagram_received = partial(self._receive, ice, protocol, protocol.datagram_received)
+
+    def refuses(self, ice: Any, transactions: Any, data: bytes, source: tuple[str, int]) -> str | None:
+        """Why a datagram is dropped; None when it is handed on."""
+        if not 0 < len(data) <= MAX_DATAGRAM:
+            return "size"
+        is_known = source in self._addresses(ice)
+        if data[0] < 4:
+            if len(data) < 20 or data[4:8] != COOKIE:
+                return "malformed"
+            if data[0] & 1 and data[8:20] not in transactions:
+                return "stranger"  # an answer to what was never asked
+            if is_known:
+                return None if self._checks.take() else "rate"
+            if not self._strangers.take():
+                return "rate"
+            is_one_more = len(ice._remote_candidates) < MAX_CANDIDATES and candidate_refusal(*source) is None
+            return None if is_one_more or data[0] & 1 else "stranger"
+        if not is_known:
+            return "stranger"
+        if ice._queue.qsize() >= MAX_WAITING:
+            return "rate"
+        if not 128 <= data[0] < 192:
+            return None if self._handshake.take() else "rate"
+        source_id = data[4:8] if len(data) > 1 and 192 <= data[1] <= 208 else data[8:12]
+        if len(self._sources) >= MAX_SOURCES and source_id not in self._sources:
+            return "sources"
+        return None if self._media.take() else "rate"
+
+    def _addresses(self, ice: Any) -> frozenset[tuple[str, int]]:
+        remote = ice._remote_candidates
+        if self._known[0] != len(remote):
+            # They are only ever added, and keep their address.
+            self._known = len(remote), frozenset((each._network_host, each.port) for each in remote)
+        return self._known[1]
+
+    def _receive(self, ice: Any, protocol: Any, plain: Callable[..., None], data: bytes, address: tuple) -> None:
+        why = self.refuses(ice, protocol.transactions, data, (address[0], address[1]))
+        if why is None and data[0] >= 4:
+            self._pass(plain, data, address)  # into the queue of ``paced``, which is no work
+        elif why is None and not self._ask(partial(self._pass, plain, data, address)):
+            why = "rate"
+        if why is not None:
+            self.dropped[why] += 1
+
+    def _ask(self, answer: Callable[[], None]) -> bool:
+        """Have a check answered when it is its turn; False when too many wait already."""
+        if len(self._waiting) >= MAX_WAITING:
+            return False
+        queue = FairQueue.here()
+        if self._asking is None:
+            # Whose it is is not known: who asks for the first time has proved nothing, least of all his address.
+            self._asking = queue.flow("checks", self._answer)
+        self._waiting.append(answer)
+        queue.enter(self._asking)
+        return True
+
+    def _answer(self) -> tuple[float, bool]:
+        self._waiting.popleft()()
+        return 0.0, bool(self._waiting)
+
+    def _pass(self, plain: Callable[..., None], data: bytes, address: tuple) -> None:
+        try:
+            plain(data, address)
+        except Exception:  # aioice reads STUN with struct and dicts: nearly anything can be raised
+            self.dropped["malformed"] += 1
+
+    def _guarded(self, plain: Callable[..., Awaitable[None]], source_at: int) -> Callable[..., Awaitable[None]]:
+        async def handle(data: bytes, *arguments: Any, **more: Any) -> None:
+            # Only here is it known that the other side made it, so only its own sources are counted.
+            source = data[source_at : source_at + 4]
+            if len(self._sources) >= MAX_SOURCES and source not in self._sources:
+                self.dropped["sources"] += 1  # it waited while there were fewer
+                return
+            self._sources.add(source)
+            try:
+                await plain(data, *arguments, **more)
+            except ConnectionError:
+                raise
+            except Exception:  # as above; aiortc would end the connection, and say so with a traceback
+                self.dropped["malformed"] += 1
+
+        return handle
+
+
+def paced(plain: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Awaitable[bytes]]:
+    """What aiortc's task waits in for the next datagram: it takes all that are there without giving way.
+
+    Each is decrypted and read when it is this peer's turn, and charged with what the one before it took. STUN takes
+    0.15 ms, a packet of video 0.1 ms, and one that is made to be slow (300 parts of H.264) 1 ms.
+    """
+    flow: Flow | None = None
+    began: float | None = None
+
+    def unread() -> float:
+        return MAX_DATAGRAM * ice._queue.qsize()
+
+    async def receive() -> bytes:
+        nonlocal flow, began
+        took = 0.0 if began is None else time.thread_time() - began
+        began, is_idle = None, ice._queue.empty()
+        data = await plain()
+        queue = FairQueue.here()
+        if flow is None:
+            pair = ice._nominated.get(1)  # none while the connection is being closed
+            flow = queue.flow(source_of(pair.remote_addr[0] if pair else ""), budget=MEDIA_TIME)
+            flow.unread = unread
+        await queue.turn(flow, took, is_idle)
+        began = time.thread_time()
+        return data
+
+    return receive
+
+
+def transports_of(connection: RTCPeerConnection) -> set[Any]:
+    """The DTLS transports of a connection, that of a data channel too."""
+    found: set[Any] = {each.receiver.transport for each in connection.getTransceivers()}
+    if connection.sctp is not None:
+        found.add(connection.sctp.transport)
+    return found

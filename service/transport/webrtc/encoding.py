@@ -1,0 +1,216 @@
+"""A camera's newest picture to encoded video tracks."""
+
+import asyncio
+import time
+from fractions import Fraction
+from itertools import islice
+
+import av
+import av.video.frame
+import numpy as np
+from aiortc import MediaStreamTrack, RTCRtpCodecCapability, RTCRtpSender
+from aiortc.codecs.vpx import Vp8Encoder
+from aiortc.mediastreams import VIDEO_CLOCK_RATE, MediaStreamError, convert_timebase
+from aiortc.rtp import AnyRtcpPacket, RtcpRtpfbPacket
+from av.frame import Frame
+from av.video.codeccontext import VideoCodecContext
+
+from service.errors import TransportError
+from service.http.limits import Bucket
+from service.transport.webrtc.decoding import EXACT
+
+# A picture older than this is not sent to a peer that has just connected: it would arrive looking fresh.
+FRESH = 0.3
+# Half a bit for each pixel keeps a rendered scene within one level of 255 (aiortc's default of 500 kbit/s for
+# every size does not); the quality floor keeps easy scenes at a tenth of it.
+BITS_PER_PIXEL = 0.5
+LEAST_BITRATE, MOST_BITRATE = 1_000_000, 8_000_000
+KEYFRAME_EVERY = 0.5  # seconds between keyframes on request: each is ten times a picture, to make and to send
+# Packets a peer may have again, a second and at once. One datagram of 1.4 kB can name 5,800 of them.
+RESENT = (300, 32)
+CLOCK = Fraction(1, VIDEO_CLOCK_RATE)
+_ENCODER = "_RTCRtpSender__encoder"
+
+
+class Camera:
+    """The newest picture of one camera. Each picture is sent once: repeating one would hide that the camera stopped.
+
+    Attributes:
+        rate: the most pictures a second that are sent.
+        shown: pictures given to ``show``.
+    """
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self.shown = 0
+        self.image: np.ndarray | None = None
+        self.shown_at = float("-inf")
+        self.tracks: set[CameraTrack] = set()
+
+    def show(self, image: np.ndarray) -> None:
+        """Send this picture, uint8 (h, w, 3) RGB, to everybody connected; it is copied.
+
+        Raises:
+            ValueError: it has another type or shape.
+        """
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
+            raise ValueError(f"a picture is uint8 (h, w, 3), got {image.dtype} {image.shape}")
+        self.image = np.array(image, order="C")
+        self.shown_at = time.monotonic()
+        self.shown += 1
+        for track in self.tracks:
+            track.wake()
+
+
+class CameraTrack(MediaStreamTrack):
+    """One peer's stream of a camera's pictures, the newest one each time the sender is ready."""
+
+    kind = "video"
+
+    def __init__(self, camera: Camera):
+        super().__init__()
+        self.camera = camera
+        self.sent = 0
+        self._seen = 0
+        self._started = time.monotonic()
+        self._sent_at = float("-inf")
+        self._woken = asyncio.Event()
+        camera.tracks.add(self)
+
+    def wake(self) -> None:
+        """There is a new picture, or the track has stopped."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """End the stream."""
+        super().stop()
+        self.camera.tracks.discard(self)
+        self.wake()
+
+    async def recv(self) -> av.VideoFrame:
+        """The newest picture not sent yet, when there is one and the rate allows it."""
+        # A little less than the period, or the jitter of the source would cost every other picture.
+        await asyncio.sleep(max(0.0, self._sent_at + 0.8 / self.camera.rate - time.monotonic()))
+        while True:
+            self._woken.clear()
+            if self.readyState != "live":
+                raise MediaStreamError
+            camera = self.camera
+            if camera.image is not None and camera.shown != self._seen:
+                self._seen = camera.shown
+                if time.monotonic() < camera.shown_at + FRESH:
+                    break
+            await self._woken.wait()
+        self._sent_at = time.monotonic()
+        self.sent += 1
+        frame = av.VideoFrame.from_ndarray(camera.image, format="rgb24")
+        frame.pts = int((camera.shown_at - self._started) * VIDEO_CLOCK_RATE)
+        frame.time_base = CLOCK
+        return frame
+
+
+class CameraEncoder(Vp8Encoder):
+    """VP8 for a policy's eyes: enough bits for the size, no denoising, exact colours.
+
+    aiortc's encoder takes 500 kbit/s for any size and obeys the receiver's bandwidth estimate, which grows out of
+    what was sent: a stream that needed little was held at 1.0 Mbit/s on loopback, and each change began with a
+    keyframe. This one keeps its budget; on a network that cannot carry it, send fewer or smaller pictures.
+    """
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self._rate = rate
+        self._context: VideoCodecContext | None = None
+        self._is_asked = False
+        self._keyframe_at = float("-inf")
+
+    @property
+    def target_bitrate(self) -> int:
+        """Bits a second that the encoder may use."""
+        return LEAST_BITRATE if self._context is None else self._context.bit_rate or LEAST_BITRATE
+
+    @target_bitrate.setter
+    def target_bitrate(self, bitrate: int) -> None:
+        """aiortc hands over the receiver's estimate here."""
+
+    def encode(self, frame: Frame, force_keyframe: bool = False) -> tuple[list[bytes], int]:
+        """One picture to RTP payloads; called by aiortc on a thread of its own."""
+        assert isinstance(frame, av.VideoFrame)
+        planar = frame.reformat(format="yuv420p", interpolation=EXACT)
+        planar.pts, planar.time_base = frame.pts, frame.time_base
+        # A request that comes too soon is kept: who asks has no picture.
+        self._is_asked |= force_keyframe
+        now = time.monotonic()
+        if self._is_asked and now >= self._keyframe_at + KEYFRAME_EVERY:
+            self._is_asked, self._keyframe_at = False, now
+            planar.pict_type = av.video.frame.PictureType.I
+        data = b"".join(bytes(packet) for packet in self._context_for(planar).encode(planar))
+        payloads = self._packetize(data, self.picture_id)
+        self.picture_id = (self.picture_id + 1) % (1 << 15)
+        assert frame.pts is not None
+        assert frame.time_base is not None
+        return payloads, convert_timebase(frame.pts, frame.time_base, CLOCK)
+
+    def _context_for(self, frame: av.VideoFrame) -> VideoCodecContext:
+        if self._context is None or (self._context.width, self._context.height) != (frame.width, frame.height):
+            wanted = int(frame.width * frame.height * self._rate * BITS_PER_PIXEL)
+            self._context = self._make(frame, max(LEAST_BITRATE, min(wanted, MOST_BITRATE)))
+        return self._context
+
+    @staticmethod
+    def _make(frame: av.VideoFrame, bitrate: int) -> VideoCodecContext:
+        context = av.CodecContext.create("libvpx", "w")
+        assert isinstance(context, VideoCodecContext)
+        context.width, context.height = frame.width, frame.height
+        context.pix_fmt = "yuv420p"
+        context.bit_rate = bitrate
+        context.time_base = CLOCK
+        context.gop_size = 3000  # keyframes on request only
+        context.qmin, context.qmax = 2, 48
+        context.thread_count = 1 if frame.width * frame.height <= 640 * 480 else 2
+        context.options = {
+            "bufsize": str(bitrate),
+            "maxrate": str(bitrate),
+            "cpu-used": "-6",
+            "deadline": "realtime",
+            "lag-in-frames": "0",
+            "noise-sensitivity": "0",
+            "static-thresh": "0",
+            "partitions": "0",
+            "undershoot-pct": "100",
+            "overshoot-pct": "15",
+        }
+        return context
+
+
+def vp8() -> list[RTCRtpCodecCapability]:
+    """The codecs to offer: VP8 and its retransmission, which every peer of this wire has."""
+    codecs = RTCRtpSender.getCapabilities("video").codecs
+    return [codec for codec in codecs if codec.mimeType.lower() in ("video/vp8", "video/rtx")]
+
+
+def fit_encoder(sender: RTCRtpSender, track: CameraTrack) -> None:
+    """Give a sender that has not started yet our encoder.
+
+    Raises:
+        TransportError: this aiortc keeps its encoder elsewhere.
+    """
+    if not hasattr(sender, _ENCODER):
+        raise TransportError("this aiortc keeps its encoder elsewhere; install aiortc 1.16")
+    setattr(sender, _ENCODER, CameraEncoder(track.camera.rate))
+
+
+def limit_requests(sender: RTCRtpSender) -> None:
+    """Bound what a viewer's reports make a sender that has not started yet do: packets sent again, each once.
+
+    The sender's other work for a report is small, and keyframes are limited by the encoder.
+    """
+    plain, bucket = sender._handle_rtcp_packet, Bucket(*RESENT)
+
+    async def handle(packet: AnyRtcpPacket) -> None:
+        if isinstance(packet, RtcpRtpfbPacket):
+            wanted = dict.fromkeys(packet.lost)
+            packet.lost = [number for number in islice(wanted, RESENT[1]) if bucket.take()]
+        await plain(packet)
+
+    sender._handle_rtcp_packet = handle  # type: ignore[method-assign]

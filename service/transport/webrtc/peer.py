@@ -1,0 +1,346 @@
+"""One WebRTC peer connection, its offers, answers and candidates."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from aiortc import (
+    MediaStreamTrack,
+    RTCConfiguration,
+    RTCIceServer,
+    RTCPeerConnection,
+    RTCSessionDescription,
+)
+from aiortc.sdp import candidate_from_sdp
+from OpenSSL import SSL
+
+from service.errors import TransportError
+from service.transport.webrtc.candidates import MAX_CANDIDATES, candidate_refusal, sort_candidates
+from service.transport.webrtc.datagrams import Intake, transports_of
+from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.encoding import CameraTrack, fit_encoder, limit_requests, vp8
+
+log = logging.getLogger(__name__)
+
+_CERTIFICATES = "_RTCPeerConnection__certificates"  # where aiortc 1.16 keeps them
+_CODEC = re.compile(r"a=rtpmap:(\d{1,3}) (?:VP8|H264|rtx)/90000$", re.IGNORECASE)
+CLOSE_TIMEOUT = 2.0
+OPEN_TIMEOUT = 0.5  # the sockets of this machine are open by then; what STUN servers answer may take 5 s
+
+# What a description may have. Chrome offers sound, two cameras and a data channel in 20 kB of 500 lines; aiortc needed
+# 24 s of the event loop for 60 kB (2,000 codecs), and 7 ms for the worst of what is let through.
+MAX_SDP = 65_536
+MAX_LINE = 2048
+MAX_LINES = 1000
+MAX_SECTIONS = 4
+MAX_OF_A_KIND = {
+    "a=rtpmap": 64, "a=fmtp": 64, "a=rtcp-fb": 256, "a=ssrc": 64, "a=ssrc-group": 16, "a=extmap": 64,
+    "a=candidate": 128, "a=fingerprint": 8,
+}  # fmt: skip
+MAX_CODECS = 16  # of a section of video, of those that we decode; Chrome has VP8 and seven kinds of H.264, each twice
+MAX_FEEDBACK = 8  # kinds of RTCP feedback of one codec; Chrome has six
+MAX_CREDENTIAL = 256  # characters of a=ice-ufrag and a=ice-pwd (RFC 8839, 5.4); they go out with each check
+
+
+class BadSignal(Exception):
+    """An offer, an answer or a candidate that cannot be used."""
+
+
+class Peer:
+    """A peer connection with its late candidates; ``answering`` and ``offering`` make one.
+
+    Attributes:
+        connected_at: when it connected (monotonic), None before.
+        has_video: whether the other side offered, or took, a video stream.
+        intake: what of the other side's datagrams was handed on.
+    """
+
+    def __init__(self, ice_servers: Sequence[str]):
+        servers = [RTCIceServer(urls=url) for url in ice_servers]
+        self._pc = RTCPeerConnection(RTCConfiguration(iceServers=servers))
+        # A peer may let us make keys anew for ever: a handshake costs us a millisecond of the event loop each time.
+        forbid_renegotiation(self._pc)
+        self.intake = Intake()
+        self._added = 0
+        self._screen: Screen | None = None
+        self._adding: set[asyncio.Task[None]] = set()
+        self._gathering: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self.made_at = time.monotonic()
+        self.connected_at: float | None = None
+        self.has_video = False
+        self.changed = asyncio.Event()
+        self._pc.on("connectionstatechange", self._state_changed)
+
+    @property
+    def state(self) -> str:
+        """new, connecting, connected, failed or closed."""
+        return self._pc.connectionState
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether both descriptions are known, so that candidates can be added."""
+        return self._pc.signalingState == "stable" and self._pc.remoteDescription is not None
+
+    def is_useless(self, patience: float) -> bool:
+        """Whether it is over, or did not connect in so many seconds: its sockets and checks are nobody's then."""
+        return self.state in ("failed", "closed") or (
+            self.connected_at is None and time.monotonic() > self.made_at + patience
+        )
+
+    async def answer(self, offer: str, screen: Screen) -> str:
+        """Take an offer, show its first video stream on ``screen``, and return the answer's SDP with all candidates.
+
+        Raises:
+            BadSignal: the offer cannot be used.
+        """
+
+        def receive(track: MediaStreamTrack) -> None:
+            for transceiver in self._pc.getTransceivers():
+                if transceiver.receiver.track is track and track.kind == "video" and not self.has_video:
+                    screen.fit(transceiver.receiver)
+                    self.has_video = True
+                elif transceiver.receiver.track is track:
+                    transceiver.direction = "inactive"
+
+        check_description(offer)
+        self._screen = screen
+        self._pc.on("track", receive)
+        plain, named = sort_candidates(without_other_codecs(offer))
+        await self._take(RTCSessionDescription(plain, "offer"))
+        if self._pc.sctp is not None:
+            self._pc.sctp.start = _start_nothing  # type: ignore[method-assign] # a data channel never opens: what comes for it is dropped
+        _fit_gathering(self._pc, self.intake)
+        await self._gather()
+        self.add_all(named)
+        return self._description()
+
+    async def offer(self, track: CameraTrack) -> str:
+        """Send ``track``, and return the offer's SDP with all candidates.
+
+        Raises:
+            BadSignal: there is no address to offer.
+        """
+        transceiver = self._pc.addTransceiver(track, direction="sendonly")
+        transceiver.setCodecPreferences(vp8())
+        fit_encoder(transceiver.sender, track)
+        limit_requests(transceiver.sender)
+        self.has_video = True
+        _fit_gathering(self._pc, self.intake)
+        await self._gather()
+        return self._description()
+
+    async def accept(self, answer: str) -> None:
+        """Take the answer to our offer.
+
+        Raises:
+            BadSignal: it cannot be used.
+        """
+        if self._pc.signalingState != "have-local-offer":
+            raise BadSignal(f"an answer came while the connection was {self._pc.signalingState}")
+        check_description(answer)
+        plain, named = sort_candidates(without_other_codecs(answer))
+        await self._take(RTCSessionDescription(plain, "answer"))
+        self.add_all(named)
+
+    def add_all(self, candidates: Iterable[Mapping[str, Any]]) -> None:
+        """Add trickled candidates, each in its own time: an mDNS name takes up to a second to resolve.
+
+        There are never more than a few; what comes after twice ``MAX_CANDIDATES`` is not looked at.
+        """
+        for candidate in candidates:
+            if self._added >= 2 * MAX_CANDIDATES:
+                return
+            self._added += 1
+            task = asyncio.ensure_future(self._add(candidate))
+            self._adding.add(task)
+            task.add_done_callback(self._adding.discard)
+
+    async def close(self) -> None:
+        """Close the connection and everything that still waits for it.
+
+        Whoever is cancelled meanwhile waits all the same: half a close would leave its sockets open for good.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        try:
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            await self._closing
+            raise
+
+    async def _close(self) -> None:
+        for task in self._adding:
+            task.cancel()
+        await asyncio.gather(*self._adding, return_exceptions=True)
+        if self._gathering is not None:
+            await asyncio.wait([self._gathering], timeout=OPEN_TIMEOUT)
+            self._gathering.cancel()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await self._pc.close()
+        except TimeoutError:
+            log.warning("a peer connection did not close within %s s", CLOSE_TIMEOUT)
+        if self._screen is not None:
+            await self._screen.ended()
+
+    async def _gather(self) -> None:
+        # aioice forgets the sockets that it has opened when it is cancelled between two; `close` lets it finish.
+        self._gathering = asyncio.ensure_future(self._pc.setLocalDescription())
+        try:
+            await asyncio.shield(self._gathering)
+        except Exception as error:  # what aiortc finds missing in an offer only when it makes the answer: a direction
+            raise BadSignal(f"no description can be made of it ({type(error).__name__}: {error})") from error
+
+    def _description(self) -> str:
+        # Only after setLocalDescription does it hold our candidates; what createOffer and createAnswer return has none.
+        sdp = self._pc.localDescription.sdp
+        if self.has_video and "a=candidate:" not in sdp:
+            raise BadSignal("no UDP port could be opened on any address of this machine; check its network")
+        return sdp
+
+    async def _take(self, description: RTCSessionDescription) -> None:
+        try:
+            await self._pc.setRemoteDescription(description)
+        except Exception as error:
+            # aiortc parses SDP with asserts, indexing and int(): a stranger's text can raise nearly anything.
+            raise BadSignal(f"unusable {description.type} ({type(error).__name__}: {error})") from error
+
+    async def _add(self, candidate: Mapping[str, Any]) -> None:
+        text = candidate.get("candidate")
+        if not isinstance(text, str) or not text.strip():
+            return  # the browser's end of candidates
+        try:
+            parsed = candidate_from_sdp(text.removeprefix("a=").removeprefix("candidate:"))
+            if (why := candidate_refusal(parsed.ip, parsed.port)) is not None:
+                log.info("candidate %r not used: %s", text, why)
+                return
+            mid, index = candidate.get("sdpMid"), candidate.get("sdpMLineIndex")
+            parsed.sdpMid = mid if isinstance(mid, str) else None
+            parsed.sdpMLineIndex = index if isinstance(index, int) else 0 if parsed.sdpMid is None else None
+            await self._pc.addIceCandidate(parsed)
+        except Exception as error:
+            # As above; and one bad candidate, or a host without multicast for mDNS, leaves the other candidates.
+            log.info("candidate %r not used: %s: %s", text, type(error).__name__, error)
+
+    def _state_changed(self) -> None:
+        if self.state == "connected" and self.connected_at is None:
+            self.connected_at = time.monotonic()
+        self.changed.set()
+
+
+async def _start_nothing(*arguments: object) -> None:
+    """In the place of RTCSctpTransport.start."""
+
+
+def check_description(sdp: str) -> None:
+    """Look at the size of a description before anything parses it.
+
+    Raises:
+        BadSignal: it is larger, or has more of something, than a camera's.
+    """
+    if len(sdp) > MAX_SDP:
+        raise BadSignal(f"a description of {len(sdp)} characters; at most {MAX_SDP} are read")
+    lines = sdp.splitlines()
+    if len(lines) > MAX_LINES:
+        raise BadSignal(f"a description of {len(lines)} lines; at most {MAX_LINES} are read")
+    counts: dict[str, int] = {}
+    sections = 0
+    for line in lines:
+        if len(line) > MAX_LINE:
+            raise BadSignal(f"a line of {len(line)} characters in a description; at most {MAX_LINE} are read")
+        kind, _, value = line.partition(":")
+        if line.startswith("m="):
+            sections += 1
+            counts = {}
+            if sections > MAX_SECTIONS:
+                raise BadSignal(f"more than {MAX_SECTIONS} media sections in a description; a camera has one")
+        elif kind in MAX_OF_A_KIND:
+            counts[kind] = counts.get(kind, 0) + 1
+            if counts[kind] > MAX_OF_A_KIND[kind]:
+                raise BadSignal(f"more than {MAX_OF_A_KIND[kind]} lines of {kind} in a section of a description")
+        elif kind in ("a=ice-ufrag", "a=ice-pwd") and len(value) > MAX_CREDENTIAL:
+            raise BadSignal(f"{kind[2:]} of {len(value)} characters; at most {MAX_CREDENTIAL} are allowed")
+
+
+def without_other_codecs(sdp: str) -> str:
+    """A description whose video is of no codecs but ours: aiortc copies and compares each that it is offered."""
+    kept: list[str] = []
+    section: list[str] = []
+    for line in [*sdp.splitlines(), "m="]:
+        if line.startswith("m="):
+            kept += _with_few_codecs(section) if section and section[0].startswith("m=video") else section
+            section = []
+        section.append(line)
+    return "\r\n".join(kept) + "\r\n"
+
+
+def _with_few_codecs(section: list[str]) -> list[str]:
+    found = (_CODEC.match(line) for line in section)
+    ours = list(dict.fromkeys(match[1] for match in found if match))[:MAX_CODECS]
+    left = {("a=rtcp-fb", codec): MAX_FEEDBACK for codec in (*ours, "*")}
+    left |= {(kind, codec): 1 for codec in ours for kind in ("a=rtpmap", "a=fmtp")}
+    kept = []
+    for line in section:
+        kind, _, value = line.partition(":")
+        if kind in ("a=rtpmap", "a=fmtp", "a=rtcp-fb"):
+            of = kind, value.partition(" ")[0]
+            if left.get(of, 0) == 0 or (kind == "a=rtpmap" and not _CODEC.match(line)):
+                continue
+            left[of] -= 1
+        kept.append(line)
+    return kept
+
+
+def forbid_renegotiation(connection: RTCPeerConnection) -> None:
+    """Have no DTLS transport of a new connection make a second handshake.
+
+    Raises:
+        TransportError: this aiortc keeps its certificates elsewhere.
+    """
+    certificates = getattr(connection, _CERTIFICATES, None)
+    if not certificates:
+        raise TransportError("this aiortc keeps its certificates elsewhere; install aiortc 1.16")
+    for certificate in certificates:
+
+        def create(plain: Callable[..., SSL.Context] = certificate._create_ssl_context, **more: Any) -> SSL.Context:
+            context = plain(**more)
+            context.set_options(SSL.OP_NO_RENEGOTIATION)
+            return context
+
+        certificate._create_ssl_context = create
+
+
+def _fit_gathering(connection: RTCPeerConnection, intake: Intake) -> None:
+    """Three things that aioice does otherwise, for each of the connection's transports.
+
+    It never offers 127.0.0.1; a machine that has no other address, as a laptop on a train or a container without
+    network, does here, for otherwise two processes on it could not see each other. It takes whatever address an
+    mDNS name is resolved to; here that is held to the rule for addresses that are given as such, and there are not more
+    than ``MAX_CANDIDATES``. And it reads whatever comes to its sockets; here that goes through ``intake``.
+    """
+    intake.guard(connection)
+    for transport in transports_of(connection):
+        ice = transport.transport.iceGatherer._connection
+
+        async def gather(
+            component: int, addresses: list[str], timeout: int = 5, ice: Any = ice, plain=ice.get_component_candidates
+        ) -> list[Any]:
+            found = await plain(component, addresses or ["127.0.0.1"], timeout)
+            intake.guard_sockets(ice)
+            return found
+
+        def add(remote_candidate: Any, network_host: str, ice: Any = ice, plain=ice._add_remote_candidate) -> None:
+            why = candidate_refusal(network_host, remote_candidate.port)
+            if why is None and len(ice._remote_candidates) >= MAX_CANDIDATES:
+                why = f"{MAX_CANDIDATES} others came before it"
+            if why is not None:
+                log.info("candidate %r at %s not used: %s", remote_candidate.host, network_host, why)
+            else:
+                plain(remote_candidate, network_host)
+
+        ice.get_component_candidates = gather
+        ice._add_remote_candidate = add

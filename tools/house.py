@@ -1,0 +1,224 @@
+"""Measures the structure of the source: modules, imports, functions, and the way of one frame to a command.
+
+    python tools/house.py            the page
+    python tools/house.py --no-trace the same without running anything
+
+Everything but the trace is read from the syntax trees of the packages. The trace runs one session in memory with a
+scripted policy, and counts what of `service` is called from the delivery of the first frame to the first command that
+follows from it: files, functions, and how often control comes back to a file that it had left.
+"""
+
+import argparse
+import ast
+import asyncio
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("jaxmodels", "hooks", "service", "robojax")
+MOST_PARAMETERS = 6
+
+
+def modules(packages: Iterable[str] = PACKAGES) -> dict[str, Path]:
+    """Dotted name to file, of all modules of the packages."""
+    files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+def imports_of(files: Mapping[str, Path], *, everywhere: bool = False) -> dict[str, set[str]]:
+    """Module to the modules of ours that it imports: when it is imported itself, or also later, inside of functions."""
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text())
+        found: set[str] = set()
+        for node in ast.walk(tree) if everywhere else tree.body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {each if each in files else node.module for each in whole}
+        graph[name] = {each for each in found if each in files and each != name}
+    return graph
+
+
+def package_of(module: str) -> str:
+    """The package a module lies in: ``service.control`` for ``service.control.guard``."""
+    return ".".join(module.split(".")[:2])
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other (strongly connected components of two or more)."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(node: str, edges: Mapping[str, set[str]], out: list[str]) -> None:
+        stack = [(node, iter(sorted(edges.get(node, ()))))]
+        seen.add(node)
+        while stack:
+            here, rest = stack[-1]
+            for other in rest:
+                if other not in seen:
+                    seen.add(other)
+                    stack.append((other, iter(sorted(edges.get(other, ())))))
+                    break
+            else:
+                out.append(here)
+                stack.pop()
+
+    for node in sorted(graph):
+        if node not in seen:
+            visit(node, graph, order)
+    backwards: dict[str, set[str]] = defaultdict(set)
+    for node, others in graph.items():
+        for other in others:
+            backwards[other].add(node)
+    seen, groups = set(), []
+    for node in reversed(order):
+        if node not in seen:
+            group: list[str] = []
+            visit(node, backwards, group)
+            if len(group) > 1:
+                groups.append(sorted(group))
+    return groups
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many parameters a function has, without `self` and `cls`."""
+    names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"])) + bool(node.args.vararg) + bool(node.args.kwarg)
+
+
+def page() -> str:
+    """What the syntax trees say, as text."""
+    files = modules()
+    lines = {name: path.read_text().count("\n") for name, path in files.items()}
+    out = ["package                        files   lines  median  longest"]
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, path in files.items():
+        top = name.split(".")[0]
+        groups[top].append(name)
+        folder = ".".join(path.relative_to(ROOT).parts[:2]) if len(path.relative_to(ROOT).parts) > 2 else f"{top}."
+        groups[f"  {folder}"].append(name)
+    for top in PACKAGES:
+        for group in sorted((each for each in groups if each.strip().split(".")[0] == top), key=lambda each: each[:1]):
+            sizes = {name: lines[name] for name in groups[group] if files[name].name != "__init__.py"} or {"": 0}
+            longest = max(sizes, key=lambda name: sizes[name])
+            out.append(
+                f"{group:30}{len(groups[group]):6}{sum(lines[name] for name in groups[group]):8}"
+                f"{median(sizes.values()):8.0f}  {longest.rpartition('.')[2]} {sizes[longest]}"
+            )
+    out.append(f"{'all':30}{len(files):6}{sum(lines.values()):8}{median(lines.values()):8.0f}")
+
+    graph = imports_of(files)
+    packages: dict[str, set[str]] = defaultdict(set)
+    for name, others in graph.items():
+        packages[package_of(name)] |= {package_of(other) for other in others} - {package_of(name)}
+    for title, found in (("packages", circles(packages)), ("modules", circles(graph))):
+        out.append(f"\ncircles of {title}: {len(found)}")
+        out += [f"  {len(group)}: {' '.join(group)}" for group in found]
+
+    importers = Counter(other for others in imports_of(files, everywhere=True).values() for other in others)
+    alone = [name for name in files if importers[name] == 1 and files[name].name != "__init__.py"]
+    out.append(f"\nmodules with one importer: {len(alone)}, of them under 60 lines: ")
+    out[-1] += ", ".join(f"{name} ({lines[name]})" for name in alone if lines[name] < 60) or "none"
+    wide = [
+        (parameters(node), f"{name}.{node.name}")
+        for name, path in files.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MOST_PARAMETERS
+    ]
+    out.append(f"functions of more than {MOST_PARAMETERS} parameters: {len(wide)}; the most:")
+    out += [f"  {count} {name}" for count, name in sorted(wide, reverse=True)[:8]]
+    return "\n".join(out)
+
+
+class Trace:
+    """What of a package is called while `is_on`, in all threads that begin after it was installed."""
+
+    def __init__(self, package: Path, but: Iterable[Path]):
+        self.is_on = False
+        self.calls: list[tuple[str, str]] = []
+        self._package, self._but = f"{package}/", {str(path) for path in but}
+        threading.setprofile(self._hook)
+        sys.setprofile(self._hook)
+
+    def _hook(self, frame, event: str, argument: object) -> None:  # type: ignore[no-untyped-def]
+        if self.is_on and event == "call":
+            file = frame.f_code.co_filename
+            if file.startswith(self._package) and file not in self._but:
+                self.calls.append((file.removeprefix(self._package), frame.f_code.co_qualname))
+
+    def end(self) -> None:
+        """No call is counted any more."""
+        self.is_on = False
+        threading.setprofile(None)
+        sys.setprofile(None)
+
+    def returns(self) -> int:
+        """How often control came to a file that it had left before."""
+        seen: set[str] = set()
+        count, here = 0, ""
+        for file, _ in self.calls:
+            if file != here:
+                count += file in seen
+                seen.add(file)
+                here = file
+        return count
+
+
+async def trace_of_a_frame() -> str:
+    """One session in memory, and what is called between its first frame and its first command."""
+    import numpy as np
+
+    import service
+    from service import testing
+    from service.inference.engine import Engine
+    from service.sessions.store import NewSession, Sessions, SessionSettings
+
+    trace = Trace(Path(str(service.__file__)).parent, [Path(testing.__file__)])
+    transport, policy = testing.MemoryTransport(), testing.ScriptedPolicy()
+    sessions = Sessions(
+        transport=transport,
+        load=testing.ScriptedLoader(lambda: policy),
+        engine=Engine(switch_interval=None),
+        settings=SessionSettings(),
+    )
+    new = NewSession("traced", "policy", "memory://", rate=50)
+    await sessions.create(replace(new, camera_names=("front",)))
+    await sessions.start("traced")
+    await asyncio.sleep(0.2)
+    link = transport.link
+    trace.is_on = True
+    for camera in link.rooms.cameras:
+        link.deliver_frame(camera, np.zeros((48, 64, 3), np.uint8))
+    link.deliver_joints({name: 0.0 for name in ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")})
+    while not link.sent:  # noqa: ASYNC110  a link is no event
+        await asyncio.sleep(0)
+    trace.end()
+    await sessions.close()
+    files = Counter(file for file, _ in dict.fromkeys(trace.calls))
+    head = (
+        f"\nfrom a frame to its command: {len(files)} files and {sum(files.values())} functions of service, "
+        f"{len(trace.calls)} calls, {trace.returns()} returns to a file that had been left"
+    )
+    return "\n".join([head, *(f"  {count:3} {file}" for file, count in files.most_common())])
+
+
+def main() -> None:
+    """Prints the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--no-trace", action="store_true", help="run nothing; only read the source")
+    asked = parser.parse_args()
+    print(page())
+    if not asked.no_trace:
+        sys.path.insert(0, str(ROOT))
+        print(asyncio.run(trace_of_a_frame()))
+
+
+if __name__ == "__main__":
+    main()
