@@ -1,9 +1,9 @@
 """What the control of a session counts while it moves a robot: what benchmarks take before, and again after."""
 
-from service.control.robot_io import Drive
+from service.control.robot_io import RobotIO
 
 
-def counts_of(drive: Drive) -> dict[str, int]:
+def counts_of(drive: RobotIO) -> dict[str, int]:
     """Since it began."""
     control = drive.control
     return {

@@ -34,8 +34,8 @@ import numpy as np
 
 from benchmarks.measured import RESULTS, ROOT, SHIPPED, write
 from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, to_wire
-from robojax.sim.robot import PERIOD, SETTLE, Body, Clock, Sessions
-from service.transport.client.connection import Pace
+from robojax.sim.robot import PERIOD, SETTLE, Clock, Sessions, SimulatedRobot
+from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 
@@ -61,7 +61,7 @@ async def gateway(url: str, rooms: Rooms) -> None:
     reader = asyncio.StreamReader(limit=1 << 22)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    pace = Pace(retry_first=0.1, retry_longest=0.5, greet=0.1)
+    pace = TransportTimeouts(retry_first=0.1, retry_longest=0.5, greet=0.1)
     async with connect_robot(url, rooms, on_command=obey, rate=RATE, pace=pace) as robot:
         with suppress(asyncio.IncompleteReadError):
             while True:
@@ -172,7 +172,7 @@ class Fault:
 class Show:
     """Plays episodes in which something breaks."""
 
-    def __init__(self, body: Body, sessions: Sessions, gateway: Gateway, rooms: RoomsServer):
+    def __init__(self, body: SimulatedRobot, sessions: Sessions, gateway: Gateway, rooms: RoomsServer):
         self._body, self._sessions, self._gateway, self._rooms = body, sessions, gateway, rooms
         self._is_blind = False
 
@@ -300,7 +300,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         gateway = Gateway(rooms.url, await sessions.rooms())
         await gateway.start()
         stack.push_async_callback(gateway.kill)
-        arm = Body()
+        arm = SimulatedRobot()
         stack.push_async_callback(arm.close)
         show, moment, episodes = Show(arm, sessions, gateway, rooms), random.Random(options.seed), []
         for number in range(options.episodes):

@@ -14,8 +14,8 @@ import numpy as np
 import jaxmodels
 from benchmarks.measured import percentiles
 from service.errors import ServiceError
-from service.inference.engine import Engine, Served
-from service.inference.latency_model import Costs
+from service.inference.engine import Engine, LoadedPolicy
+from service.inference.latency_model import LatencyModel
 
 COMPILED_WITHIN = 1800.0
 
@@ -74,7 +74,7 @@ class Side:
         self._devices = devices
         self._frame = frame
         self._stack = AsyncExitStack()
-        self.served: Served
+        self.served: LoadedPolicy
 
     async def __aenter__(self) -> "Side":
         self.served = await self._stack.enter_async_context(
@@ -99,7 +99,7 @@ class Side:
         await self.engine.close()
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> LatencyModel:
         """What batches of its robots' pictures take."""
         sizes = {name: self._frame or size for name, size in self.served.requirements.cameras.items()}
         return self.served.replicas[0].costs(frozenset(sizes.items()))

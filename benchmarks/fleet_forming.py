@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from service.inference.batching import Batching
-from service.inference.latency_model import KEPT, Costs
+from service.inference.latency_model import KEPT, LatencyModel
 
 # What is rare makes robots late, so the ends are looked at closely.
 LEVELS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
@@ -56,9 +56,9 @@ class Times:
         beside = self.beside.get(size)
         return self.usual[size] * (1.0 if beside is None else float(np.interp(level, LEVELS, beside)))
 
-    def costs(self, sizes: Sequence[int]) -> Costs:
+    def costs(self, sizes: Sequence[int]) -> LatencyModel:
         """What an engine knows that has run batches of these sizes for a while."""
-        known, random = Costs(), np.random.default_rng(0)
+        known, random = LatencyModel(), np.random.default_rng(0)
         levels = (np.arange(KEPT) + 0.5) / KEPT
         mixed = {size: random.permutation(levels).tolist() for size in sizes}
         for place in range(KEPT):

@@ -36,7 +36,7 @@ from benchmarks.fleet_model import Link, Plan, simulate
 from benchmarks.fleet_pace import growing_with
 from benchmarks.measured import RESULTS, quietness, result, write
 from benchmarks.most_robots import most_without_a_miss
-from service.processes import end_with_parent
+from service.processes import exit_with_parent
 
 MEASURED = RESULTS / "robots_per_device.json"
 FLEETS = (10, 100, 1_000, 10_000, 100_000)
@@ -184,7 +184,7 @@ def planned(options: argparse.Namespace, machine: Machine) -> dict[str, Any]:
     names = list(formings(options.window / 1e3))
     # One of them beside another: simulated time is nobody else's.
     context, leash = get_context("spawn"), (os.getpid(),)
-    with ProcessPoolExecutor(mp_context=context, initializer=end_with_parent, initargs=leash) as pool:
+    with ProcessPoolExecutor(mp_context=context, initializer=exit_with_parent, initargs=leash) as pool:
         return dict(zip(names, pool.map(partial(_of_forming, options, plan), names), strict=True))
 
 

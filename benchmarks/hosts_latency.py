@@ -92,7 +92,7 @@ def answer(ports: list[str]) -> None:
         # Another version has them elsewhere.
         kind = getattr(host_coordinator, "HostOptions", None) or host_coordinator.HostOptions  # pyright: ignore[reportPrivateImportUsage]
         addresses = ("127.0.0.1", int(ports[0]), f"127.0.0.1:{ports[1]}")
-        hosts = host_coordinator.Front(kind(2, *addresses, SECRET.encode()), lambda folder: None)
+        hosts = host_coordinator.HostCoordinator(kind(2, *addresses, SECRET.encode()), lambda folder: None)
         hosts.begin()
         policy: Any = hosts.load(str(SHIPPED))
     else:

@@ -25,7 +25,7 @@ from benchmarks.processes import say
 from benchmarks.timed_pictures import picture
 from service.control.robot_io import sleep_until
 from service.stats import Recent
-from service.transport.client.connection import Pace
+from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import JointValue, LinkEvent
@@ -33,7 +33,7 @@ from service.transport.protocol import rooms_of
 
 SAMPLES = 20_000
 # Joining is not what is measured.
-PATIENT = Pace(join=60.0, request=60.0, heartbeat=20.0)
+PATIENT = TransportTimeouts(join=60.0, request=60.0, heartbeat=20.0)
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 STILL: Mapping[str, float] = dict(zip(JOINTS, (10.0, -20.0, 30.0, -40.0, 50.0, 60.0), strict=True))
 

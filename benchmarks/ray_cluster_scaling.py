@@ -17,7 +17,7 @@ from service.distributed.cluster import Cluster
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.pool import Bounds
 from service.distributed.remote_engine import RemoteLoader
-from service.inference.engine import Engine, Served
+from service.inference.engine import Engine, LoadedPolicy
 
 ROBOTS = 16
 RATE = 20.0
@@ -45,13 +45,13 @@ async def scaled(engines: int, seconds: float) -> dict[str, Any]:
     return found
 
 
-def _observation(served: Served) -> dict[str, np.ndarray]:
+def _observation(served: LoadedPolicy) -> dict[str, np.ndarray]:
     needs = served.requirements
     images = {f"observation.images.{name}": np.zeros((1, *size, 3), np.uint8) for name, size in needs.cameras.items()}
     return images | {"observation.state": np.zeros((1, needs.state or 0), np.float32)}
 
 
-async def _at_rate(engine: Engine, served: Served, seconds: float) -> dict[str, Any]:
+async def _at_rate(engine: Engine, served: LoadedPolicy, seconds: float) -> dict[str, Any]:
     observation, total = _observation(served), list[float]()
     misses = 0
 
@@ -74,7 +74,7 @@ async def _at_rate(engine: Engine, served: Served, seconds: float) -> dict[str, 
     return {"robots": ROBOTS, "answers": len(total), "misses": misses, **figures}
 
 
-async def _flat_out(engine: Engine, served: Served, seconds: float) -> dict[str, Any]:
+async def _flat_out(engine: Engine, served: LoadedPolicy, seconds: float) -> dict[str, Any]:
     observation, batches = _observation(served), list[int]()
     end = time.monotonic() + seconds
 

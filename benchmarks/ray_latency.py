@@ -20,13 +20,13 @@ import numpy as np
 import jaxmodels
 from benchmarks import pictures
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
-from service.inference.engine import Engine, Served
+from service.inference.engine import Engine, LoadedPolicy
 
 SIZES = {"96x96": (96, 96), "480x640": (480, 640)}
 HERE, RAY = "in this process", "an engine of Ray"
 
 
-async def asked(engine: Engine, served: Served, size: tuple[int, int], count: int) -> Mapping[str, list[float]]:
+async def asked(engine: Engine, served: LoadedPolicy, size: tuple[int, int], count: int) -> Mapping[str, list[float]]:
     """Seconds of so many questions, one after the other: all of each, and what the device computed."""
     random = np.random.default_rng(0)
     needs = served.requirements
@@ -58,7 +58,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     try:
         async with AsyncExitStack() as stack:
 
-            async def load(engine: Engine, loader: Any) -> Served:
+            async def load(engine: Engine, loader: Any) -> LoadedPolicy:
                 return await stack.enter_async_context(
                     engine.policy(loader, str(options.policy), None, lambda stage: None)
                 )

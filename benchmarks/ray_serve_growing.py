@@ -23,7 +23,7 @@ from service.distributed.cluster import Cluster
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.pool import Bounds
 from service.distributed.remote_engine import RemoteLoader
-from service.inference.engine import Engine, Served
+from service.inference.engine import Engine, LoadedPolicy
 
 ASKERS = 24
 BATCH_SIZES = (1,)
@@ -41,7 +41,7 @@ class Replica:
         self._engine = Engine(batch_sizes=BATCH_SIZES, stuck_after=PATIENCE)
         self._policy = policy
         self._stack = AsyncExitStack()
-        self._served: Served | None = None
+        self._served: LoadedPolicy | None = None
         self._loading = asyncio.Lock()
 
     async def act(self, observation: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:
@@ -49,7 +49,7 @@ class Replica:
         inference = await self._engine.submit(await self.ready(), observation)
         return os.getpid(), inference.chunk
 
-    async def ready(self) -> Served:
+    async def ready(self) -> LoadedPolicy:
         """The policy, read and compiled."""
         async with self._loading:
             if self._served is None:

@@ -27,8 +27,8 @@ import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, Arm, to_radians
 from service.control.aggregation import DEFAULT, OVERLAPS
-from service.control.controller import Control
-from service.control.observation_buffer import Buffer, Snapshot
+from service.control.controller import Controller
+from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.sessions.compatibility import fit, limits_of
 from service.sessions.request import NewSession, SessionSettings
 
@@ -69,8 +69,8 @@ class Robot:
         )
         settings = SessionSettings()
         table, pace = fit(policy.requirements, new, settings)
-        self._buffer = Buffer((CAMERA,), table)
-        self.control = Control(self._buffer, pace, limits_of(table, policy.requirements, new, settings))
+        self._buffer = ObservationBuffer((CAMERA,), table)
+        self.control = Controller(self._buffer, pace, limits_of(table, policy.requirements, new, settings))
         self._names = table.names
         self._answers: list[tuple[float, np.ndarray]] = []
         self._blank = np.zeros((*FRAME, 3), np.uint8)

@@ -12,7 +12,7 @@ import numpy as np
 from playwright.async_api import Browser, Page, async_playwright
 
 from robojax.sim.arm import CAMERA, JOINTS
-from robojax.sim.demo import Request, Show, show
+from robojax.sim.demo import DemoShow, Request, show
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 
@@ -23,7 +23,7 @@ BLIND = "arm-2"
 
 
 @asynccontextmanager
-async def playing(running: Show, request: Request) -> AsyncIterator[None]:
+async def playing(running: DemoShow, request: Request) -> AsyncIterator[None]:
     """The demo's arm picks up cubes meanwhile."""
 
     async def watch() -> None:

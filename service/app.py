@@ -50,7 +50,7 @@ from service.sessions.room_authority import Authority
 from service.settings import Settings, SettingsError
 from service.shared_sessions import SharedDatabase
 from service.state import alone_in, state_folder
-from service.streaming.clients import Doors
+from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import ByAddress
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
@@ -213,7 +213,7 @@ def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirement
         policy_reader=PolicyReader(places.guarded_reading(read)),
         live=Live(lambda: context.sessions),
         creates=Creates(Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local),
-        doors=Doors(lambda: context.sessions),
+        doors=StreamClients(lambda: context.sessions),
     )
     return context
 

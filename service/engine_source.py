@@ -10,12 +10,12 @@ from typing import Protocol
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
 from service.api.context import App
-from service.distributed.host_coordinator import Front, host_options
+from service.distributed.host_coordinator import HostCoordinator, host_options
 from service.errors import NoDevice
 from service.inference.engine import Engine, LoadPolicy
 from service.inference.policy_sources import name_caches, opened_in, policy_loader
 from service.inference.progress import Durations
-from service.inference.sandbox import Inspection
+from service.inference.sandbox import CheckpointSandbox
 from service.sessions.request import Admit, NewSession
 from service.settings import Settings, SettingsError
 from service.shared_sessions import front_name
@@ -25,7 +25,7 @@ from service.threads import call_in_thread
 class OwnEngine:
     """An `EngineSource` whose devices no other server has."""
 
-    def __init__(self, settings: Settings, hosts: Front | None, first_device: Callable[[], str | None]):
+    def __init__(self, settings: Settings, hosts: HostCoordinator | None, first_device: Callable[[], str | None]):
         """Nothing is begun yet.
 
         Args:
@@ -84,7 +84,7 @@ async def _devices(settings: Settings) -> tuple[str, ...]:
         raise NoDevice(f"devices: {error}") from error
 
 
-async def _join(hosts: Front, settings: Settings) -> tuple[str, ...]:
+async def _join(hosts: HostCoordinator, settings: Settings) -> tuple[str, ...]:
     """The one place of all hosts' devices, when all are there."""
     name_caches(settings)
     try:
@@ -95,7 +95,7 @@ async def _join(hosts: Front, settings: Settings) -> tuple[str, ...]:
 
 
 @contextmanager
-def _together(hosts: Front, engine: Engine) -> Iterator[None]:
+def _together(hosts: HostCoordinator, engine: Engine) -> Iterator[None]:
     """The engine is told when a host is lost."""
     loop = asyncio.get_running_loop()
     place = engine.first_device or ""
@@ -119,13 +119,13 @@ class ClusterEngine:
         """Nothing is connected yet."""
         settings = app.ctx.settings
         try:
-            from service.distributed.bootstrap import Joining
+            from service.distributed.bootstrap import ClusterBootstrap
         except ModuleNotFoundError as error:
             raise SettingsError(
                 f"engine: {settings.engine} needs Ray ({error.name} is not installed); pip install 'robojax[ray]'"
             ) from error
         self._app = app
-        self._joining = Joining(settings)
+        self._joining = ClusterBootstrap(settings)
         self.load: LoadPolicy = self._joining.load
 
     @asynccontextmanager
@@ -179,5 +179,9 @@ def engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSou
         return ClusterEngine(app)
     if options is not None and find_spec("ray") is None:
         raise SettingsError(f"hosts_count: {options.count} needs Ray (it is not installed); pip install 'robojax[ray]'")
-    hosts = None if options is None else Front(options, Inspection(settings.load_memory), opened_in(settings))
+    hosts = (
+        None
+        if options is None
+        else HostCoordinator(options, CheckpointSandbox(settings.load_memory), opened_in(settings))
+    )
     return OwnEngine(settings, hosts, first_device)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, AsyncExitStack
 import jaxmodels
 from service.api.context import App, Context
 from service.control.limits import Asked, read_limits
-from service.control.watchdog import Patience
+from service.control.watchdog import WatchdogTimeouts
 from service.engine_source import EngineSource
 from service.http.array_limits import ArrayLimits
 from service.inference.engine import LoadPolicy
@@ -54,8 +54,8 @@ def session_settings(settings: Settings) -> SessionSettings:
     )
 
 
-def _patience(settings: Settings) -> Patience:
-    return Patience(
+def _patience(settings: Settings) -> WatchdogTimeouts:
+    return WatchdogTimeouts(
         degraded_after=settings.degraded_after,
         stop_after=settings.stop_after,
         frozen_after=settings.frozen_after,

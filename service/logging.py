@@ -299,7 +299,7 @@ class LogSettings(Group):
 LONGEST_TEXT = 200
 
 
-def printable(words: str, longest: int = LONGEST_TEXT) -> str:
+def sanitize_text(words: str, longest: int = LONGEST_TEXT) -> str:
     """One short line. An unpaired surrogate, which JSON may hold, would break every encoding after this one."""
     # Looked at letter by letter: of 4 MB, which a message may have, that is 0.3 s for the 200 that are kept.
     words = words.lstrip()[: 4 * longest]

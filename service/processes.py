@@ -89,7 +89,7 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]
             await running.end()
 
 
-def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
+def exit_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
     """From now on this process gets a signal when the thread of `parent` that started it is gone; on Linux only."""
     # In the child and not between fork and exec, where Python code must not run beside other threads.
     if sys.platform == "linux":
@@ -101,7 +101,7 @@ def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
 def main() -> None:
     """Runs the module, with the arguments that follow it."""
     parent, module = sys.argv[1:3]
-    end_with_parent(int(parent))
+    exit_with_parent(int(parent))
     sys.argv = sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -21,7 +21,7 @@ class FileUnusable(Exception):
     """A file of keys or secrets that is there and cannot be used; the text says which, why and what to do."""
 
 
-class WatchedFile(Generic[Content]):
+class ReloadingFile(Generic[Content]):
     """What is in a file now.
 
     Args:

@@ -63,13 +63,13 @@ class SharedDatabase:
     @asynccontextmanager
     async def _opened(self, sessions: Sessions) -> AsyncIterator[None]:
         from service.distributed import session_table
-        from service.distributed.peers import FINDING, FrontOfCluster
+        from service.distributed.peers import FINDING, PeerSessions
         from service.distributed.postgres import DatabaseAway, DatabaseUnusable, Postgres
 
         context = self._app.ctx
         url = context.settings.database or ""
         database, lookups = (Postgres(url, session_table.SCHEMA, session_table.PREFIX) for _ in range(2))
-        front = FrontOfCluster(front_name(self._app), front_url(self._app), sessions, database, lookups)
+        front = PeerSessions(front_name(self._app), front_url(self._app), sessions, database, lookups)
         try:
             try:
                 await front.open()

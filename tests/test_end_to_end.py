@@ -25,7 +25,7 @@ from jaxmodels.weights import flatten
 from service.app import create_app
 from service.http.server import listen, serving
 from service.settings import Settings
-from service.transport.client.connection import Pace
+from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, Rooms
 from service.transport.server.app import TransportSettings, serve_transport
@@ -35,7 +35,7 @@ from tests.pauses import Pauses
 RATE = 25.0
 JOINTS = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
 POSE = dict(zip(JOINTS, (10.0, -20.0, 30.0, -40.0, 50.0, 60.0), strict=True))
-QUICK = Pace(retry_first=0.05, retry_longest=0.2, greet=0.05)
+QUICK = TransportTimeouts(retry_first=0.05, retry_longest=0.2, greet=0.05)
 
 
 @pytest.fixture(scope="module")

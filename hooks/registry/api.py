@@ -34,7 +34,7 @@ from hooks.registry import delivery_queue
 from hooks.registry.delivery import Outcome
 from hooks.registry.jobs import Job
 from hooks.registry.sender import Sender
-from hooks.registry.store import Webhook, WebhookStore, Wish, wish_of
+from hooks.registry.store import Webhook, WebhookStore, WebhookUpdate, wish_of
 from hooks.signatures import is_secret
 
 
@@ -86,7 +86,7 @@ class Management:
         wish = await self._checked(wish_of(body, is_new=False), before.job)
         return await self._database.run(self._store.update, webhook_id, wish, self._clock())
 
-    async def _checked(self, wish: Wish, job_before: str | None = None) -> Wish:
+    async def _checked(self, wish: WebhookUpdate, job_before: str | None = None) -> WebhookUpdate:
         if wish.url:
             target = self._rules.parse(wish.url)
             # A name that nobody knows yet is not unsafe; it is looked up and checked anew for every attempt.

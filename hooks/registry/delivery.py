@@ -41,7 +41,7 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class DeliveryRequest:
     """One event for one webhook.
 
     Attributes:
@@ -105,10 +105,10 @@ class Outcome:
         return f"exit status {self.exit_status}" if self.status is None else f"HTTP {self.status}"
 
 
-class Courier(Protocol):
+class Deliverer(Protocol):
     """Makes one attempt."""
 
-    async def deliver(self, destination: Destination, parcel: Parcel, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, parcel: DeliveryRequest, now: float) -> Outcome:
         """Deliver; what goes wrong is in the outcome."""
         ...
 
@@ -259,7 +259,7 @@ TIMEOUT = 12.0
 BODY_PATIENCE = 2.0
 
 
-class PostCourier:
+class HttpDeliverer:
     """Delivers by HTTP POST.
 
     Attributes:
@@ -271,7 +271,7 @@ class PostCourier:
         self._rules = rules
         self._resolve = resolve
 
-    async def deliver(self, destination: Destination, parcel: Parcel, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, parcel: DeliveryRequest, now: float) -> Outcome:
         """Post it; what goes wrong is in the outcome."""
         began = time.monotonic()
         try:
@@ -290,7 +290,9 @@ class PostCourier:
             seconds=time.monotonic() - began,
         )
 
-    async def _post(self, destination: Destination, parcel: Parcel, now: float) -> tuple[int, str | None, bytes]:
+    async def _post(
+        self, destination: Destination, parcel: DeliveryRequest, now: float
+    ) -> tuple[int, str | None, bytes]:
         assert destination.url is not None
         target = self._rules.parse(destination.url)
         addresses = await self._rules.resolve(target, self._resolve)
@@ -320,7 +322,7 @@ class PostCourier:
             return answer.status, answer.headers.get("Retry-After"), kept
 
 
-def headers(destination: Destination, parcel: Parcel, now: float) -> dict[str, str]:
+def headers(destination: Destination, parcel: DeliveryRequest, now: float) -> dict[str, str]:
     """What goes with a body: the Hub's ``X-Webhook-Secret``, and a signature of Standard Webhooks.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hooks.queue import OPEN, Queue
-from hooks.registry.delivery import Outcome, Parcel, iso
+from hooks.registry.delivery import DeliveryRequest, Outcome, iso
 
 # delivered: taken; failed: no attempt left; dropped: too many waited; waiting: the only one that is not final.
 STATES = ("waiting", "delivered", "failed", "dropped")
@@ -190,7 +190,7 @@ class Due:
     id: str
     webhook_id: str
     failed: int
-    parcel: Parcel
+    parcel: DeliveryRequest
 
 
 def new_id() -> str:
@@ -256,7 +256,12 @@ def one(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> Du
         # As text: a payload may have megabytes, and while JSON is read or written no other thread runs.
         webhook = json.dumps({"id": webhook_id, "version": 3}, separators=(",", ":"))
         body = f'{body.removesuffix("}")},"webhook":{webhook}}}'
-    return Due(delivery_id, webhook_id, row["failed"], Parcel(f"msg_{delivery_id}", body.encode(), bool(row["is_hub"])))
+    return Due(
+        delivery_id,
+        webhook_id,
+        row["failed"],
+        DeliveryRequest(f"msg_{delivery_id}", body.encode(), bool(row["is_hub"])),
+    )
 
 
 def record(

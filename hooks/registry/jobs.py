@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from hooks.errors import InvalidSettings
-from hooks.registry.delivery import MAX_JOB_SECRET, Destination, Outcome, Parcel, excerpt
+from hooks.registry.delivery import MAX_JOB_SECRET, DeliveryRequest, Destination, Outcome, excerpt
 
 MOST_OUTPUT = 1 << 20
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -288,7 +288,7 @@ MAX_VARIABLE = 128 << 10
 INHERITED = ("PATH", "HOME", "LANG")
 
 
-class JobCourier:
+class JobDeliverer:
     """Runs jobs in threads, so many at once; ``close`` ends them."""
 
     def __init__(self, jobs: Mapping[str, Job], folder: Path | None, at_once: int):
@@ -311,7 +311,7 @@ class JobCourier:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
 
-    async def deliver(self, destination: Destination, parcel: Parcel, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, parcel: DeliveryRequest, now: float) -> Outcome:
         """Run the job to its end."""
         job = self._jobs.get(destination.job or "")
         if job is None:
@@ -325,7 +325,7 @@ class JobCourier:
         outcome = await asyncio.wrap_future(running)
         return replace(outcome, seconds=time.monotonic() - began)
 
-    def _run(self, job: Job, destination: Destination, parcel: Parcel) -> Outcome:
+    def _run(self, job: Job, destination: Destination, parcel: DeliveryRequest) -> Outcome:
         if self._stop.is_set():
             return Outcome(is_interrupted=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{parcel.id}-", dir=self._folder))
@@ -361,7 +361,7 @@ class JobCourier:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def environment(job: Job, destination: Destination, parcel: Parcel, payload: Path) -> dict[str, str]:
+def environment(job: Job, destination: Destination, parcel: DeliveryRequest, payload: Path) -> dict[str, str]:
     """All that a job gets to know; nothing of the server's own environment but ``INHERITED``."""
     given = {name: os.environ[name] for name in INHERITED if name in os.environ}
     given |= job.env

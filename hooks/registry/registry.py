@@ -21,11 +21,11 @@ from hooks.errors import HooksError, InvalidSettings, StoreError
 from hooks.payload import WebhookPayload
 from hooks.registry import delivery_queue
 from hooks.registry.api import Management, add_routes
-from hooks.registry.delivery import TIMEOUT, PostCourier, iso
+from hooks.registry.delivery import TIMEOUT, HttpDeliverer, iso
 from hooks.registry.delivery import resolve as ask_name_server
 from hooks.registry.delivery_queue import Message, new_id
 from hooks.registry.folder_watcher import FolderWatcher
-from hooks.registry.jobs import JobCourier, load_jobs
+from hooks.registry.jobs import JobDeliverer, load_jobs
 from hooks.registry.sender import Sender, SenderSettings
 from hooks.registry.store import SCHEMA, WebhookStore, note_content
 
@@ -264,8 +264,8 @@ class Registry:
         taken = "another process sends from it; end that, run one process, or give this one another file"
         with alone(settings.database, taken), closing(Database(settings.database, SCHEMA)) as database:
             aside = settings.database and settings.database.with_name(settings.database.name + ".jobs")
-            posts = PostCourier(self._rules, timeout=settings.timeout, resolve=self._resolve)
-            jobs = JobCourier(self._jobs, aside, settings.jobs_at_once)
+            posts = HttpDeliverer(self._rules, timeout=settings.timeout, resolve=self._resolve)
+            jobs = JobDeliverer(self._jobs, aside, settings.jobs_at_once)
             sender = Sender(
                 database,
                 self._store,

@@ -14,7 +14,7 @@ from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.queue import Runner
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import Courier, Destination, Outcome, Schedule
+from hooks.registry.delivery import Deliverer, Destination, Outcome, Schedule
 from hooks.registry.delivery_queue import Due, Message
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Sender:
         self,
         database: Database,
         subscribers: Subscribers,
-        courier: Callable[[Destination], Courier],
+        courier: Callable[[Destination], Deliverer],
         settings: SenderSettings | None = None,
         *,
         clock: Callable[[], float] = time.time,

@@ -90,7 +90,7 @@ class Webhook:
 
 
 @dataclass(frozen=True)
-class Wish:
+class WebhookUpdate:
     """None: not named, which an update keeps.
 
     Attributes:
@@ -106,7 +106,7 @@ class Wish:
     secrets: Mapping[str, str] | None = field(default=None, repr=False)
 
 
-def wish_of(body: object, *, is_new: bool) -> Wish:
+def wish_of(body: object, *, is_new: bool) -> WebhookUpdate:
     """Read the JSON of a create (``is_new``) or update.
 
     An update's empty ``watched`` counts as not named: huggingface_hub sends that whenever the caller gives none.
@@ -132,7 +132,7 @@ def wish_of(body: object, *, is_new: bool) -> Wish:
         if is_new and not wrong and domains != ("session",):
             wrong.append("watched: wanted at least one item, e.g. {'type': 'model', 'name': 'owner/name'}")
         watched = () if is_new else None
-    wish = Wish(url or None, job or None, watched, domains, _secret(body, wrong), _secrets(body, wrong))
+    wish = WebhookUpdate(url or None, job or None, watched, domains, _secret(body, wrong), _secrets(body, wrong))
     if wish.secrets and (wish.url or (is_new and not wish.job)):
         wrong.append("secrets: they are for jobs; wanted with jobSourceId only")
     if wrong:
@@ -283,7 +283,7 @@ class WebhookStore:
             raise UnknownWebhook("there is no webhook of this id", 404)
         return _webhook(row)
 
-    def create(self, connection: sqlite3.Connection, wish: Wish, now: float) -> Webhook:
+    def create(self, connection: sqlite3.Connection, wish: WebhookUpdate, now: float) -> Webhook:
         """Register one.
 
         Raises:
@@ -306,7 +306,7 @@ class WebhookStore:
         _write(connection, made)
         return made
 
-    def update(self, connection: sqlite3.Connection, webhook_id: str, wish: Wish, now: float) -> Webhook:
+    def update(self, connection: sqlite3.Connection, webhook_id: str, wish: WebhookUpdate, now: float) -> Webhook:
         """Change what the wish names, and keep the rest; what waits goes to the new place.
 
         Raises:

@@ -171,7 +171,7 @@ class PlainHttp(Http):
         return await super().read()
 
 
-class PromptProtocol(WebSocketProtocol):
+class DeadlineProtocol(WebSocketProtocol):
     """Sanic's protocol, whose time limits start anew with every byte: one byte now and then would live on.
 
     Here ``REQUEST_TIMEOUT`` is for a whole head, and ``RESPONSE_TIMEOUT`` for a body and its answer.
@@ -317,7 +317,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
         # Sanic would listen before its router is ready.
         server = await app.create_server(
             sock=listener,
-            protocol=PromptProtocol,
+            protocol=DeadlineProtocol,
             backlog=BACKLOG,
             return_asyncio_server=True,
             access_log=False,

@@ -52,7 +52,7 @@ JOINT_VECTOR = Layout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lam
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorTarget:
     """One tensor of theirs, and the slice of one of our arrays that holds it.
 
     Attributes:

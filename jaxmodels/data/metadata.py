@@ -190,7 +190,7 @@ MOST_TASKS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Place:
+class EpisodeLocation:
     """One episode.
 
     Attributes:
@@ -206,7 +206,7 @@ class Place:
     videos: Mapping[str, tuple[str, float]]
 
 
-def read_places(folder: Path, info: Info) -> tuple[Place, ...]:
+def read_places(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
     """All episodes in their order.
 
     Raises:
@@ -230,7 +230,7 @@ def read_places(folder: Path, info: Info) -> tuple[Place, ...]:
     return places
 
 
-def choose(folder: Path, places: Sequence[Place], episodes: Sequence[int] | None) -> tuple[Place, ...]:
+def choose(folder: Path, places: Sequence[EpisodeLocation], episodes: Sequence[int] | None) -> tuple[EpisodeLocation, ...]:
     """Those that are asked for, in the dataset's order; all of them for None.
 
     Raises:
@@ -246,7 +246,7 @@ def choose(folder: Path, places: Sequence[Place], episodes: Sequence[int] | None
     return tuple(place for place in places if place.number in wanted)
 
 
-def _new(folder: Path, info: Info) -> tuple[Place, ...]:
+def _new(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
     files = sorted((folder / "meta/episodes").glob("chunk-*/file-*.parquet"))
     if not files:
         raise DatasetError(f"{folder.name}: no files in meta/episodes; fetch or copy the dataset anew")
@@ -261,11 +261,11 @@ def _new(folder: Path, info: Info) -> tuple[Place, ...]:
     return tuple(sorted(found, key=lambda place: place.number))
 
 
-def _new_place(row: Mapping[str, Any], videos: Sequence[str]) -> Place:
+def _new_place(row: Mapping[str, Any], videos: Sequence[str]) -> EpisodeLocation:
     def place(prefix: str) -> dict[str, int]:
         return {name: _count(row[f"{prefix}/{name}"], f"{prefix}/{name}") for name in ("chunk_index", "file_index")}
 
-    return Place(
+    return EpisodeLocation(
         number=_count(row["episode_index"], "episode_index"),
         length=_length(row["length"]),
         rows=DATA.format(**place("data")),
@@ -279,14 +279,14 @@ def _new_place(row: Mapping[str, Any], videos: Sequence[str]) -> Place:
     )
 
 
-def _old(folder: Path, info: Info) -> tuple[Place, ...]:
+def _old(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
     videos = [name for name, kind in info.pictures.items() if kind == "video"]
     found = []
     for row in read_lines(folder / OLD_EPISODES, f"{folder.name}: {OLD_EPISODES}"):
         number = _count(row["episode_index"], "episode_index")
         where = {"chunk": number // info.chunk_files, "episode": number}
         found.append(
-            Place(
+            EpisodeLocation(
                 number,
                 _length(row["length"]),
                 OLD_DATA.format(**where),

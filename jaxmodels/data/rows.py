@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 from jaxmodels.data.table_files import read_table, vectors
-from jaxmodels.data.metadata import Place
+from jaxmodels.data.metadata import EpisodeLocation
 from jaxmodels.errors import DatasetError
 import io
 import numpy as np
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
 from jaxmodels.data.table_files import open_table
-from jaxmodels.data.metadata import Place
+from jaxmodels.data.metadata import EpisodeLocation
 from jaxmodels.data.video import VideoFile
 from jaxmodels.errors import DatasetError
 
@@ -37,14 +37,14 @@ class Rows:
         tasks: (n,) int32 ``task_index``.
     """
 
-    def __init__(self, folder: Path, places: Sequence[Place]):
+    def __init__(self, folder: Path, places: Sequence[EpisodeLocation]):
         """Looks at which rows there are.
 
         Raises:
             DatasetError: a file is missing or garbled, or holds other rows than the dataset speaks of.
         """
         self._folder = folder
-        by_file: dict[str, list[Place]] = {}
+        by_file: dict[str, list[EpisodeLocation]] = {}
         for place in places:
             by_file.setdefault(place.rows, []).append(place)
         self.files = tuple(by_file)
@@ -75,7 +75,7 @@ class Rows:
         with ThreadPoolExecutor(READERS, "rows") as pool:
             return list(pool.map(what, range(len(self.files))))
 
-    def _choose(self, file: str, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _choose(self, file: str, places: Sequence[EpisodeLocation]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Which rows of a file, when each is, and what is done in it."""
         where = self._where(file)
         kinds = {"episode_index": np.int64, "frame_index": np.int64, "timestamp": np.float32, "task_index": np.int32}
@@ -132,7 +132,7 @@ class VideoFrames:
         name: str,
         size: tuple[int, int],
         fps: float,
-        places: Sequence[Place],
+        places: Sequence[EpisodeLocation],
         timestamps: np.ndarray,
     ):
         self._folder, self._size, self._fps = folder, size, fps

@@ -17,7 +17,7 @@ from jaxmodels.errors import TrainingError
 from jaxmodels.normalization import Normalization
 from jaxmodels.training.config import TrainingConfig
 from jaxmodels.training.initial_policy import Start
-from jaxmodels.training.progress import Progress, Reports, Watch, draw_curve
+from jaxmodels.training.progress import Progress, Reports, Throughput, draw_curve
 from jaxmodels.training.run_folder import (
     METRICS,
     POLICY_FOLDER,
@@ -132,7 +132,7 @@ class _Run:
             before: seconds of the runs before this one.
         """
         config = self._config
-        watch = Watch(config.steps, config.batch_size, first, before)
+        watch = Throughput(config.steps, config.batch_size, first, before)
         running: jax.Array | None = None
         with closing(loader.batches(first, config.steps)) as batches:
             for number in range(first, config.steps):

@@ -147,7 +147,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= math.log10(tick) <= high]
 
 
-class Watch:
+class Throughput:
     """Counts seconds between lines of metrics, and those in which the device waited for data.
 
     Args:

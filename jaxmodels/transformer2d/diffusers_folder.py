@@ -38,7 +38,7 @@ from jaxmodels.checkpoints.files import (
     write_json,
     write_shards,
 )
-from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, Place, Shape
+from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, EVERY, LINEAR, POINTWISE, Layout, Shape, TensorTarget
 from jaxmodels.errors import CheckpointError
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS
 from jaxmodels.memory import check_host
@@ -49,7 +49,7 @@ from jaxmodels.weights import check_fit, not_finite
 BLOCKS = "transformer_blocks"
 
 
-def tensor_names(config: Transformer2DConfig) -> tuple[Place, ...]:
+def tensor_names(config: Transformer2DConfig) -> tuple[TensorTarget, ...]:
     """Every tensor of a model; total in both directions: each element of our arrays belongs to exactly one."""
     return (*_inputs(config), *_blocks(config), *_outputs(config))
 
@@ -57,14 +57,14 @@ def tensor_names(config: Transformer2DConfig) -> tuple[Place, ...]:
 def count_parameters(config: Transformer2DConfig, *, blocks_only: bool = False) -> int:
     """Numbers in the weights of a model, or of its blocks alone, from the names of one block: whatever the layers."""
 
-    def count(places: Iterator[Place]) -> int:
+    def count(places: Iterator[TensorTarget]) -> int:
         return sum(math.prod(place.shape) for place in places)
 
     blocks = config.num_layers * count(_block(config))
     return blocks if blocks_only else blocks + count(_inputs(config)) + count(_outputs(config))
 
 
-def _inputs(config: Transformer2DConfig) -> Iterator[Place]:
+def _inputs(config: Transformer2DConfig) -> Iterator[TensorTarget]:
     width, channels, patch = config.inner_dim, config.in_channels or 0, config.patch_size or 1
     if config.kind == "continuous":
         yield from _norm("norm", channels)
@@ -75,8 +75,10 @@ def _inputs(config: Transformer2DConfig) -> Iterator[Place]:
         yield from _table("latent_image_embedding.height_emb", side, width)
         yield from _table("latent_image_embedding.width_emb", side, width)
     else:
-        yield Place("pos_embed.proj.weight", "pos_embed.proj.kernel", (patch, patch, channels, width), (), CONVOLUTION)
-        yield Place("pos_embed.proj.bias", "pos_embed.proj.bias", (width,))
+        yield TensorTarget(
+            "pos_embed.proj.weight", "pos_embed.proj.kernel", (patch, patch, channels, width), (), CONVOLUTION
+        )
+        yield TensorTarget("pos_embed.proj.bias", "pos_embed.proj.bias", (width,))
         if config.norm_type == "ada_norm_single":
             yield from _mlp("adaln_single.emb.timestep_embedder", TIME_CHANNELS, width)
             for condition in ("resolution", "aspect_ratio") if config.has_conditions else ():
@@ -86,7 +88,7 @@ def _inputs(config: Transformer2DConfig) -> Iterator[Place]:
             yield from _mlp("caption_projection", config.caption_channels, width)
 
 
-def _outputs(config: Transformer2DConfig) -> Iterator[Place]:
+def _outputs(config: Transformer2DConfig) -> Iterator[TensorTarget]:
     width, channels = config.inner_dim, config.outputs or 0
     pixels = (config.patch_size or 1) ** 2 * channels
     if config.kind == "continuous":
@@ -95,14 +97,14 @@ def _outputs(config: Transformer2DConfig) -> Iterator[Place]:
         yield from _norm("norm_out", width)
         yield from _linear("out", width, (config.num_vector_embeds or 0) - 1)
     elif config.norm_type == "ada_norm_single":
-        yield Place("scale_shift_table", "scale_shift_table", (2, width))
+        yield TensorTarget("scale_shift_table", "scale_shift_table", (2, width))
         yield from _linear("proj_out", width, pixels)
     else:
         yield from _linear("proj_out_1", width, 2 * width)
         yield from _linear("proj_out_2", width, pixels)
 
 
-def _blocks(config: Transformer2DConfig) -> Iterator[Place]:
+def _blocks(config: Transformer2DConfig) -> Iterator[TensorTarget]:
     layers = config.num_layers
     block = tuple(_block(config))
     for layer in range(layers):
@@ -116,7 +118,7 @@ def _blocks(config: Transformer2DConfig) -> Iterator[Place]:
             )
 
 
-def _block(config: Transformer2DConfig) -> Iterator[Place]:
+def _block(config: Transformer2DConfig) -> Iterator[TensorTarget]:
     width, norm, affine = config.inner_dim, config.block_norm, config.norm_elementwise_affine
     embeddings, is_single = config.num_embeds_ada_norm or 0, norm == "ada_norm_single"
     plain = (lambda name: _norm(name, width)) if affine else (lambda name: iter(()))
@@ -139,10 +141,10 @@ def _block(config: Transformer2DConfig) -> Iterator[Place]:
         yield from plain("norm3")
     yield from _feed_forward("ff", width, DIFFUSERS_ACTIVATIONS[config.activation_fn].inputs)
     if is_single:
-        yield Place("scale_shift_table", "scale_shift_table", (6, width))
+        yield TensorTarget("scale_shift_table", "scale_shift_table", (6, width))
     if config.has_fuser:
-        yield Place("fuser.alpha_attn", "fuser.alpha_attn", ())
-        yield Place("fuser.alpha_dense", "fuser.alpha_dense", ())
+        yield TensorTarget("fuser.alpha_attn", "fuser.alpha_attn", ())
+        yield TensorTarget("fuser.alpha_dense", "fuser.alpha_dense", ())
         yield from _linear("fuser.linear", config.cross_attention_dim or 0, width)
         yield from _attention("fuser.attn", width, None, bias=False)
         yield from _feed_forward("fuser.ff", width, DIFFUSERS_ACTIVATIONS["geglu"].inputs)
@@ -150,7 +152,7 @@ def _block(config: Transformer2DConfig) -> Iterator[Place]:
         yield from _norm("fuser.norm2", width)
 
 
-def _attention(name: str, width: int, context: int | None, *, bias: bool) -> Iterator[Place]:
+def _attention(name: str, width: int, context: int | None, *, bias: bool) -> Iterator[TensorTarget]:
     """`context` is the width of other tokens that keys and values are made of; None when they are the same tokens."""
     if context is None:
         yield from _joint(name, "to_qkv", ("to_q", "to_k", "to_v"), width, width, bias=bias)
@@ -160,45 +162,47 @@ def _attention(name: str, width: int, context: int | None, *, bias: bool) -> Ite
     yield from _linear(f"{name}.to_out.0", width, width, ours=f"{name}.to_out")
 
 
-def _joint(name: str, ours: str, parts: tuple[str, ...], inputs: int, width: int, *, bias: bool) -> Iterator[Place]:
+def _joint(
+    name: str, ours: str, parts: tuple[str, ...], inputs: int, width: int, *, bias: bool
+) -> Iterator[TensorTarget]:
     whole = (inputs, len(parts), width)
     for part, theirs in enumerate(parts):
-        yield Place(f"{name}.{theirs}.weight", f"{name}.{ours}.kernel", whole, (EVERY, part), LINEAR)
+        yield TensorTarget(f"{name}.{theirs}.weight", f"{name}.{ours}.kernel", whole, (EVERY, part), LINEAR)
         if bias:
-            yield Place(f"{name}.{theirs}.bias", f"{name}.{ours}.bias", whole[1:], (part,))
+            yield TensorTarget(f"{name}.{theirs}.bias", f"{name}.{ours}.bias", whole[1:], (part,))
 
 
-def _feed_forward(name: str, width: int, inputs: int) -> Iterator[Place]:
+def _feed_forward(name: str, width: int, inputs: int) -> Iterator[TensorTarget]:
     yield from _linear(f"{name}.net.0.proj", width, 4 * width * inputs, ours=f"{name}.up")
     yield from _linear(f"{name}.net.2", 4 * width, width, ours=f"{name}.down")
 
 
-def _time_norm(name: str, embeddings: int, width: int) -> Iterator[Place]:
+def _time_norm(name: str, embeddings: int, width: int) -> Iterator[TensorTarget]:
     yield from _table(f"{name}.emb", embeddings, width)
     yield from _linear(f"{name}.linear", width, 2 * width)
 
 
-def _mlp(name: str, inputs: int, width: int) -> Iterator[Place]:
+def _mlp(name: str, inputs: int, width: int) -> Iterator[TensorTarget]:
     yield from _linear(f"{name}.linear_1", inputs, width)
     yield from _linear(f"{name}.linear_2", width, width)
 
 
 def _linear(
     theirs: str, inputs: int, outputs: int, *, ours: str | None = None, bias: bool = True, layout: Layout = LINEAR
-) -> Iterator[Place]:
+) -> Iterator[TensorTarget]:
     ours = theirs if ours is None else ours
-    yield Place(f"{theirs}.weight", f"{ours}.kernel", (inputs, outputs), (), layout)
+    yield TensorTarget(f"{theirs}.weight", f"{ours}.kernel", (inputs, outputs), (), layout)
     if bias:
-        yield Place(f"{theirs}.bias", f"{ours}.bias", (outputs,))
+        yield TensorTarget(f"{theirs}.bias", f"{ours}.bias", (outputs,))
 
 
-def _norm(name: str, width: int) -> Iterator[Place]:
-    yield Place(f"{name}.weight", f"{name}.scale", (width,))
-    yield Place(f"{name}.bias", f"{name}.bias", (width,))
+def _norm(name: str, width: int) -> Iterator[TensorTarget]:
+    yield TensorTarget(f"{name}.weight", f"{name}.scale", (width,))
+    yield TensorTarget(f"{name}.bias", f"{name}.bias", (width,))
 
 
-def _table(name: str, rows: int, width: int) -> Iterator[Place]:
-    yield Place(f"{name}.weight", f"{name}.embedding", (rows, width))
+def _table(name: str, rows: int, width: int) -> Iterator[TensorTarget]:
+    yield TensorTarget(f"{name}.weight", f"{name}.embedding", (rows, width))
 
 
 CONFIG = "config.json"
@@ -397,7 +401,7 @@ def _find(folder: Path, variant: str | None, prefix: str | None) -> dict[str, St
 
 
 def _read_arrays(
-    table: Sequence[Place], stored: Mapping[str, Stored], dtype: np.dtype[Any] | None, where: str
+    table: Sequence[TensorTarget], stored: Mapping[str, Stored], dtype: np.dtype[Any] | None, where: str
 ) -> dict[str, np.ndarray]:
     dtypes: dict[str, set[np.dtype[Any]]] = {}
     for place in table:

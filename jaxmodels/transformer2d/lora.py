@@ -23,7 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmodels.checkpoints.files import Stored, find_floats, read_json, read_metadata
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, Place, Shape
+from jaxmodels.checkpoints.tensor_layouts import LINEAR, POINTWISE, Shape, TensorTarget
 from jaxmodels.errors import CheckpointError, ConfigError, InputError, WeightsMismatch
 from jaxmodels.memory import check_host
 from jaxmodels.ranges import Range, is_number
@@ -112,7 +112,7 @@ def _find_file(path: Path) -> Path:
 
 
 def _sort(
-    stored: Mapping[str, Stored], weights: Mapping[str, Place], prefix: str | None
+    stored: Mapping[str, Stored], weights: Mapping[str, TensorTarget], prefix: str | None
 ) -> tuple[dict[str, _Factors], list[str]]:
     """Factors by diffusers' name of the weight, and the names of tensors that belong to none."""
     start = f"{prefix}." if prefix else ""
@@ -151,7 +151,7 @@ def _module(found: str, flat: Mapping[str, str] | None, start: str) -> str | Non
     return f"{module}.0" if module.endswith(".to_out") else module
 
 
-def _misfits(module: str, found: _Factors, place: Place) -> list[str]:
+def _misfits(module: str, found: _Factors, place: TensorTarget) -> list[str]:
     if found.down is None or found.up is None:
         return [f"{module}: has {'no down (lora_A)' if found.down is None else 'no up (lora_B)'} factor"]
     down, up = _matrix(found.down.shape), _matrix(found.up.shape)
@@ -174,7 +174,7 @@ def _matrix(shape: Shape) -> Shape | None:
 
 
 def _stack(
-    file: Path, factors: Mapping[str, _Factors], weights: Mapping[str, Place], settings: Mapping[str, Any]
+    file: Path, factors: Mapping[str, _Factors], weights: Mapping[str, TensorTarget], settings: Mapping[str, Any]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     ranks: dict[str, int] = {}
     wholes: dict[str, tuple[Shape, int]] = {}

@@ -9,7 +9,7 @@ import typer
 
 from robojax.cli.app import Code, fail, print_table
 from robojax.cli.sessions import AsJson, Key, Url, base_url, call
-from service.logging import printable
+from service.logging import sanitize_text
 
 if TYPE_CHECKING:
     from service.recording.replay import Report
@@ -44,13 +44,13 @@ def list_recordings(url: Url = None, key: Key = None, as_json: AsJson = False) -
 
 def _row(recording: Any) -> Sequence[str]:
     return (
-        printable(str(recording["name"])),
-        printable(str(recording["session_id"] or "")),
-        printable(str(recording["state"])),
+        sanitize_text(str(recording["name"])),
+        sanitize_text(str(recording["session_id"] or "")),
+        sanitize_text(str(recording["state"])),
         "" if recording["seconds"] is None else f"{recording['seconds']:.1f}",
         f"{recording['bytes'] / 1e6:.1f}",
         "" if recording["episodes"] is None else str(recording["episodes"]),
-        printable(str(recording["dataset"])),
+        sanitize_text(str(recording["dataset"])),
     )
 
 
@@ -78,9 +78,9 @@ def info(file: File, as_json: AsJson = False) -> None:
         if value not in (None, "", []) and name != "events":
             shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             # A name may hold what moves the cursor or sets the title of a terminal.
-            table.add_row(f"[bold]{name}[/bold]", escape(printable(shown, LONGEST)))
+            table.add_row(f"[bold]{name}[/bold]", escape(sanitize_text(shown, LONGEST)))
     for at, code, text in found.get("events", []):
-        table.add_row("", escape(f"{at:9.3f} s  {printable(code)}: {printable(text, LONGEST)}"))
+        table.add_row("", escape(f"{at:9.3f} s  {sanitize_text(code)}: {sanitize_text(text, LONGEST)}"))
     Console(highlight=False).print(table)
 
 
@@ -132,7 +132,7 @@ def source_or_end(path: Path) -> "Source":
 def warn_of_damage(source: "Source") -> None:
     """Say on standard error that not all of a damaged file was read."""
     if source.damage is not None:
-        typer.secho(printable(source.damage, LONGEST), err=True, fg="yellow")
+        typer.secho(sanitize_text(source.damage, LONGEST), err=True, fg="yellow")
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def limited_memory() -> Iterator[None]:
 def _why(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return f"it needs more than the {MEMORY >> 30} GiB of memory that this command takes"
-    return printable(str(error), LONGEST)
+    return sanitize_text(str(error), LONGEST)
 
 
 def _facts(source: "Source") -> dict[str, Any]:
@@ -252,7 +252,7 @@ def replay(
         fail(
             Code.USAGE,
             "the recording cannot be played",
-            printable(str(error), 2000),
+            sanitize_text(str(error), 2000),
             "robojax recordings info FILE says what is in it",
         )
     warn_of_damage(source)
@@ -333,7 +333,7 @@ def _show(report: "Report", policy: str, commit: str | None) -> None:
     for joint in report.joints():
         percents = (joint.mean_percent, joint.largest_percent)
         shown = ["-" if percent is None else f"{percent:.2f}" for percent in percents]
-        table.add_row(escape(printable(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *shown)
+        table.add_row(escape(sanitize_text(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *shown)
     console = Console(highlight=False)
     console.print(table)
     facts = report.facts

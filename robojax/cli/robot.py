@@ -8,7 +8,7 @@ from robojax.cli.app import Code, fail, show_findings
 from robojax.cli.sessions import Key
 
 if TYPE_CHECKING:
-    from robojax.robot.runner import Program
+    from robojax.robot.runner import RobotRunner
 
 ROBOT, SESSION, SAFETY = "Robot (LeRobot's names)", "Session", "Safety"
 
@@ -128,7 +128,6 @@ def robot(
     """
     from robojax.robot.config import robot_config
     from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
-    from robojax.robot.runner import Program
 
     try:
         config = robot_config(
@@ -145,7 +144,7 @@ def robot(
         fail(Code.USAGE, "the robot cannot be used", str(error), error.then)
     if frames not in (None, "jpeg", "raw"):
         fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
-    program = Program(
+    program = RobotRunner(
         robot=config,
         server=server,
         key=key,
@@ -195,7 +194,7 @@ def _way_on(error: Exception) -> str:
     return "robojax robot --check looks at everything"
 
 
-def _check(program: "Program", as_json: bool) -> None:
+def _check(program: "RobotRunner", as_json: bool) -> None:
     from robojax.robot.checks import findings
 
     show_findings(list(findings(program)), as_json=as_json)

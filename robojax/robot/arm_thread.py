@@ -124,7 +124,7 @@ def plain(name: str) -> str:
 BREATH = 0.004
 
 
-class Body:
+class ArmThread:
     """An arm that follows commands; as a context manager it runs from beginning to end.
 
     Every method may be called from any thread.
@@ -142,7 +142,7 @@ class Body:
         self._clamped: dict[str, int] = {}
         self.failure: RobotError | None = None
 
-    def __enter__(self) -> "Body":
+    def __enter__(self) -> "ArmThread":
         self._thread.start()
         return self
 

@@ -9,7 +9,7 @@ from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.cameras import Camera, CameraConfig
 from robojax.robot.config import RobotConfig, calibration_of, open_arm
 from robojax.robot.errors import BusLost, RobotError
-from robojax.robot.runner import Program
+from robojax.robot.runner import RobotRunner
 
 # Seconds that a camera's pictures are counted, and the share of its rate that is good enough.
 COUNTED, ENOUGH = 1.0, 0.8
@@ -31,7 +31,7 @@ class Finding:
     fix: str = ""
 
 
-def findings(program: Program) -> Iterator[Finding]:
+def findings(program: RobotRunner) -> Iterator[Finding]:
     """Everything about this robot, one after the other."""
     config = program.robot
     yield from _tried("calibration", lambda: _calibration(config))
@@ -125,7 +125,7 @@ def _camera(name: str, config: CameraConfig) -> Iterator[Finding]:
         yield Finding(f"camera {name}", "ok", text)
 
 
-def _server(program: Program) -> Iterator[Finding]:
+def _server(program: RobotRunner) -> Iterator[Finding]:
     try:
         with Client(program.server, key=program.key) as client:
             client.request("GET", "/health")

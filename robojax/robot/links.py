@@ -22,7 +22,7 @@ from robojax.client import (
 )
 from robojax.client.codec import observation
 from robojax.client.stream import AsyncStream, write
-from robojax.robot.arm_thread import Body
+from robojax.robot.arm_thread import ArmThread
 from robojax.robot.errors import RobotError
 
 # Seconds before each further try to reach a server that is gone.
@@ -50,7 +50,7 @@ class StreamLink:
     """The stream of a direct session."""
 
     def __init__(
-        self, session: AsyncSession, body: Body, pictures: Pictures, rate: float, is_compressed: bool, tell: Tell
+        self, session: AsyncSession, body: ArmThread, pictures: Pictures, rate: float, is_compressed: bool, tell: Tell
     ):
         self._session, self._body, self._pictures = session, body, pictures
         self._period, self._is_compressed, self._tell = 1 / rate, is_compressed, tell
@@ -127,7 +127,9 @@ class StreamLink:
 class RoomsLink:
     """The rooms of a session."""
 
-    def __init__(self, session: AsyncSession, transport: str, body: Body, pictures: Pictures, rate: float, tell: Tell):
+    def __init__(
+        self, session: AsyncSession, transport: str, body: ArmThread, pictures: Pictures, rate: float, tell: Tell
+    ):
         self._session, self._transport = session, transport
         self._body, self._pictures, self._rate, self._tell = body, pictures, rate, tell
 

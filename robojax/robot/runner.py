@@ -16,7 +16,7 @@ import numpy as np
 
 from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
 from robojax.robot.arm import JOINTS
-from robojax.robot.arm_thread import Body, Follower
+from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.cameras import Camera
 from robojax.robot.config import RobotConfig, open_arm
 from robojax.robot.errors import RobotError
@@ -65,7 +65,7 @@ ON_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True)
-class Program:
+class RobotRunner:
     """What is to be done.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Ended(Exception):
     """Somebody ended the program before anything was held."""
 
 
-async def run(program: Program, tell: Tell) -> None:
+async def run(program: RobotRunner, tell: Tell) -> None:
     """Move the arm until Ctrl-C, SIGTERM, SIGHUP or the key q; the arm is held at the end.
 
     Args:
@@ -132,7 +132,7 @@ async def run(program: Program, tell: Tell) -> None:
             await asyncio.to_thread(arm.engage)
             tell("the arm is held where it is")
             follower = Follower(JOINTS, program.patience, program.robot.max_relative_target)
-            with Body(arm, follower, program.rate) as body:
+            with ArmThread(arm, follower, program.rate) as body:
                 ended = await _tied(program, client, session, body, cameras, over, tell)
             if body.failure is not None:
                 raise body.failure
@@ -151,10 +151,10 @@ async def run(program: Program, tell: Tell) -> None:
 
 
 async def _tied(
-    program: Program,
+    program: RobotRunner,
     client: AsyncClient,
     session: AsyncSession,
-    body: Body,
+    body: ArmThread,
     cameras: Mapping[str, Camera],
     over: asyncio.Event,
     tell: Tell,
@@ -188,11 +188,11 @@ async def _tied(
 
 
 def _link(
-    program: Program,
+    program: RobotRunner,
     client: AsyncClient,
     session: AsyncSession,
     has_rooms: bool,
-    body: Body,
+    body: ArmThread,
     pictures: Pictures,
     tell: Tell,
 ) -> Link:
@@ -206,7 +206,7 @@ def _link(
 
 @asynccontextmanager
 async def _session(
-    client: AsyncClient, program: Program, cameras: tuple[str, ...], over: asyncio.Event, tell: Tell
+    client: AsyncClient, program: RobotRunner, cameras: tuple[str, ...], over: asyncio.Event, tell: Tell
 ) -> AsyncIterator[AsyncSession]:
     """The session; one that is made here is removed at the end."""
     session = client.session(program.session_id)
@@ -279,7 +279,7 @@ async def _unless(
         await asyncio.gather(task, ended, return_exceptions=True)
 
 
-async def _started(program: Program, session: AsyncSession, linked: asyncio.Event, tell: Tell) -> None:
+async def _started(program: RobotRunner, session: AsyncSession, linked: asyncio.Event, tell: Tell) -> None:
     await linked.wait()
     if not program.is_started:
         tell(f"ready; robojax start {session.id} lets it move")
@@ -294,7 +294,7 @@ async def _started(program: Program, session: AsyncSession, linked: asyncio.Even
     await asyncio.Event().wait()
 
 
-async def _watched(body: Body, tell: Tell) -> None:
+async def _watched(body: ArmThread, tell: Tell) -> None:
     """Until the arm's own thread ends, which only a failure does."""
     last: str | None = "?"
     clamped: frozenset[str] = frozenset()
@@ -313,7 +313,7 @@ async def _watched(body: Body, tell: Tell) -> None:
 
 
 async def _keys(
-    pressed: "asyncio.Queue[str]", session: AsyncSession, body: Body, over: asyncio.Event, tell: Tell
+    pressed: "asyncio.Queue[str]", session: AsyncSession, body: ArmThread, over: asyncio.Event, tell: Tell
 ) -> None:
     while True:
         key = await pressed.get()

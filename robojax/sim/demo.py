@@ -92,7 +92,7 @@ class View:
     is_over: bool = False
 
 
-class Show:
+class DemoShow:
     """A running demo.
 
     Attributes:
@@ -223,7 +223,7 @@ class Show:
 
 
 @asynccontextmanager
-async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterator[Show]:
+async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterator[DemoShow]:
     """Starts the server and waits until it answers.
 
     Args:
@@ -250,7 +250,7 @@ async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterato
         draining = asyncio.create_task(_drain(server))
         try:
             await wait_until_up(http, url, server)
-            yield Show(url, http, server, is_recorded=recordings is not None)
+            yield DemoShow(url, http, server, is_recorded=recordings is not None)
         finally:
             draining.cancel()
 
@@ -289,4 +289,4 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-__all__ = ["ChildDied", "Request", "Show", "ShowFailed", "View", "show"]
+__all__ = ["ChildDied", "DemoShow", "Request", "ShowFailed", "View", "show"]

@@ -23,7 +23,7 @@ import numpy as np
 from robojax.sim import arm as scene
 from robojax.sim.arm import CAMERA, FRAME, HIGH, HOME, JOINTS, LOW, RATE, Arm, to_radians, to_wire
 from robojax.sim.tasks import TASKS, Task, TaskName
-from service.processes import end_with_parent
+from service.processes import exit_with_parent
 
 # pyright: reportAttributeAccessIssue=false
 # MuJoCo's names come from a compiled module without stubs.
@@ -241,6 +241,6 @@ def _block(how: int, numbers: Iterable[int]) -> Iterable[int]:
 def _begin(parent: int, over: Event) -> None:
     global _is_over
     _is_over = over.is_set
-    end_with_parent(parent)
+    exit_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets go of its workers in order
     _block(signal.SIG_UNBLOCK, ENDING)

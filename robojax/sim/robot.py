@@ -31,7 +31,7 @@ from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, Rooms
 
 
-class Body:
+class SimulatedRobot:
     """The simulation on one thread, because an OpenGL context belongs to the thread that made it.
 
     Args:
@@ -139,7 +139,7 @@ class Player:
         instructs: whether the session's policy reads what it is to do.
     """
 
-    def __init__(self, body: Body, sessions: Sessions, *, instructs: bool = False):
+    def __init__(self, body: SimulatedRobot, sessions: Sessions, *, instructs: bool = False):
         self._body, self._sessions, self._instructs = body, sessions, instructs
         self._heard: dict[str, float] = {}  # the server forwards only joints whose target changed
         self._commands = 0
@@ -233,7 +233,7 @@ def tell(event: str, **values: object) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Joins and plays until the episodes are over (0: until the process is ended)."""
-    body = Body(TASKS[args.task], args.films)
+    body = SimulatedRobot(TASKS[args.task], args.films)
     await body.reset(args.seed)
     try:
         key = os.environ.get("ROBOJAX_KEY")

@@ -14,7 +14,7 @@ from service.api.context import App, Request, Route
 from service.http.bodies import request_id
 from service.http.limits import ConnectionLimits, Connections
 from service.http.origins import Origins, harden, preflight
-from service.http.protocol import FULL, PunctualProtocol
+from service.http.protocol import FULL, DeadlineProtocol
 from service.logging import begin_about
 from service.settings import Settings
 
@@ -114,7 +114,7 @@ def watch(app: App) -> None:
     async def begin(request: Request) -> HTTPResponse | None:
         begin_about(request=request_id(request), session=None)
         request.ctx.began = time.perf_counter()
-        if request.route is not None and isinstance(request.protocol, PunctualProtocol):
+        if request.route is not None and isinstance(request.protocol, DeadlineProtocol):
             is_patient = getattr(request.route.ctx, "is_patient", False)
             request.protocol.response_timeout = math.inf if is_patient else app.ctx.settings.answer_deadline
             if request.protocol.is_spare and not getattr(request.route.ctx, "is_stop", False):

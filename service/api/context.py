@@ -28,13 +28,13 @@ from service.recording.recordings import Recordings
 from service.rollout.deployments import Updates
 from service.sessions.store import Listed, Sessions
 from service.settings import Settings
-from service.streaming.clients import Doors
+from service.streaming.clients import StreamClients
 from service.transport.server.rooms import RoomTable
 
 if TYPE_CHECKING:
     # They import Ray, and PostgreSQL's driver, which only some servers need.
     from service.distributed.cluster import Cluster
-    from service.distributed.peers import FrontOfCluster
+    from service.distributed.peers import PeerSessions
 
 Handler = Callable[..., Coroutine[Any, Any, HTTPResponse | None]]
 
@@ -125,7 +125,7 @@ class Route:
         return re.sub(r"{(\w+)}", r"<\1:str>", self.path)
 
 
-class OtherFronts(Protocol):
+class OtherServers(Protocol):
     """The other servers of a database, as far as routes ask for them (``service.api.redirects``)."""
 
     async def stop_all(self, request: "Request", reason: str) -> dict[str, Any]:
@@ -168,13 +168,13 @@ class Context:
     policy_reader: PolicyReader
     live: Live
     creates: Creates
-    doors: Doors
+    doors: StreamClients
     loop_watchdog: LoopWatchdog
     started_at: float = field(default_factory=time.monotonic)
     importing: asyncio.Future[Any] | None = None
     engines: "Cluster | None" = None
-    front: "FrontOfCluster | None" = None
-    others: OtherFronts | None = None
+    front: "PeerSessions | None" = None
+    others: OtherServers | None = None
     sessions: Sessions = field(init=False)
     models: Models = field(init=False)
     updates: Updates = field(init=False)

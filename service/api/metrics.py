@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.control.robot_io import Drive
+from service.control.robot_io import RobotIO
 from service.inference.model_server import ServedModel
 from service.loop_watchdog import LoopWatchdog
 from service.sessions.store import Listed
@@ -183,7 +183,7 @@ class _Sessions(Collector):
         )
 
 
-def _stages(drive: Drive) -> Mapping[str, Recent]:
+def _stages(drive: RobotIO) -> Mapping[str, Recent]:
     inference = {stage: figures for stage, figures in drive.thinking.seconds.items() if stage != "total"}
     whole = {"inference": drive.thinking.seconds["total"], "answer": drive.control.latency}
     return {"frame_age": drive.thinking.frame_age, **inference, **whole}

@@ -10,8 +10,8 @@ from yarl import URL
 from service.api.context import App, Request
 from service.auth.caller import caller_of
 from service.distributed import peers
-from service.distributed.peers import NAME, PASSED, FrontOfCluster, status_of
-from service.distributed.session_table import Entry, Front
+from service.distributed.peers import NAME, PASSED, PeerSessions, status_of
+from service.distributed.session_table import Entry, Peer
 from service.errors import MoveRefused, UnknownSession
 from service.http.bodies import answer, discard, reason_in, request_id
 from service.http.origins import Origins
@@ -41,10 +41,10 @@ class Redirects:
     """
 
     def __init__(self, origins: Origins) -> None:
-        self.front: FrontOfCluster | None = None
+        self.front: PeerSessions | None = None
         self._origins = origins
         self._stops: set[asyncio.Task[Any]] = set()
-        self._places: dict[str, tuple[float, tuple[Entry, Front | None]]] = {}
+        self._places: dict[str, tuple[float, tuple[Entry, Peer | None]]] = {}
 
     async def answer(self, request: Request) -> HTTPResponse | None:
         """Where to ask, or what is known here; None: this server answers."""
@@ -79,7 +79,7 @@ class Redirects:
             {"location": location, PASSED: owning.name, ADDRESS: _host_and_port(owning.url)},
         )
 
-    async def _find(self, front: FrontOfCluster, session_id: str) -> tuple[Entry, Front | None] | None:
+    async def _find(self, front: PeerSessions, session_id: str) -> tuple[Entry, Peer | None] | None:
         now = time.monotonic()
         kept = self._places.get(session_id)
         if kept is not None and now - kept[0] <= REMEMBERED:
@@ -90,7 +90,7 @@ class Redirects:
             self._places[session_id] = now, found
         return found
 
-    async def _of_the_dead(self, request: Request, front: FrontOfCluster, entry: Entry) -> HTTPResponse:
+    async def _of_the_dead(self, request: Request, front: PeerSessions, entry: Entry) -> HTTPResponse:
         """What can be said and done of a session whose server died."""
         last = request.path.rstrip("/").rsplit("/", 1)[-1]
         if not entry.status and request.method != "DELETE":
@@ -105,7 +105,7 @@ class Redirects:
             f"POST /sessions/{entry.id}/adopt takes it over here"
         )
 
-    async def _stop(self, request: Request, owning: Front, session_id: str) -> HTTPResponse:
+    async def _stop(self, request: Request, owning: Peer, session_id: str) -> HTTPResponse:
         headers = self._headers(request)
         stopping = peers.stop_session(owning, session_id, headers, await reason_in(request))
         status, told = await self._see_through(stopping)

@@ -14,9 +14,9 @@ from service.errors import TooManyRequests
 from service.http.bodies import install_errors
 from service.http.origins import Origins
 from service.sessions.store import Listed
-from service.streaming.openpi import OpenpiDoor
+from service.streaming.openpi import OpenpiProtocol
 from service.streaming.stream import Stream
-from service.streaming.websocket import DoorSocket, SocketClosed
+from service.streaming.websocket import SocketClosed, StreamSocket
 
 
 def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
@@ -26,7 +26,7 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         doors, sessions, session = request.app.ctx.doors, request.app.ctx.sessions, request.ctx.session
         try:
-            socket = DoorSocket.take(websocket, doors.settings.socket)
+            socket = StreamSocket.take(websocket, doors.settings.socket)
         except SocketClosed:
             return
         client = Stream(
@@ -112,14 +112,14 @@ def _prepare(request: Request, session: Listed) -> None:
 async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
     doors = request.app.ctx.doors
     try:
-        socket = DoorSocket.take(websocket, doors.settings.socket)
+        socket = StreamSocket.take(websocket, doors.settings.socket)
     except SocketClosed:
         return
-    client = OpenpiDoor(socket, doors.consult(request.ctx.session), request.ctx.is_still_in)
+    client = OpenpiProtocol(socket, doors.consult(request.ctx.session), request.ctx.is_still_in)
     await _attend(request, socket, client.attend)
 
 
-async def _attend(request: Request, socket: DoorSocket, attend: Callable[[], Awaitable[None]]) -> None:
+async def _attend(request: Request, socket: StreamSocket, attend: Callable[[], Awaitable[None]]) -> None:
     leave = None
     try:
         leave = request.app.ctx.doors.enter(caller_of(request))

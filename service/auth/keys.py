@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 from filelock import FileLock
 
 from service.auth.caller import Caller, Role
-from service.reloading_file import FileUnusable, WatchedFile, write_private
+from service.reloading_file import FileUnusable, ReloadingFile, write_private
 
 PREFIX = "rjk_"
 LONGEST = 128
@@ -64,7 +64,7 @@ class KeyFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = WatchedFile(path, _parse, FORBIDDEN)
+        self._file = ReloadingFile(path, _parse, FORBIDDEN)
 
     def known(self) -> tuple[Key, ...]:
         """All of them, those that have expired too; none when there is no file.

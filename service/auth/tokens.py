@@ -14,7 +14,7 @@ import jwt
 
 from service.auth.caller import Caller, Role
 from service.auth.keys import NAME
-from service.reloading_file import FileUnusable, WatchedFile, write_private
+from service.reloading_file import FileUnusable, ReloadingFile, write_private
 
 ALGORITHM = "HS256"
 ISSUER = AUDIENCE = "robojax"
@@ -120,7 +120,7 @@ class SecretFile:
     def __init__(self, path: Path, longest: float = 86400.0):
         self.path = path
         self._longest = longest
-        self._file = WatchedFile(path, self._parse, FORBIDDEN)
+        self._file = ReloadingFile(path, self._parse, FORBIDDEN)
 
     def tokens(self) -> Tokens | None:
         """None when there is no file.

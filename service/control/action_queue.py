@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from service.control.aggregation import REPLACE, Overlap
+from service.control.aggregation import REPLACE, Aggregation
 
 # Two chunks so close to whole actions apart (in actions) are whole actions apart.
 _WHOLE = 0.02
@@ -29,7 +29,7 @@ class ActionQueue:
         late: actions dropped because their time was over, of all chunks.
     """
 
-    def __init__(self, period: float, tick_period: float | None = None, overlap: Overlap = REPLACE):
+    def __init__(self, period: float, tick_period: float | None = None, overlap: Aggregation = REPLACE):
         self.period = period
         self.overlap = overlap
         self.consumed = 0
@@ -46,7 +46,7 @@ class ActionQueue:
         """Actions left."""
         return len(self._chunk) - self._next
 
-    def join_by(self, overlap: Overlap) -> None:
+    def join_by(self, overlap: Aggregation) -> None:
         """From the next chunk on; what is planned is one prediction then, whatever it was made of."""
         self.overlap = overlap
         self._counts = np.ones(len(self._chunk), np.int64)

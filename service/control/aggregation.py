@@ -23,7 +23,7 @@ LARGEST_COEFFICIENT = 10.0
 ALL = 1 << 30
 
 
-class Overlap(Protocol):
+class Aggregation(Protocol):
     """One way to join."""
 
     @property
@@ -128,7 +128,7 @@ ENSEMBLE, CROSSFADE, RTC = "ensemble", "crossfade", "rtc"
 # Chosen by benchmarks/smoothness.py.
 DEFAULT = CROSSFADE
 # By the names that requests know them by.
-OVERLAPS: Mapping[str, Overlap] = MappingProxyType(
+OVERLAPS: Mapping[str, Aggregation] = MappingProxyType(
     {
         one.name: one
         for one in (
@@ -148,7 +148,7 @@ OVERLAPS: Mapping[str, Overlap] = MappingProxyType(
 
 def overlap_of(
     requirements: Requirements, name: str | None = None, coefficient: float | None = None, *, action_rate: float = 25.0
-) -> Overlap:
+) -> Aggregation:
     """How chunks of this policy are joined.
 
     Args:

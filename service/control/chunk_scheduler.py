@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.control.action_queue import ActionQueue
-from service.control.config import Pace
+from service.control.config import ControlConfig
 from service.control.observation_buffer import Snapshot
 from service.stats import Recent, Tally
 
@@ -48,7 +48,7 @@ class InFlight:
     is_moving: bool = False
 
 
-class Asking:
+class ChunkScheduler:
     """One request at a time.
 
     Attributes:
@@ -61,7 +61,7 @@ class Asking:
         timing: how many answers came early, on time and late, against ``action_steps`` of the chunk before.
     """
 
-    def __init__(self, pace: Pace):
+    def __init__(self, pace: ControlConfig):
         self.pace = pace
         self.request: InFlight | None = None
         self.discarded = 0
@@ -147,7 +147,7 @@ class Asking:
         }
 
 
-def prefix_of(plan: np.ndarray, delay: int, pace: Pace) -> Mapping[str, np.ndarray]:
+def prefix_of(plan: np.ndarray, delay: int, pace: ControlConfig) -> Mapping[str, np.ndarray]:
     """The parts of an observation, each with a batch axis of 1.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, FiniteFloat
 
-from service.control.aggregation import REPLACE, Overlap
+from service.control.aggregation import REPLACE, Aggregation
 from service.setting_types import Group, Ranges, Seconds, Steps
 
 
@@ -55,7 +55,7 @@ class SafetySettings(Group):
 
 
 @dataclass(frozen=True)
-class Pace:
+class ControlConfig:
     """Of one session.
 
     Attributes:
@@ -78,7 +78,7 @@ class Pace:
     action_steps: int
     chunk: int
     width: int
-    overlap: Overlap = REPLACE
+    overlap: Aggregation = REPLACE
     ask_ahead: float | None = None
     hold_repeats: int = 4
     on_hold: Literal["hold", "ramp"] = "hold"

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from service.control.action_queue import ActionQueue
-from service.control.chunk_scheduler import Asking, InFlight, prefix_of
-from service.control.config import Pace
+from service.control.chunk_scheduler import ChunkScheduler, InFlight, prefix_of
+from service.control.config import ControlConfig
 from service.control.guard import Guard, Judged, Motion
-from service.control.hold import OF_POLICY, TOO_SLOW, Hold, Holding, Trail
+from service.control.hold import OF_POLICY, TOO_SLOW, CommandHistory, Hold, Holding
 from service.control.limits import MotionLimits, motion_limits
-from service.control.observation_buffer import Buffer, Lack, Snapshot
+from service.control.observation_buffer import NotReady, ObservationBuffer, Snapshot
 from service.stats import Recent, Tally
 
 # An absolute grid is computed with floats: a tick may come this much early and still be that tick.
@@ -33,7 +33,7 @@ class Due:
     late: float
 
 
-class Grid:
+class TickClock:
     """Ticks ``period`` seconds apart, each done once or not at all."""
 
     def __init__(self, period: float):
@@ -108,7 +108,7 @@ def planned(
 
 
 @dataclass(frozen=True)
-class Step:
+class TickResult:
     """What one tick asks for.
 
     Attributes:
@@ -130,7 +130,7 @@ ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
 CHOKED = "link_choked"
 
 
-class Control:
+class Controller:
     """Decides; never sleeps, sends or computes. Every method takes the time.
 
     Every chunk passes the guard before its first action can be sent, and every command of a motion passes it again.
@@ -154,7 +154,7 @@ class Control:
         late_by_chunk: how many actions of each of the newest chunks were over when it came.
     """
 
-    def __init__(self, buffer: Buffer, pace: Pace, limits: MotionLimits | None = None):
+    def __init__(self, buffer: ObservationBuffer, pace: ControlConfig, limits: MotionLimits | None = None):
         """Without limits, those that the joint table knows hold."""
         self.pace = pace
         self.period = 1 / pace.rate
@@ -174,8 +174,8 @@ class Control:
         # Each action twice, side by side: as the guard lets it pass, and as the policy wanted it.
         self.actions = ActionQueue(1 / pace.action_rate, self.period, pace.overlap)
         self._buffer = buffer
-        self._grid = Grid(self.period)
-        self._asking = Asking(pace)
+        self._grid = TickClock(self.period)
+        self._asking = ChunkScheduler(pace)
         self._holding = Holding(pace.hold_repeats)
         self._failures = 0
         self._is_moving = False
@@ -183,13 +183,13 @@ class Control:
         self._keeps_grip = False
         self._moved_at = 0.0
         self._refused_since: float | None = None
-        self._trail = Trail(pace.rate)
+        self._trail = CommandHistory(pace.rate)
         self._wanted: np.ndarray | None = None
         self._obstacles: dict[str, str] = {}
 
     # What happens to a session.
 
-    def adjust(self, pace: Pace) -> None:
+    def adjust(self, pace: ControlConfig) -> None:
         """Another way to join chunks, or other moments to ask for them, from the next chunk on.
 
         Raises:
@@ -214,7 +214,7 @@ class Control:
         self.fault = self.stop_wanted = None
         self.is_running = True
 
-    def halt(self, now: float, *, always_hold: bool = False) -> Step:
+    def halt(self, now: float, *, always_hold: bool = False) -> TickResult:
         """Stop. The step is to be done at once; the ticks that follow repeat the hold.
 
         A robot that was never commanded is not told to hold, unless ``always_hold``. One that stands, and of which
@@ -227,7 +227,7 @@ class Control:
         self._flush()
         self.release_grip()
         self._holding.at_once(is_known and (always_hold or self.command is not None))
-        return Step(command=self._hold_pose())
+        return TickResult(command=self._hold_pose())
 
     def forget(self) -> None:
         """Another robot may come: nothing of this one's motion, plan or hold is for it."""
@@ -295,31 +295,31 @@ class Control:
         """When the next tick is due: on the grid of ``begin``."""
         return self._grid.next_deadline(now)
 
-    def tick(self, now: float) -> Step:
+    def tick(self, now: float) -> TickResult:
         """Do the newest tick that is due; older ones that nobody woke up for are skipped and counted."""
         due = None if self.is_idle else self._grid.take(now)
         if due is None:
-            return Step()
+            return TickResult()
         self.lateness.add(due.late)
         self.missed_ticks += due.missed
         self.ticks += 1
         if due.missed * self.period > self.pace.starved_after:
             self._holding.rest()
         if not self.is_running:
-            return Step(command=self._hold_pose())
+            return TickResult(command=self._hold_pose())
         obstacle = self._obstacle(now)
         if obstacle is not None:
             self._enter_hold(obstacle, now)
             self._flush()
-            return Step(command=self._hold_pose())
+            return TickResult(command=self._hold_pose())
         return self._move(due.deadline, now)
 
-    def _obstacle(self, now: float) -> Lack | None:
+    def _obstacle(self, now: float) -> NotReady | None:
         for code, text in self._obstacles.items():
-            return Lack(code, text)
+            return NotReady(code, text)
         return self._buffer.lacking(now)
 
-    def _move(self, deadline: float, now: float) -> Step:
+    def _move(self, deadline: float, now: float) -> TickResult:
         taken = self.actions.take(deadline, now)
         if taken is None:
             self._wait_for_policy(now)
@@ -377,23 +377,23 @@ class Control:
             latest = self.latency.percentile(50)
             known = "" if latest is None else f"; an inference takes {latest * 1e3:.0f} ms"
             text = f"no action for {waited * 1e3:.0f} ms, limit {self.pace.starved_after * 1e3:.0f} ms{known}"
-            self._enter_hold(Lack("starved", text), now)
+            self._enter_hold(NotReady("starved", text), now)
 
     # Asking the policy.
 
-    def _asked(self, command: np.ndarray | None, now: float) -> Step:
+    def _asked(self, command: np.ndarray | None, now: float) -> TickResult:
         if not self._asking.is_wanted(self.actions):
-            return Step(command)
+            return TickResult(command)
         snapshot = self._buffer.snapshot(now)
-        if isinstance(snapshot, Lack):
-            return Step(command)
+        if isinstance(snapshot, NotReady):
+            return TickResult(command)
         if self.pace.overlap.sends_plan:
             _, plan, _ = self.actions.planned(snapshot.seen_at, self.pace.chunk)
             delay = self._asking.delay_expected(self.actions.period)
             snapshot = replace(snapshot, prefix=prefix_of(plan[:, : self.pace.width], delay, self.pace))
         due = self.actions.dry_at
         self._asking.ask(snapshot, now, is_moving=due is not None)
-        return Step(command, snapshot, due)
+        return TickResult(command, snapshot, due)
 
     def hurry(self) -> None:
         """What is in flight is not wanted, another chunk is, at the next tick; what is planned is done until then."""
@@ -438,7 +438,7 @@ class Control:
                 f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
             )
             # After a pause of the whole process its answer may be heard first, and what it saw is over like the frames.
-            self._enter_hold(self._obstacle(now) or Lack("policy_late", text), now)
+            self._enter_hold(self._obstacle(now) or NotReady("policy_late", text), now)
 
     def _motion(self, seen_at: float, now: float) -> tuple[Motion, int]:
         """What a chunk follows, and its first action that can still be done."""
@@ -465,7 +465,7 @@ class Control:
 
     def _fail(self, code: str, text: str, now: float) -> None:
         self._failures += 1
-        self._enter_hold(Lack(code, text), now)
+        self._enter_hold(NotReady(code, text), now)
         self._flush()
         if self._failures >= self.pace.failures_allowed:
             text = f"{text} ({self._failures} times in a row)"
@@ -476,7 +476,7 @@ class Control:
 
     # Holding.
 
-    def _enter_hold(self, lack: Lack, now: float) -> None:
+    def _enter_hold(self, lack: NotReady, now: float) -> None:
         ramp = None
         if self.hold is None and self._is_moving:
             # After a pause the arm rests already, perhaps elsewhere than where it was sent.

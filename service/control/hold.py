@@ -7,7 +7,7 @@ import numpy as np
 
 from service.control.guard import Motion
 from service.control.limits import MotionLimits
-from service.control.observation_buffer import Lack
+from service.control.observation_buffer import NotReady
 from service.stats import Tally
 
 # From the largest speed to rest where no acceleration is given, and the longest that a ramp may take.
@@ -82,7 +82,7 @@ class Holding:
         self._tries = 0
         self._ramp: Ramp | None = None
 
-    def enter(self, lack: Lack, now: float, *, is_moving: bool, ramp: Ramp | None = None) -> None:
+    def enter(self, lack: NotReady, now: float, *, is_moving: bool, ramp: Ramp | None = None) -> None:
         """Hold the robot for this; the first reason decides how, later ones only say why."""
         if self.hold is None and is_moving:
             # Of a robot that does not move, a hold that is not over yet goes on: its reason may come and go.
@@ -128,7 +128,7 @@ class Holding:
         return True
 
 
-class Trail:
+class CommandHistory:
     """At most three commands, before them the pose that the motion began from; empty when the robot stands."""
 
     def __init__(self, rate: float):

@@ -12,7 +12,7 @@ from service.stats import Rate, Tally
 
 
 @dataclass(frozen=True)
-class Lack:
+class NotReady:
     """Why a session cannot see well enough to move: a stable code, and a text for people."""
 
     code: str
@@ -57,7 +57,7 @@ class _Picture:
     seen_at: float
 
 
-class Buffer:
+class ObservationBuffer:
     """The newest of everything that came in.
 
     A joint update is a delta: a robot that stands still is silent, so joints never become stale by
@@ -199,7 +199,7 @@ class Buffer:
             camera: now - self._pictures[camera].seen_at if camera in self._pictures else None for camera in self.frames
         }
 
-    def lacking(self, now: float) -> Lack | None:
+    def lacking(self, now: float) -> NotReady | None:
         """What is missing or stale, all of it in one text; None when the robot can be seen and felt."""
         missing, stale = [], []
         for camera in self.frames:
@@ -220,9 +220,9 @@ class Buffer:
         if not (missing or stale or unseen):
             return None
         code = "camera_missing" if missing else "camera_stale" if stale else "joints_missing"
-        return Lack(code, "; ".join(missing + stale + unseen))
+        return NotReady(code, "; ".join(missing + stale + unseen))
 
-    def snapshot(self, now: float) -> Snapshot | Lack:
+    def snapshot(self, now: float) -> Snapshot | NotReady:
         """Everything at once when it is complete and fresh, else what is lacking."""
         lack = self.lacking(now)
         if lack is not None:

@@ -29,7 +29,7 @@ class Tick:
     hold: str | None
 
 
-class Tap(Protocol):
+class SessionObserver(Protocol):
     """Called on the event loop between two ticks: quick, never waiting, never raising."""
 
     def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
@@ -45,16 +45,16 @@ class Tap(Protocol):
         ...
 
 
-class Taps:
+class SessionObservers:
     """All who look on at one session; a tap that raises is taken off, the robot's control goes on."""
 
     def __init__(self) -> None:
-        self._taps: tuple[Tap, ...] = ()
+        self._taps: tuple[SessionObserver, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self._taps)
 
-    def attach(self, tap: Tap) -> Callable[[], None]:
+    def attach(self, tap: SessionObserver) -> Callable[[], None]:
         """Let it look on until what is returned is called; calling that twice is no error."""
         # A new tuple each time: a tap may be attached or taken off while the others are being told.
         self._taps = (*self._taps, tap)
@@ -75,12 +75,12 @@ class Taps:
         for tap in self._taps:
             self._tell(tap, lambda tap=tap: tap.ticked(tick))
 
-    def _tell(self, tap: Tap, call: Callable[[], None]) -> None:
+    def _tell(self, tap: SessionObserver, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception:
             logger.exception("%s failed and looks on no more", type(tap).__name__)
             self._detach(tap)
 
-    def _detach(self, tap: Tap) -> None:
+    def _detach(self, tap: SessionObserver) -> None:
         self._taps = tuple(other for other in self._taps if other is not tap)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.control.controller import Control
+from service.control.controller import Controller
 from service.control.observation_buffer import Snapshot
-from service.control.observers import Taps
+from service.control.observers import SessionObservers
 from service.control.shadow import Shadow
 from service.errors import DeviceAway, PolicyFailed
-from service.inference.engine import Engine, Inference, InferenceStuck, Served, Sizes, in_words
-from service.inference.loaded_policy import readable, told
+from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy, Sizes, in_words
+from service.inference.loaded_policy import select_features, task_input
 from service.stage import Move
 from service.stats import Recent
 
@@ -30,13 +30,13 @@ REST = 10.0
 
 @dataclass(frozen=True)
 class _Successor:
-    served: Served
+    served: LoadedPolicy
     fade: int
     then: Callable[[], None]
     taken: asyncio.Future[None]
 
 
-class Thinking:
+class PolicyRunner:
     """Asks the policy for control, one observation at a time.
 
     Attributes:
@@ -55,12 +55,12 @@ class Thinking:
 
     def __init__(
         self,
-        served: Served,
+        served: LoadedPolicy,
         *,
-        control: Control,
+        control: Controller,
         engine: Engine,
         shadow: Shadow | None,
-        taps: Taps,
+        taps: SessionObservers,
         notify: Callable[[Move, str | None], None],
         instruction: str | None = None,
     ):
@@ -79,7 +79,7 @@ class Thinking:
         self._taps = taps
         self._notify = notify
         self._successor: _Successor | None = None
-        self._fading: tuple[Served, int] | None = None
+        self._fading: tuple[LoadedPolicy, int] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._compiling: frozenset[tuple[str, tuple[int, int]]] | None = None
         self._resting: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ class Thinking:
             self.followed = instruction
 
     def take_over(
-        self, served: Served, fade: int = 0, then: Callable[[], None] = lambda: None, *, at_once: bool = False
+        self, served: LoadedPolicy, fade: int = 0, then: Callable[[], None] = lambda: None, *, at_once: bool = False
     ) -> asyncio.Future[None]:
         """Ask another policy from the next chunk on; done when it has. What the old one planned is done until then.
 
@@ -168,10 +168,10 @@ class Thinking:
         finally:
             self._control.clear("compiling")
 
-    async def _think(self, served: Served, snapshot: Snapshot, due: float | None) -> None:
+    async def _think(self, served: LoadedPolicy, snapshot: Snapshot, due: float | None) -> None:
         instruction = self.instruction
-        seen = snapshot.observation() | told(instruction)
-        observation = readable(served.requirements, seen) | dict(snapshot.prefix)
+        seen = snapshot.observation() | task_input(instruction)
+        observation = select_features(served.requirements, seen) | dict(snapshot.prefix)
         self.frame_age.add(time.monotonic() - snapshot.seen_at)
         try:
             try:
@@ -215,12 +215,12 @@ class Thinking:
             code, text = wanted
             self._notify(Move.EMERGENCY_STOP, f"{code}: {text}")
 
-    def _warn(self, served: Served, code: str, text: str) -> None:
+    def _warn(self, served: LoadedPolicy, code: str, text: str) -> None:
         # What the one before was still thinking about is not the fault of the one that is watched.
         if self.guard is not None and served is self.served:
             self.guard(code, text)
 
-    def _note(self, inference: Inference) -> None:
+    def _note(self, inference: InferenceResult) -> None:
         for stage in STAGES:
             self.seconds[stage].add(getattr(inference, stage))
 

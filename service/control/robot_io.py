@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from service.control.config import Pace
-from service.control.controller import CHOKED, Control, Step
+from service.control.config import ControlConfig
+from service.control.controller import CHOKED, Controller, TickResult
 from service.control.joints import JointTable
-from service.control.observation_buffer import Buffer
-from service.control.observers import Taps, Tick
-from service.control.policy_runner import Thinking
+from service.control.observation_buffer import ObservationBuffer
+from service.control.observers import SessionObservers, Tick
+from service.control.policy_runner import PolicyRunner
 from service.control.shadow import Shadow
-from service.control.watchdog import HOLDS, Looked, Patience, Watchdog
-from service.inference.engine import Engine, Served
-from service.logging import printable
+from service.control.watchdog import HOLDS, Looked, Watchdog, WatchdogTimeouts
+from service.inference.engine import Engine, LoadedPolicy
+from service.logging import sanitize_text
 from service.stage import Move
 from service.transport.link import BadInput, EmergencyStop, Link, LinkDown, LinkEvent, LinkUp, RobotLeft
 
@@ -38,8 +38,8 @@ class ControlLoop:
 
     def __init__(
         self,
-        control: Control,
-        act: Callable[[Step], None],
+        control: Controller,
+        act: Callable[[TickResult], None],
         *,
         watch: Callable[[float], None] = lambda now: None,
         clock: Callable[[], float] = time.monotonic,
@@ -88,7 +88,7 @@ class ControlLoop:
             self._act(step)
 
 
-class Drive:
+class RobotIO:
     """Wires one robot's buffer, control, engine and link; it is the link's inbox.
 
     Attributes:
@@ -108,20 +108,20 @@ class Drive:
         self,
         *,
         table: JointTable,
-        buffer: Buffer,
-        control: Control,
+        buffer: ObservationBuffer,
+        control: Controller,
         engine: Engine,
-        served: Served,
+        served: LoadedPolicy,
         notify: Callable[[Move, str | None], None],
-        patience: Patience | None = None,
+        patience: WatchdogTimeouts | None = None,
         shadow: Shadow | None = None,
-        taps: Taps | None = None,
+        taps: SessionObservers | None = None,
         is_dry: bool = False,
         instruction: str | None = None,
     ):
         pace = control.pace
         self.watchdog = Watchdog(
-            patience or Patience(),
+            patience or WatchdogTimeouts(),
             executed=pace.action_steps / pace.action_rate,
             covered=pace.chunk / pace.action_rate,
             period=control.period,
@@ -134,9 +134,9 @@ class Drive:
         self.last_command: dict[str, float] = {}
         self.lost: dict[str, str] = {}
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.taps = Taps() if taps is None else taps
+        self.taps = SessionObservers() if taps is None else taps
         self.table = table
-        self.thinking = Thinking(
+        self.thinking = PolicyRunner(
             served,
             control=control,
             engine=engine,
@@ -165,7 +165,7 @@ class Drive:
         self.control.begin(now)
         self._loop.wake()
 
-    def adjust(self, pace: Pace) -> None:
+    def adjust(self, pace: ControlConfig) -> None:
         """Join chunks, or ask for them, in another way from the next chunk on."""
         self.control.adjust(pace)
         self.watchdog.expect(executed=pace.action_steps / pace.action_rate, covered=pace.chunk / pace.action_rate)
@@ -222,7 +222,8 @@ class Drive:
         """Take a change of the link, an emergency stop, or that something came that nobody can use."""
         if isinstance(event, EmergencyStop):
             self._notify(
-                Move.EMERGENCY_STOP, f"{printable(event.reason) or 'no reason given'} (from {printable(event.source)})"
+                Move.EMERGENCY_STOP,
+                f"{sanitize_text(event.reason) or 'no reason given'} (from {sanitize_text(event.source)})",
             )
         elif isinstance(event, BadInput):
             self.buffer.refuse_joints(event.reasons)
@@ -313,7 +314,7 @@ class Drive:
 
     # What goes out.
 
-    def _do(self, step: Step) -> None:
+    def _do(self, step: TickResult) -> None:
         is_sent = step.command is not None and self._send(step.command, is_overtaken=step.is_overtaken)
         if step.command is not None and not (self.is_dry or self.lost or self._link is None):
             self.control.acknowledge(is_sent, time.monotonic())

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxmodels import Requirements
 from service.errors import PolicyError, PolicyFailed
-from service.inference.engine import Engine, LoadPolicy, Served, Sizes
-from service.inference.loaded_policy import readable
+from service.inference.engine import Engine, LoadedPolicy, LoadPolicy, Sizes
+from service.inference.loaded_policy import select_features
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,9 @@ class Shadow:
         last_error: why it failed last, or why it takes no part; None when all is well.
     """
 
-    def __init__(self, path: str, served: Served, engine: Engine, requirements: Requirements, names: tuple[str, ...]):
+    def __init__(
+        self, path: str, served: LoadedPolicy, engine: Engine, requirements: Requirements, names: tuple[str, ...]
+    ):
         """``requirements`` are the first policy's, ``names`` the wire names of its joints."""
         self.path = path
         self.compared = self.skipped = self.errors = 0
@@ -105,7 +107,7 @@ class Shadow:
             raise
 
     def _wanted(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return readable(self._served.requirements, observation)
+        return select_features(self._served.requirements, observation)
 
     def _note(self, answer: object, chunk: np.ndarray, seconds: float) -> None:
         if not isinstance(answer, np.ndarray) or answer.ndim != 3 or answer.shape[::2] != chunk.shape[::2]:

@@ -17,7 +17,7 @@ HOLDS = ("paused", "inference_slow", "action_stale")
 
 
 @dataclass(frozen=True)
-class Patience:
+class WatchdogTimeouts:
     """How long things may be wrong; seconds.
 
     Attributes:
@@ -47,7 +47,7 @@ class Patience:
                 f"degraded_after {self.degraded_after:g} and stop_after {self.stop_after:g} s: wanted the first below"
             )
 
-    def for_frames(self, frame_age: float) -> "Patience":
+    def for_frames(self, frame_age: float) -> "WatchdogTimeouts":
         """The same for cameras whose frames may be so old: where that is long, the later steps move away from it."""
         stretch = max(1.0, 2 * frame_age / self.degraded_after)
         return replace(
@@ -111,7 +111,7 @@ class Watchdog:
         frozen: cameras that show the same picture for too long.
     """
 
-    def __init__(self, patience: Patience, *, executed: float, covered: float, period: float = 0.0):
+    def __init__(self, patience: WatchdogTimeouts, *, executed: float, covered: float, period: float = 0.0):
         """``executed`` and ``covered``: seconds that the actions done of a chunk take, and all of it.
 
         ``period``: seconds from one look to the next.

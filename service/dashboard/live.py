@@ -17,8 +17,8 @@ from sanic.exceptions import RequestCancelled, WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import Caller
-from service.dashboard.live_view import Onlooker, Pictures, PictureSettings
-from service.logging import printable
+from service.dashboard.live_view import LiveView, Pictures, PictureSettings
+from service.logging import sanitize_text
 from service.sessions.store import Listed, Sessions
 from service.stage import Stage
 
@@ -148,7 +148,7 @@ def parse_message(raw: str | bytes) -> Look | Seen | Stop:
 
 
 def _plain(text: object) -> str:
-    return printable(text) if isinstance(text, str) else ""
+    return sanitize_text(text) if isinstance(text, str) else ""
 
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Live:
         self.cut = 0
         self.pictures = Pictures(self.settings.pictures)
         self._sessions = sessions
-        self._onlookers: dict[str, Onlooker] = {}
+        self._onlookers: dict[str, LiveView] = {}
         self._lines: tuple[float, list[tuple[str | None, dict[str, Any]]]] = (0.0, [])
         self._details: dict[str, tuple[float, Listed, Part]] = {}
 
@@ -259,15 +259,15 @@ class Live:
             known = self._details[session.id] = (now, session, Part({"kind": "detail"}, text.encode()))
         return known[0], known[2]
 
-    def onlooker(self, session: Listed, caller: Caller) -> Onlooker:
+    def onlooker(self, session: Listed, caller: Caller) -> LiveView:
         """The one of this session, which is taken up and let go of by each viewer."""
         onlooker = self._onlookers.get(session.id)
         if onlooker is None or onlooker.session is not session:
-            onlooker = self._onlookers[session.id] = Onlooker(session)
+            onlooker = self._onlookers[session.id] = LiveView(session)
         onlooker.viewers += 1
         return onlooker
 
-    def let_go(self, onlooker: Onlooker) -> None:
+    def let_go(self, onlooker: LiveView) -> None:
         """One viewer less."""
         onlooker.viewers -= 1
         if onlooker.viewers:
@@ -298,7 +298,7 @@ class Viewer:
         self._has_seen = asyncio.Event()
         self._wanted: str | None = None
         self._wants_pictures = False
-        self._onlooker: Onlooker | None = None
+        self._onlooker: LiveView | None = None
         self._ticks = 0
         self._plan = 0
         self._detail_at = 0.0
@@ -408,7 +408,7 @@ class Viewer:
         if session is not (None if self._onlooker is None else self._onlooker.session):
             self.look(session)
 
-    def _parts(self, onlooker: Onlooker, head: dict[str, Any], now: float) -> list[Part]:
+    def _parts(self, onlooker: LiveView, head: dict[str, Any], now: float) -> list[Part]:
         parts = []
         at, detail = self._live.detail(onlooker.session, now)
         if at != self._detail_at:
@@ -429,7 +429,7 @@ class Viewer:
             parts += self._pictures(onlooker, head, now)
         return parts
 
-    def _pictures(self, onlooker: Onlooker, head: dict[str, Any], now: float) -> list[Part]:
+    def _pictures(self, onlooker: LiveView, head: dict[str, Any], now: float) -> list[Part]:
         head["frame_ages"] = {camera: round(now - frame.seen_at, 3) for camera, frame in onlooker.frames.items()}
         parts = []
         for camera, picture in self._live.pictures.newest(onlooker).items():

@@ -47,7 +47,7 @@ class Frame:
     seen_at: float
 
 
-class Onlooker:
+class LiveView:
     """A tap that several viewers share.
 
     Attributes:
@@ -147,16 +147,16 @@ class Pictures:
         self.made = 0
         self.seconds = 0.0
         self._settings = settings or PictureSettings()
-        self._newest: WeakKeyDictionary[Onlooker, dict[str, Picture]] = WeakKeyDictionary()
+        self._newest: WeakKeyDictionary[LiveView, dict[str, Picture]] = WeakKeyDictionary()
         self._not_before = 0.0
-        self._due: WeakKeyDictionary[Onlooker, float] = WeakKeyDictionary()
+        self._due: WeakKeyDictionary[LiveView, float] = WeakKeyDictionary()
         self._making: asyncio.Task[None] | None = None
 
-    def newest(self, onlooker: Onlooker) -> dict[str, Picture]:
+    def newest(self, onlooker: LiveView) -> dict[str, Picture]:
         """Camera to the newest picture that is made."""
         return self._newest.get(onlooker, {})
 
-    def want(self, onlooker: Onlooker, now: float) -> None:
+    def want(self, onlooker: LiveView, now: float) -> None:
         """Somebody would see newer ones: they are made, unless it is too early for that."""
         if self._making is not None or now < max(self._not_before, self._due.get(onlooker, 0.0)):
             return
@@ -175,7 +175,7 @@ class Pictures:
         if self._making is not None:
             await asyncio.gather(self._making, return_exceptions=True)
 
-    async def _make(self, onlooker: Onlooker, frames: dict[str, Frame]) -> None:
+    async def _make(self, onlooker: LiveView, frames: dict[str, Frame]) -> None:
         try:
             made, took = await call_in_thread(lambda: self._encode(frames), "ui-pictures", NICENESS)
         except Exception:

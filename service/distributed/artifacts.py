@@ -192,7 +192,7 @@ PIECE = 64 << 20
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PolicyArtifact:
     """A policy's files in the object store.
 
     Attributes:
@@ -208,7 +208,7 @@ class Parcel:
         return self.listing.sha
 
 
-def pack(folder: Path, put: Callable[[bytes], Any]) -> Parcel:
+def pack(folder: Path, put: Callable[[bytes], Any]) -> PolicyArtifact:
     """Read the files of a policy's folder; raises as `files_of`.
 
     Args:
@@ -217,10 +217,10 @@ def pack(folder: Path, put: Callable[[bytes], Any]) -> Parcel:
     digest, pieces = Digest(), {}
     for file in files_of(folder):
         pieces[file.name] = tuple(put(piece) for piece in digest.passing(file.name, pieces_of(file, PIECE)))
-    return Parcel(digest.listing, pieces)
+    return PolicyArtifact(digest.listing, pieces)
 
 
-def unpack(parcel: Parcel, cache: Path, get: Callable[[Any], bytes]) -> Path:
+def unpack(parcel: PolicyArtifact, cache: Path, get: Callable[[Any], bytes]) -> Path:
     """The folder of a parcel on this machine; raises as `find_kept`.
 
     Args:

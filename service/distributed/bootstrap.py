@@ -12,11 +12,11 @@ from service.errors import NoEngine
 from service.inference.engine import Engine
 from service.inference.policy_sources import opened_in
 from service.inference.progress import Durations
-from service.inference.sandbox import Inspection
+from service.inference.sandbox import CheckpointSandbox
 from service.settings import Settings
 
 
-class Joining:
+class ClusterBootstrap:
     """What the composition of a server needs of `service.distributed`.
 
     Attributes:
@@ -51,7 +51,7 @@ class Joining:
             self.cluster,
             settings.policy_bytes,
             roots=opened_in(settings),
-            inspect=Inspection(settings.load_memory),
+            inspect=CheckpointSandbox(settings.load_memory),
         )
 
     async def open(self, durations: Durations, name: str) -> Engine:

@@ -19,7 +19,7 @@ from jaxmodels.errors import CheckpointError
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.pool import Bounds, Listed, Listing, find_pool
 from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, ask, is_unanswered
-from service.distributed.remote_engine import RemoteLane
+from service.distributed.remote_engine import RemoteWorker
 from service.distributed.replication import Copy
 from service.errors import ServiceError
 from service.inference.device_worker import DeviceGone
@@ -30,7 +30,7 @@ from service.threads import Worker
 logger = logging.getLogger(__name__)
 
 
-class KnownEngine:
+class EngineHandle:
     """One from joining until leaving; the same actor has another name when it is used again.
 
     Attributes:
@@ -45,7 +45,7 @@ class KnownEngine:
     def __init__(self, name: str, listed: Listed, joined_at: float, stuck_after: float):
         self.name = name
         self.listed = listed
-        self.lane = RemoteLane(name, self._send, stuck_after)
+        self.lane = RemoteWorker(name, self._send, stuck_after)
         self.joined_at = self.heard_at = joined_at
         self.is_gone = False
         self.watching: Task[None] | None = None
@@ -138,7 +138,7 @@ class _Lack:
     again_at: float
 
 
-class Lacking:
+class RetryState:
     """Reads no clock and asks nobody."""
 
     def __init__(self) -> None:
@@ -222,8 +222,8 @@ class Cluster:
         self._options, self._bounds = options, bounds
         self._stuck_after = stuck_after
         self._pool: Any = None
-        self._known: dict[str, KnownEngine] = {}
-        self._lacking = Lacking()
+        self._known: dict[str, EngineHandle] = {}
+        self._lacking = RetryState()
         self._times = 0
         self._trouble = ""
         self._lost = ""
@@ -380,12 +380,12 @@ class Cluster:
         )
         if name in self._engine.failed:
             name = f"{name}.{self._times}"
-        known = self._known[name] = KnownEngine(name, listed, now, self._stuck_after)
+        known = self._known[name] = EngineHandle(name, listed, now, self._stuck_after)
         known.watching = asyncio.create_task(self._watch(known), name=f"watch {name}")
         self._engine.join(name, known.lane)
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
-    def _leave(self, known: KnownEngine, why: str) -> None:
+    def _leave(self, known: EngineHandle, why: str) -> None:
         assert self._engine is not None
         del self._known[known.name]
         if known.watching is not None and known.watching is not asyncio.current_task():
@@ -400,7 +400,7 @@ class Cluster:
         task = asyncio.get_running_loop().create_task(self._engine.forget(name))
         task.add_done_callback(lambda task: task.exception())
 
-    async def _watch(self, known: KnownEngine) -> None:
+    async def _watch(self, known: EngineHandle) -> None:
         """How it does, and that its policies are still wanted here, as long as it is there."""
         while True:
             try:

@@ -21,10 +21,10 @@ import numpy as np
 import jaxmodels
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
-from service.distributed.artifacts import Parcel, unpack
+from service.distributed.artifacts import PolicyArtifact, unpack
 from service.errors import PolicyError, PolicyFailed
-from service.inference.engine import Engine, Inference, InferenceStuck, Policy, Served
-from service.inference.sandbox import Inspection
+from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy, Policy
+from service.inference.sandbox import CheckpointSandbox
 from service.threads import call_in_thread
 
 Sizes: TypeAlias = Mapping[str, tuple[int, int]]
@@ -113,7 +113,7 @@ COUNTED = 256
 
 @dataclass
 class _Held:
-    served: Served
+    served: LoadedPolicy
     stack: AsyncExitStack
     compiled: list[Sizes]
     wanted_at: float = field(default_factory=time.monotonic)
@@ -159,7 +159,7 @@ class EngineActor:
                 self._watch = asyncio.create_task(self._drop_unused(), name="unused policies")
         return Begun(version("robojax"), socket.gethostname(), os.getpid(), tuple(self._options.devices))
 
-    async def load(self, parcel: Parcel, like: str | None = None) -> Loaded | Refusal:
+    async def load(self, parcel: PolicyArtifact, like: str | None = None) -> Loaded | Refusal:
         """Have a policy in memory, compiled for one at a time; two fronts that want the same share it."""
         task = self._loading.get(parcel.sha)
         if task is None:
@@ -171,7 +171,7 @@ class EngineActor:
         """What loading it does now; None when it is not being loaded."""
         return self._stages.get(sha)
 
-    async def _load(self, parcel: Parcel, like: str | None) -> Loaded | Refusal:
+    async def _load(self, parcel: PolicyArtifact, like: str | None) -> Loaded | Refusal:
         if (held := self._held.get(parcel.sha)) is not None:
             held.wanted_at = time.monotonic()
             return self._loaded(parcel.sha, held)
@@ -209,7 +209,7 @@ class EngineActor:
             first,
             like=like,
             on_progress=on_progress,
-            inspect=Inspection(options.load_memory),
+            inspect=CheckpointSandbox(options.load_memory),
         )
 
     def _loaded(self, sha: str, held: _Held) -> Loaded:
@@ -237,7 +237,7 @@ class EngineActor:
 
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
-    ) -> Inference | Refusal:
+    ) -> InferenceResult | Refusal:
         """Ask a policy, in a batch with others when that makes nobody late; due in so many seconds."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)

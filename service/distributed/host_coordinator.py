@@ -23,7 +23,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # p
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
 from service.distributed.artifacts import listing_of, pack
-from service.distributed.host_group import Arrays, Asked, Crew, HostFailed, HostGone, HostsLost, SharedPolicy, Words
+from service.distributed.host_group import (
+    Arrays,
+    Asked,
+    HostFailed,
+    HostGone,
+    HostGroup,
+    HostsLost,
+    SharedPolicy,
+    Words,
+)
 from service.distributed.host_worker import GROUPS, MISSING, HostActor, versions
 from service.distributed.ray_node import FOR_EVER, RESOURCE, Credentials, RayNode, join_address, own_credentials
 from service.inference.policy_sources import copies_in
@@ -326,7 +335,7 @@ def _in_short(error: BaseException) -> str:
     return "its process ended, or its connection" if isinstance(error, RayActorError) else type(error).__name__
 
 
-class Front:
+class HostCoordinator:
     """Begun and closed by whoever made it; policies are loaded in between.
 
     Args:
@@ -348,7 +357,7 @@ class Front:
         self._inspect = inspect
         self._roots = roots
         self._hosts: RayHosts | None = None
-        self._crew: Crew | None = None
+        self._crew: HostGroup | None = None
         self._place = ""
         self._numbers = count(1)
         self._folders: dict[str, Path] = {}
@@ -367,7 +376,7 @@ class Front:
         pass
 
         self._hosts = RayHosts(options, credentials, self._folders.__getitem__, self._hear_end)
-        crew = self._crew = Crew(self._hosts.gather(), lambda why: self.told(why))
+        crew = self._crew = HostGroup(self._hosts.gather(), lambda why: self.told(why))
         words = {
             "do": "join",
             "count": options.count,

@@ -176,7 +176,7 @@ class Asked:
             raise HostRefused("; ".join(refused))
 
 
-class Crew:
+class HostGroup:
     """Used from any thread; none waits for a follower that is gone.
 
     Programs over the devices of several processes are begun everywhere in the same order, or they wait for each other
@@ -394,7 +394,7 @@ def _words_for(why: str) -> str:
 class _Held:
     """What the followers call a policy; they let it go when nobody here has it any more."""
 
-    def __init__(self, crew: Crew, number: int):
+    def __init__(self, crew: HostGroup, number: int):
         self.number = number
         weakref.finalize(self, crew.tell, {"do": "drop", "policy": number})
 
@@ -411,7 +411,7 @@ class SharedPolicy:
         local: as above.
     """
 
-    def __init__(self, crew: Crew, local: "jaxmodels.Policy", number: int):
+    def __init__(self, crew: HostGroup, local: "jaxmodels.Policy", number: int):
         self.commit: str | None = local.commit
         self.local = local
         self._crew = crew

@@ -20,10 +20,10 @@ import ray  # pyright: ignore[reportMissingImports] - an extra
 
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
-from service.distributed.artifacts import Listing, Parcel, find_kept, is_like
+from service.distributed.artifacts import Listing, PolicyArtifact, find_kept, is_like
 from service.distributed.host_group import BEAT, SILENCE
 from service.distributed.ray_node import ADDRESS, PIPE
-from service.processes import end_with_parent
+from service.processes import exit_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class HostActor:
     """
 
     def __init__(self, number: int, count: int):
-        end_with_parent(os.getppid(), signal.SIGKILL)
+        exit_with_parent(os.getppid(), signal.SIGKILL)
         self._reporter = Reporter(os.environ[PIPE])
         logging.getLogger().addHandler(self._reporter)
         logging.getLogger().setLevel(logging.INFO)
@@ -123,7 +123,7 @@ class HostActor:
         return refused
 
     @ray.method(concurrency_group="build")
-    def build(self, words: Words, parcel: Parcel | None = None) -> str | None:
+    def build(self, words: Words, parcel: PolicyArtifact | None = None) -> str | None:
         """Load or compile; None when that is done, `MISSING`, or why it cannot be done.
 
         Args:
@@ -165,7 +165,7 @@ class HostActor:
         joined = f"Joined: {devices} devices on {self._count} hosts. Ctrl-C ends it, and the front's policies."
         self._reporter.write({"say": joined})
 
-    def _load(self, words: Words, parcel: Parcel | None) -> str | None:
+    def _load(self, words: Words, parcel: PolicyArtifact | None) -> str | None:
         began = time.monotonic()
         listing = Listing(words["sha"], tuple((name, size) for name, size in words["files"]))
         listing.check()
@@ -189,7 +189,7 @@ class HostActor:
                 return
 
 
-def _pieces(parcel: Parcel | None, name: str) -> Iterator[bytes]:
+def _pieces(parcel: PolicyArtifact | None, name: str) -> Iterator[bytes]:
     if parcel is None:
         raise _Missing
     return map(ray.get, parcel.pieces[name])

@@ -18,7 +18,7 @@ from yarl import URL
 from service.auth.caller import Caller
 from service.distributed import session_table
 from service.distributed.postgres import DatabaseAway, DatabaseUnusable, Postgres, Sql
-from service.distributed.session_table import LEASE, BeatAnswer, Entry, Front, Refusal
+from service.distributed.session_table import LEASE, BeatAnswer, Entry, Peer, Refusal
 from service.errors import (
     FrontNameTaken,
     MoveRefused,
@@ -48,14 +48,14 @@ STOPPING = 2.0
 Found = Literal["ended", "answers", "silent", "unreachable", "elsewhere"]
 
 
-class FrontLost(ServiceError):
+class PeerLost(ServiceError):
     """The server that a session is on does not answer."""
 
     status = 502
     code = "front_lost"
 
 
-async def probe(front: Front, machine: str) -> Found:
+async def probe(front: Peer, machine: str) -> Found:
     """Ask a server's address whether it is there: one without a heartbeat may only have lost the database.
 
     Args:
@@ -79,7 +79,7 @@ async def probe(front: Front, machine: str) -> Found:
         return "silent"
 
 
-async def stop_session(front: Front, session_id: str, headers: Mapping[str, str], reason: str) -> tuple[int, Any]:
+async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str], reason: str) -> tuple[int, Any]:
     """Have another server stop one robot of its own, in an emergency.
 
     Returns:
@@ -92,13 +92,13 @@ async def stop_session(front: Front, session_id: str, headers: Mapping[str, str]
         async with aiohttp.ClientSession() as client:
             return await _post(client, f"{front.url}/sessions/{session_id}/emergency_stop", headers, reason)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise FrontLost(
+        raise PeerLost(
             f"the front {front.name}, on which this session is, does not answer ({type(error).__name__}): its robot is "
             "not known to be stopped; stop it beside it, or try again"
         ) from error
 
 
-async def stop_all(fronts: Sequence[Front], headers: Mapping[str, str], reason: str) -> dict[str, Any]:
+async def stop_all(fronts: Sequence[Peer], headers: Mapping[str, str], reason: str) -> dict[str, Any]:
     """Have other servers stop all of their robots: which they stopped, and which servers are not known to have."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         answers = await asyncio.gather(
@@ -120,11 +120,11 @@ async def stop_all(fronts: Sequence[Front], headers: Mapping[str, str], reason: 
 
 
 async def _stop_all(
-    client: aiohttp.ClientSession, front: Front, headers: Mapping[str, str], reason: str
+    client: aiohttp.ClientSession, front: Peer, headers: Mapping[str, str], reason: str
 ) -> tuple[list[str], int]:
     status, told = await _post(client, f"{front.url}/debug/emergency_stop", headers, reason)
     if status != 200:
-        raise FrontLost(f"{status}: {told.get('detail')}")
+        raise PeerLost(f"{status}: {told.get('detail')}")
     return list(told["stopped"]), int(told["count"])
 
 
@@ -169,7 +169,7 @@ TOLD = 8
 AWAY = "the database of all servers' sessions does not answer"
 
 
-class FrontOfCluster:
+class PeerSessions:
     """One server; there from its start to its stop. See `SharedSessions`.
 
     Args:
@@ -262,12 +262,12 @@ class FrontOfCluster:
             logger.warning("the other servers were not told of this one's end (%s)", error)
 
     @property
-    def others(self) -> Sequence[Front]:
+    def others(self) -> Sequence[Peer]:
         """Servers that live, but for this one."""
         return [front for front in self._last_answer.fronts if front.name != self.name and front.is_alive]
 
     @property
-    def silent(self) -> Sequence[Front]:
+    def silent(self) -> Sequence[Peer]:
         """Servers that are not heard of, and whose robots may move all the same."""
         return [front for front in self._last_answer.silent if front.name != self.name]
 
@@ -321,7 +321,7 @@ class FrontOfCluster:
             news = [entry for entry in news if entry.id in held]
             ended = {**self._unreadable, **self._sessions.ended()}
             ended = {id: latch for id, latch in ended.items() if id not in held}
-            said = Front(self.name, self.url, self._machine, self._process)
+            said = Peer(self.name, self.url, self._machine, self._process)
             self._last_answer = answered = await self._change(ANSWER, session_table.beat, said, held, news, ended)
             self._sessions.forget_ends(ended)
             self._unreadable, self._told_beat = {}, number
@@ -429,7 +429,7 @@ class FrontOfCluster:
             if entry.front != self.name and entry.id not in mine and caller.sees(entry.owner)
         ]
 
-    async def find(self, session_id: str) -> tuple[Entry, Front | None] | None:
+    async def find(self, session_id: str) -> tuple[Entry, Peer | None] | None:
         """A session of another server, and that one.
 
         Raises:
@@ -474,7 +474,7 @@ class FrontOfCluster:
         logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
         return await self._sessions.take_in(_read(adopted), adopted.latch)
 
-    async def _check_dead(self, front: Front) -> None:
+    async def _check_dead(self, front: Peer) -> None:
         """A server that only lost the database still commands its robots, and two controllers never may."""
         if front.has_ended:
             return

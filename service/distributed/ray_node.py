@@ -60,7 +60,7 @@ _SETTINGS = {
     "RAY_max_direct_call_object_size": str(8 << 20),
 }
 _START = (
-    "import sys; from service.processes import end_with_parent; end_with_parent(int(sys.argv.pop(1)), 9); "
+    "import sys; from service.processes import exit_with_parent; exit_with_parent(int(sys.argv.pop(1)), 9); "
     "from ray.scripts.scripts import main; main()"
 )
 

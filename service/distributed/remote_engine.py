@@ -13,11 +13,11 @@ import numpy as np
 from jaxmodels import PolicyFolder, Requirements, find_policy
 from service.distributed.engine_actor import EngineFacts, Refusal, Sizes
 from service.distributed.ray_connection import hand_over, is_heard, settle
-from service.distributed.replication import Copy, Engines, Shipment, answered
+from service.distributed.replication import Copy, Engines, PolicyReplication, answered
 from service.errors import PolicyFailed
-from service.inference.device_worker import DeviceGone, InputRefused, LaneClosed, Overdue
-from service.inference.latency_model import Costs
-from service.inference.loaded_policy import Frames, Inference, InferenceStuck, Replica, frames_of
+from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
+from service.inference.latency_model import LatencyModel
+from service.inference.loaded_policy import Frames, InferenceResult, InferenceStuck, Replica, frames_of
 from service.inference.policy_sources import copies_in
 from service.inference.sandbox import begin_building
 
@@ -29,7 +29,7 @@ class RemotePolicy:
         commit: what its files are called; not its parcel's name, which is of their contents.
     """
 
-    def __init__(self, shipment: Shipment, copy: Copy, commit: str | None):
+    def __init__(self, shipment: PolicyReplication, copy: Copy, commit: str | None):
         self.commit = commit
         self._shipment = shipment
         self._copy = copy
@@ -85,7 +85,7 @@ class RemotePolicy:
         """The same in another engine, which may be making its copy already.
 
         Raises:
-            CopyRefused, CheckpointError: as of `Shipment.copy`.
+            CopyRefused, CheckpointError: as of `PolicyReplication.copy`.
         """
         return RemotePolicy(self._shipment, self._shipment.copy(device), self.commit)
 
@@ -135,7 +135,7 @@ class RemoteLoader:
         with PolicyFolder(folder, roots=roots, largest=self._largest) as opened:
             self._inspect(opened)
         begin_building()
-        shipment = Shipment(self._engines, folder, is_update=like is not None)
+        shipment = PolicyReplication(self._engines, folder, is_update=like is not None)
         engine, idle = self._engines.pick()
         shipment.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
         for other in idle if like is None else ():
@@ -156,8 +156,8 @@ UNKNOWN = 1.0
 Send = Callable[[str, tuple[Any, ...], Callable[[Any], None]], None]
 
 
-class RemoteLane:
-    """A `DeviceLane` whose device is an engine elsewhere.
+class RemoteWorker:
+    """A `DeviceWorker` whose device is an engine elsewhere.
 
     Sending takes this process a while for large frames, so it is done by a thread of its own and never by the event
     loop, which has ticks to keep.
@@ -175,7 +175,7 @@ class RemoteLane:
         self._stuck_after = stuck_after
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
         self._open: dict[asyncio.Future[Any], float] = {}  # with when it was asked, oldest first
-        self._took = Costs()
+        self._took = LatencyModel()
         self._gone: str | None = None
         self._is_closed = False
 
@@ -212,10 +212,10 @@ class RemoteLane:
         *,
         is_alone: bool = False,
         may_move: bool = False,
-    ) -> Inference:
-        """See `DeviceLane.ask`; whether it runs alone is the engine's business."""
+    ) -> InferenceResult:
+        """See `DeviceWorker.ask`; whether it runs alone is the engine's business."""
         if self._is_closed:
-            raise LaneClosed("the server is ending")
+            raise WorkerClosed("the server is ending")
         if self._gone is not None:
             raise DeviceGone(self._gone)
         policy = replica.policy
@@ -250,7 +250,7 @@ class RemoteLane:
 
     async def _answer(
         self, outcome: asyncio.Future[Any], replica: Replica, frames: Frames, asked_at: float
-    ) -> Inference:
+    ) -> InferenceResult:
         done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
         if not done:
             raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
@@ -274,12 +274,12 @@ class RemoteLane:
         """Nobody is left waiting."""
         self._is_closed = True
         for outcome in tuple(self._open):
-            settle(outcome, LaneClosed("the server is ending"))
+            settle(outcome, WorkerClosed("the server is ending"))
         self._sender.shutdown(wait=False, cancel_futures=True)
         return True
 
 
-def _inference(found: Any, total: float) -> Inference:
+def _inference(found: Any, total: float) -> InferenceResult:
     if isinstance(found, Refusal):
         if found.kind == "input":
             raise InputRefused(found.text)
@@ -289,7 +289,7 @@ def _inference(found: Any, total: float) -> Inference:
             raise InferenceStuck(found.text)
         raise PolicyFailed(found.text)
     inside = found.queue + found.to_device + found.compute + found.to_host
-    return Inference(
+    return InferenceResult(
         chunk=np.array(found.chunk),  # a copy: what came lies in the object store, and cannot be written to
         # The way there and back is waiting, too.
         queue=found.queue + max(total - inside, 0.0),

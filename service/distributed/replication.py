@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxmodels.errors import CheckpointError, JaxModelsError, ObservationError
-from service.distributed.artifacts import Parcel, pack
+from service.distributed.artifacts import PolicyArtifact, pack
 from service.distributed.engine_actor import Loaded, Refusal
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
@@ -62,7 +62,7 @@ class Engines(Protocol):
         ...
 
 
-class Shipment:
+class PolicyReplication:
     """One policy's files, of which engines make copies.
 
     Args:
@@ -84,7 +84,7 @@ class Shipment:
         # Kept as long as a copy may have to be made.
         self._parcel, self._packed = pack(folder, engines.put), engines.connection
 
-    def _packed_now(self) -> Parcel:
+    def _packed_now(self) -> PolicyArtifact:
         """The parcel, in the store of the present connection."""
         connection = self.engines.connection
         if connection != self._packed:

@@ -68,7 +68,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Front:
+class Peer:
     """One server.
 
     Attributes:
@@ -122,8 +122,8 @@ class BeatAnswer:
 
     lost: Sequence[tuple[str, str]] = ()
     left: Sequence[Entry] = ()
-    fronts: Sequence[Front] = ()
-    silent: Sequence[Front] = ()
+    fronts: Sequence[Peer] = ()
+    silent: Sequence[Peer] = ()
 
 
 _ALIVE = f"(NOT robojax_fronts.has_ended AND robojax_fronts.heartbeat > clock_timestamp() - interval '{LEASE} seconds')"
@@ -146,7 +146,7 @@ RETURNING name"""
 
 
 async def beat(
-    sql: Sql, said: Front, held: Sequence[str], news: Sequence[Entry], ended: Mapping[str, Latch | None]
+    sql: Sql, said: Peer, held: Sequence[str], news: Sequence[Entry], ended: Mapping[str, Latch | None]
 ) -> BeatAnswer:
     """A server lives.
 
@@ -278,7 +278,7 @@ async def unlatch(sql: Sql, session_id: str, owners: Sequence[str | None] | None
     return True
 
 
-async def find(sql: Sql, session_id: str) -> tuple[Entry, Front | None] | None:
+async def find(sql: Sql, session_id: str) -> tuple[Entry, Peer | None] | None:
     """A session and its server; None when there is no such session."""
     row = await sql.fetchrow(f"{_SESSION} WHERE s.id = $1", session_id)
     if row is None:
@@ -295,12 +295,12 @@ async def list_sessions(sql: Sql) -> Sequence[Entry]:
     return [as_it_is(entry, fronts.get(entry.front)) for entry in map(_entry, rows)]
 
 
-async def front(sql: Sql, name: str) -> Front | None:
+async def front(sql: Sql, name: str) -> Peer | None:
     """What a server said of itself last, living or not."""
     return await _known(sql, name)
 
 
-async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Front | None) -> Entry:
+async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer | None) -> Entry:
     """A session of a server that died is this one's from now on, and its emergency stop with it.
 
     Args:
@@ -352,7 +352,7 @@ async def forget(sql: Sql, session_id: str) -> None:
     await _forget_latches(sql)
 
 
-def as_it_is(entry: Entry, owning: Front | None) -> Entry:
+def as_it_is(entry: Entry, owning: Peer | None) -> Entry:
     """A session as far as others know, who hear of its server or do not."""
     was = entry.status.get("status")
     if (owning is not None and owning.is_alive) or not entry.status or was == "interrupted":
@@ -376,7 +376,7 @@ async def _named(sql: Sql, name: str) -> Refusal:
     )
 
 
-async def _known(sql: Sql, name: str, lock: str = "") -> Front | None:
+async def _known(sql: Sql, name: str, lock: str = "") -> Peer | None:
     row = await sql.fetchrow(f"{_FRONT} WHERE name = $1 {lock}", name)
     return None if row is None else _front(row)
 
@@ -408,8 +408,8 @@ async def _forget_latches(sql: Sql) -> None:
         logger.error("the emergency stop of session %s is forgotten: more than %d are latched", row["id"], LATCHES)
 
 
-def _front(row: Any) -> Front:
-    return Front(row["name"], row["url"], row["machine"], row["life"], row["is_alive"], row["has_ended"])
+def _front(row: Any) -> Peer:
+    return Peer(row["name"], row["url"], row["machine"], row["life"], row["is_alive"], row["has_ended"])
 
 
 def _entry(row: Any) -> Entry:

@@ -21,7 +21,7 @@ from sanic.helpers import STATUS_CODES
 
 from service.errors import ServiceError, TooLarge
 from service.http.strict_json import Repeated, TooManyValues, loads, once
-from service.logging import printable
+from service.logging import sanitize_text
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -345,4 +345,4 @@ def reason_of(body: bytes) -> str:
     reason = found.get("reason") if isinstance(found, dict) else None
     if not isinstance(reason, str) or not reason.strip():
         return "asked for over HTTP"
-    return printable(reason)
+    return sanitize_text(reason)

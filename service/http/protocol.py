@@ -61,7 +61,7 @@ class _Http(Http):
     def init_for_request(self) -> None:
         super().init_for_request()
         self._pieces = 0
-        self._is_pipelined = cast(PunctualProtocol, self.protocol).next_request()
+        self._is_pipelined = cast(DeadlineProtocol, self.protocol).next_request()
 
     async def http1_request_header(self) -> None:
         try:
@@ -77,7 +77,7 @@ class _Http(Http):
             # robots and emergency stops wait.
             await asyncio.sleep(_BREATH)
         await self._whole_head()
-        await cast(PunctualProtocol, self.protocol).wait_for_turn(STOP_LINE.match(self.recv_buffer) is not None)
+        await cast(DeadlineProtocol, self.protocol).wait_for_turn(STOP_LINE.match(self.recv_buffer) is not None)
         await super().http1_request_header()
         if not _is_strict(self.request, self.request_body):
             raise BadRequest("Bad Request")
@@ -91,7 +91,7 @@ class _Http(Http):
         """Some of the body; what is in the buffer may be a hundred thousand chunks of a byte each."""
         self._pieces += 1
         if self._pieces % _PIECES == 0:
-            await cast(PunctualProtocol, self.protocol).wait_for_turn()
+            await cast(DeadlineProtocol, self.protocol).wait_for_turn()
         if self.request_body == "chunked" and self.request_bytes_left == 0:
             await self._check_chunk()
         return await super().read()
@@ -128,7 +128,7 @@ class _Http(Http):
             super().create_empty_request()
 
 
-class PunctualProtocol(WebSocketProtocol):
+class DeadlineProtocol(WebSocketProtocol):
     """Sanic's protocol, whose own request timeout starts anew with every byte: one byte now and then would live on.
 
     The deadline is the app's ``REQUEST_DEADLINE`` in seconds, from a request's first byte to the last of its body.

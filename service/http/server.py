@@ -26,7 +26,7 @@ from sanic.models.server_types import Signal
 
 from service.http.fair_queue import FairQueue
 from service.http.limits import Connections, source_of
-from service.http.protocol import FULL_ANSWER, SPARE, STOP_LINE, PunctualProtocol
+from service.http.protocol import FULL_ANSWER, SPARE, STOP_LINE, DeadlineProtocol
 from service.loop_watchdog import LoopWatchdog
 from service.signal_guard import SIGNALS, SignalGuard
 
@@ -64,7 +64,7 @@ class Acceptor:
     """
 
     def __init__(
-        self, listener: socket.socket, doors: Connections, make: Callable[[], PunctualProtocol], patience: float
+        self, listener: socket.socket, doors: Connections, make: Callable[[], DeadlineProtocol], patience: float
     ):
         self._listener, self._doors, self._make, self._patience = listener, doors, make, patience
         self._loop = asyncio.get_running_loop()
@@ -196,7 +196,7 @@ class Acceptor:
             task.add_done_callback(self._made.discard)
         self._plan()
 
-    async def _hand_over(self, newcomer: _Newcomer, protocol: PunctualProtocol) -> None:
+    async def _hand_over(self, newcomer: _Newcomer, protocol: DeadlineProtocol) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, newcomer.raw)
         except OSError:  # the peer is gone, or the process has no descriptors
@@ -293,7 +293,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
             app.config.setdefault("CONNECTIONS", Connections())
             server = await app.create_server(
                 sock=listener,
-                protocol=PunctualProtocol,
+                protocol=DeadlineProtocol,
                 return_asyncio_server=True,
                 access_log=False,
                 # Sanic would listen before its router is ready.
@@ -324,10 +324,10 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
         Sanic.unregister_app(app)
 
 
-def _protocol_of(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[], PunctualProtocol]:
+def _protocol_of(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[], DeadlineProtocol]:
     """What Sanic gives its own server, which does not accept here, to make a protocol of."""
     return partial(
-        PunctualProtocol,
+        DeadlineProtocol,
         loop=asyncio.get_running_loop(),
         connections=connections,
         signal=Signal(),

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from service.inference.latency_model import Costs
-from service.inference.loaded_policy import Frames, Served, Sizes, in_words
+from service.inference.latency_model import LatencyModel
+from service.inference.loaded_policy import Frames, LoadedPolicy, Sizes, in_words
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Admission:
     text: str
 
 
-def each(costs: Costs, sizes: Iterable[int], rates: Sequence[float], devices: int = 1) -> tuple[float, int]:
+def each(costs: LatencyModel, sizes: Iterable[int], rates: Sequence[float], devices: int = 1) -> tuple[float, int]:
     """Seconds of a device that one inference takes when robots of these rates share it, and the batch size for that.
 
     Batches are no larger than there are robots for a device, and twice one's time (a request may come when one has
@@ -39,13 +39,13 @@ def each(costs: Costs, sizes: Iterable[int], rates: Sequence[float], devices: in
     return costs.usual(best) / best, best
 
 
-def taken(served: Served, frames: Frames, rates: Sequence[float]) -> float:
+def taken(served: LoadedPolicy, frames: Frames, rates: Sequence[float]) -> float:
     """Share of one device's time that robots of these rates take, whose pictures are all of these sizes."""
     first, devices = served.replicas[0], len(served.replicas)
     return sum(rates) * each(first.costs(frames), first.can(frames), rates, devices)[0] / devices
 
 
-def dearest(served: Served, shown: Iterable[Frames]) -> Frames:
+def dearest(served: LoadedPolicy, shown: Iterable[Frames]) -> Frames:
     """What a robot is expected to come with of which nothing is known: what it is promised should hold then, too.
 
     Args:
@@ -56,7 +56,7 @@ def dearest(served: Served, shown: Iterable[Frames]) -> Frames:
 
 
 def judge(
-    served: Served,
+    served: LoadedPolicy,
     per_second: float,
     mine: Sequence[float],
     others: float,
@@ -99,12 +99,12 @@ Seen = Callable[[], Sizes | None]
 class _Claim:
     """What one session was promised; its policy is not kept by it."""
 
-    served: ReferenceType[Served]
+    served: ReferenceType[LoadedPolicy]
     per_second: float
     seen: Seen
 
 
-class Claims:
+class Reservations:
     """Of all sessions, each by whatever stands for it.
 
     What they take is reckoned when somebody asks: robots show their frames after they were let in, and what those take
@@ -130,7 +130,7 @@ class Claims:
         """Share of a device's time that they take."""
         return sum(taken(served, frames, rates) for (served, frames), rates in self._rates().items())
 
-    def admit(self, served: Served, per_second: float, *, seen: Seen, who: object = None) -> Admission:
+    def admit(self, served: LoadedPolicy, per_second: float, *, seen: Seen, who: object = None) -> Admission:
         """See ``Engine.admit``."""
         rates = self._rates(but=who)
         frames = _measured(served, seen)
@@ -140,11 +140,11 @@ class Claims:
         others = sum(taken(other, of, each) for (other, of), each in rates.items())
         return judge(served, per_second, mine, others, limit=self._limit, frames=frames)
 
-    def claim(self, who: object, served: Served, per_second: float, seen: Seen) -> None:
+    def claim(self, who: object, served: LoadedPolicy, per_second: float, seen: Seen) -> None:
         """See ``Engine.claim``."""
         self._claims[who] = _Claim(ref(served), per_second, seen)
 
-    def move(self, who: object, served: Served) -> None:
+    def move(self, who: object, served: LoadedPolicy) -> None:
         """See ``Engine.move_claim``."""
         if (claim := self._claims.get(who)) is not None:
             self.claim(who, served, claim.per_second, claim.seen)
@@ -153,10 +153,10 @@ class Claims:
         """See ``Engine.release``."""
         self._claims.pop(who, None)
 
-    def _rates(self, but: object = None) -> dict[tuple[Served, Frames], list[float]]:
+    def _rates(self, but: object = None) -> dict[tuple[LoadedPolicy, Frames], list[float]]:
         """Of those who can be answered together: with one policy, and frames of the same sizes."""
-        found: dict[tuple[Served, Frames], list[float]] = {}
-        hidden: list[tuple[Served, float]] = []
+        found: dict[tuple[LoadedPolicy, Frames], list[float]] = {}
+        hidden: list[tuple[LoadedPolicy, float]] = []
         for who, claim in tuple(self._claims.items()):
             served = claim.served()
             if served is None or who is but:
@@ -171,14 +171,14 @@ class Claims:
         return found
 
 
-def _measured(served: Served, seen: Seen) -> Frames | None:
+def _measured(served: LoadedPolicy, seen: Seen) -> Frames | None:
     """The frames that come, if it is known what they take: a robot with others is held until they are compiled for."""
     sizes = seen()
     frames = None if sizes is None else frozenset(sizes.items())
     return frames if frames is not None and served.replicas[0].costs(frames).is_known else None
 
 
-def _shown(served: Served, rates: Iterable[tuple[Served, Frames]]) -> list[Frames]:
+def _shown(served: LoadedPolicy, rates: Iterable[tuple[LoadedPolicy, Frames]]) -> list[Frames]:
     return [frames for other, frames in rates if other is served]
 
 
@@ -201,7 +201,7 @@ class _Asker:
     left: int = 0
 
 
-class Askers:
+class RequestLimiter:
     """Kept by reference only while they live."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from service.inference.latency_model import Costs
+from service.inference.latency_model import LatencyModel
 
 # A larger batch has to give so many times more answers per second: what it gives, each member waits longer for.
 WORTH = 1.02
@@ -42,7 +42,7 @@ class Chosen(Generic[Request]):
 
 @dataclass
 class _Line(Generic[Request]):
-    costs: Costs
+    costs: LatencyModel
     sizes: Sequence[int]
     waiting: list[Request]
 
@@ -65,7 +65,7 @@ class Batching(Generic[Request]):
         """Requests that wait, those included that nobody wants any more."""
         return sum(len(line.waiting) for line in self._lines.values())
 
-    def add(self, key: Hashable, request: Request, costs: Costs, sizes: Collection[int]) -> None:
+    def add(self, key: Hashable, request: Request, costs: LatencyModel, sizes: Collection[int]) -> None:
         """Let a request wait.
 
         Args:
@@ -124,7 +124,7 @@ def _fitting(
     now: float,
     together: Sequence[Waiting],
     others: Sequence[tuple[float, float]],
-    costs: Costs,
+    costs: LatencyModel,
     sizes: Sequence[int],
 ) -> tuple[int, int]:
     """How many of those who could go together do, and the size of their batch.
@@ -161,7 +161,7 @@ class _Queue:
         dues: when each is due, the soonest first.
     """
 
-    def __init__(self, dues: Sequence[float], now: float, costs: Costs, sizes: Sequence[int]):
+    def __init__(self, dues: Sequence[float], now: float, costs: LatencyModel, sizes: Sequence[int]):
         self._dues = dues
         # So many are late even if they run now: nobody's reason to hurry.
         self._hopeless = bisect_left(dues, now + costs.expected(1).slow)

@@ -15,7 +15,7 @@ import numpy as np
 
 from service.errors import PolicyFailed
 from service.inference.batching import Batching, Chosen, Stacks, shape_of
-from service.inference.loaded_policy import Frames, Inference, InferenceStuck, Replica, frames_of
+from service.inference.loaded_policy import Frames, InferenceResult, InferenceStuck, Replica, frames_of
 from service.threads import yield_to_others
 
 
@@ -28,7 +28,7 @@ class Overdue(Exception):
     """
 
     is_counted = False
-    answer: "asyncio.Future[Inference] | None" = None
+    answer: "asyncio.Future[InferenceResult] | None" = None
 
 
 class DeviceGone(Exception):
@@ -39,14 +39,14 @@ class InputRefused(PolicyFailed):
     """The policy refused its input, which it would on any device; the text is for clients."""
 
 
-class LaneClosed(PolicyFailed):
+class WorkerClosed(PolicyFailed):
     """There will be no answer any more."""
 
     status = 503
     code = "server_ending"
 
 
-class DeviceLane(Protocol):
+class DeviceWorker(Protocol):
     """Requests in, chunks out; belongs to the event loop it is used on."""
 
     @property
@@ -91,7 +91,7 @@ class DeviceLane(Protocol):
         *,
         is_alone: bool = False,
         may_move: bool = False,
-    ) -> Inference:
+    ) -> InferenceResult:
         """Have a policy run on one observation, in a batch with others or alone.
 
         Raises:
@@ -141,7 +141,7 @@ class Request:
     replica: Replica
     observation: Mapping[str, np.ndarray]
     frames: Frames
-    outcome: asyncio.Future[Inference]
+    outcome: asyncio.Future[InferenceResult]
     submitted: float
     due: float
     is_alone: bool = False
@@ -224,7 +224,7 @@ class _Inbox:
     batching: Batching[Request] = field(default_factory=Batching)
 
 
-class Lane:
+class InferenceWorker:
     """Requests in, chunks out; everything but the work itself belongs to the event loop it is used on.
 
     Attributes:
@@ -281,7 +281,7 @@ class Lane:
         *,
         is_alone: bool = False,
         may_move: bool = False,
-    ) -> Inference:
+    ) -> InferenceResult:
         """Have a policy run on one observation, in a batch with others or alone.
 
         Raises:
@@ -291,7 +291,7 @@ class Lane:
             Exception: whatever the policy raises for this observation.
         """
         if self._is_closed:
-            raise LaneClosed(CLOSED)
+            raise WorkerClosed(CLOSED)
         loop, now = asyncio.get_running_loop(), time.monotonic()
         frames = frames_of(observation)
         soon = now + 2 * replica.costs(frames).slow(1)
@@ -317,7 +317,7 @@ class Lane:
         await asyncio.sleep(0)  # the present batch's answer is on its way to the loop
         for request in tuple(self._asked):
             if request.is_wanted:
-                request.outcome.set_exception(LaneClosed(CLOSED))
+                request.outcome.set_exception(WorkerClosed(CLOSED))
         return not self._thread.is_alive()
 
     # Looking after the thread, on the event loop.
@@ -382,7 +382,7 @@ class Lane:
             member.is_alone, member.batch = True, None
             self._inbox.requests.put(member)
 
-    def _answer(self, batch: Batch, found: Sequence[Inference] | BaseException) -> None:
+    def _answer(self, batch: Batch, found: Sequence[InferenceResult] | BaseException) -> None:
         self._left = [other for other in self._left if other is not batch]
         if not isinstance(found, BaseException):
             self.batches[batch.size] = self.batches.get(batch.size, 0) + 1
@@ -424,7 +424,7 @@ class Lane:
                 return  # somebody else works here now
             del chosen, batch, found  # with them a policy, and its weights, would wait here for the next request
 
-    def _deliver(self, batch: Batch, found: Sequence[Inference] | BaseException) -> None:
+    def _deliver(self, batch: Batch, found: Sequence[InferenceResult] | BaseException) -> None:
         loop = batch.members[0].outcome.get_loop()
         try:
             loop.call_soon_threadsafe(self._answer, batch, found)
@@ -464,7 +464,7 @@ def _batch_of(chosen: Chosen[Request]) -> Batch:
     return batch
 
 
-def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[Inference] | BaseException:
+def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[InferenceResult] | BaseException:
     replica, frames, shape = line
     members = batch.members
     try:
@@ -484,7 +484,7 @@ def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[Inference] | Bas
     # known all the same.
     replica.costs(frames).learn(batch.size, min(spent, batch.overdue) if batch.is_left else spent)
     return [
-        Inference(
+        InferenceResult(
             # A copy each: what one session does with its rows is nobody else's business.
             chunk=chunks[row : row + 1].copy() if len(members) > 1 else chunks,
             queue=batch.started - member.submitted,

@@ -13,21 +13,28 @@ import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyFailed
-from service.inference.admission import Admission, Askers, Claims, Seen
-from service.inference.device_worker import DeviceGone, DeviceLane, InputRefused, Lane, LaneClosed, Overdue
+from service.inference.admission import Admission, RequestLimiter, Reservations, Seen
+from service.inference.device_worker import (
+    DeviceGone,
+    DeviceWorker,
+    InferenceWorker,
+    InputRefused,
+    Overdue,
+    WorkerClosed,
+)
 from service.inference.loaded_policy import (
-    Inference,
+    InferenceResult,
     InferenceStuck,
+    LoadedPolicy,
     LoadPolicy,
     Policy,
     Replica,
-    Served,
     Sizes,
     in_words,
 )
-from service.inference.policy_cache import Growth, Store, in_short, let_go
+from service.inference.policy_cache import BatchCompiler, PolicyCache, in_short, let_go
 from service.inference.progress import Durations
-from service.inference.replicas import Devices, Turnover
+from service.inference.replicas import Devices, ReplicaManager
 from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
@@ -36,13 +43,13 @@ logger = logging.getLogger(__name__)
 class Dispatch:
     """Asks devices, and holds against them what others make good."""
 
-    def __init__(self, devices: Devices, turnover: Turnover):
+    def __init__(self, devices: Devices, turnover: ReplicaManager):
         self._devices = devices
         self._turnover = turnover
 
     async def ask(
-        self, served: Served, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool
-    ) -> Inference:
+        self, served: LoadedPolicy, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool
+    ) -> InferenceResult:
         """The answer of some device.
 
         Args:
@@ -60,7 +67,7 @@ class Dispatch:
             inference = await self._ask_one(replica, observation, due, is_alone=is_alone, may_move=bool(elsewhere))
         except DeviceGone:
             return await self.ask(served, observation, due, is_alone=is_alone)
-        except (JaxModelsError, InputRefused, LaneClosed) as error:
+        except (JaxModelsError, InputRefused, WorkerClosed) as error:
             _refuse(error)
         except Exception as error:
             try:
@@ -78,7 +85,7 @@ class Dispatch:
         *,
         is_alone: bool,
         may_move: bool = False,
-    ) -> Inference:
+    ) -> InferenceResult:
         lane = self._devices.lanes[replica.lane]
         try:
             return await lane.ask(replica, observation, due, is_alone=is_alone, may_move=may_move)
@@ -88,12 +95,12 @@ class Dispatch:
 
     async def _ask_another(
         self,
-        served: Served,
+        served: LoadedPolicy,
         failed: Replica,
         observation: Mapping[str, np.ndarray],
         due: float | None,
         why: Exception,
-    ) -> Inference:
+    ) -> InferenceResult:
         """What another device answers, or the first one does after all, whichever comes first."""
         late = why.answer if isinstance(why, Overdue) else None
         # Some may have left while the first one was waited for.
@@ -108,7 +115,7 @@ class Dispatch:
             raise
         except Exception as error:
             # Neither: it is the observation, or the policy.
-            is_another = isinstance(why, Overdue) or isinstance(error, LaneClosed | InputRefused)
+            is_another = isinstance(why, Overdue) or isinstance(error, WorkerClosed | InputRefused)
             _refuse(error if is_another else why)
         finally:
             for task in asking:
@@ -122,7 +129,7 @@ class Dispatch:
         return inference
 
 
-async def _first_good(answers: Sequence[asyncio.Future[Inference]]) -> Inference:
+async def _first_good(answers: Sequence[asyncio.Future[InferenceResult]]) -> InferenceResult:
     """The first that is no error.
 
     Raises:
@@ -154,7 +161,17 @@ def _refuse(error: Exception) -> NoReturn:
     raise PolicyFailed(f"the policy raised {type(error).__name__} {in_short(error)}") from error
 
 
-__all__ = ["Admission", "Engine", "Inference", "InferenceStuck", "LoadPolicy", "Policy", "Served", "Sizes", "in_words"]
+__all__ = [
+    "Admission",
+    "Engine",
+    "InferenceResult",
+    "InferenceStuck",
+    "LoadPolicy",
+    "LoadedPolicy",
+    "Policy",
+    "Sizes",
+    "in_words",
+]
 
 
 # Seconds that a trial waits for a moment in which no robot waits.
@@ -213,17 +230,19 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._asked, self._asked_at = 0, -QUIET
-        self._askers = Askers()
-        self._claims = Claims(load)
-        lanes: Sequence[DeviceLane] = ()
+        self._askers = RequestLimiter()
+        self._claims = Reservations(load)
+        lanes: Sequence[DeviceWorker] = ()
         if not are_elsewhere:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
-            lanes = [Lane(name, niceness, stuck_after) for name in names]
+            lanes = [InferenceWorker(name, niceness, stuck_after) for name in names]
         self._devices = Devices(lanes, devices, patience if are_elsewhere else 0.0)
-        self._growth = Growth(batch_sizes, self._may_grow, niceness)
+        self._growth = BatchCompiler(batch_sizes, self._may_grow, niceness)
         limit = math.inf if are_elsewhere else load_timeout
-        self._store = Store(self._devices.replicas, self._ready, niceness, are_elsewhere=are_elsewhere, limit=limit)
-        self._turnover = Turnover(self._devices, self._store)
+        self._store = PolicyCache(
+            self._devices.replicas, self._ready, niceness, are_elsewhere=are_elsewhere, limit=limit
+        )
+        self._turnover = ReplicaManager(self._devices, self._store)
         self._dispatch = Dispatch(self._devices, self._turnover)
 
     @property
@@ -240,7 +259,7 @@ class Engine:
         *,
         folder: str | None = None,
         like: Policy | None = None,
-    ) -> AbstractAsyncContextManager[Served]:
+    ) -> AbstractAsyncContextManager[LoadedPolicy]:
         """A loaded and compiled policy, for as long as the context lasts.
 
         Args:
@@ -258,12 +277,12 @@ class Engine:
         """Where a policy is loaded before it is copied, as it was named; None where nobody named one."""
         return self._devices.first
 
-    def _ready(self, served: Served) -> None:
+    def _ready(self, served: LoadedPolicy) -> None:
         self._turnover.loaded(served)
         for frames in served.replicas[0].prepared:
             self._growth.want(served, dict(frames))
 
-    def join(self, device: str, lane: DeviceLane) -> None:
+    def join(self, device: str, lane: DeviceWorker) -> None:
         """Have policies run on one more device, too, as soon as those that are loaded were put there.
 
         Args:
@@ -301,7 +320,7 @@ class Engine:
         """Wait for the end of what was being compiled when a robot was started; nothing new begins meanwhile."""
         await self._growth.rest()
 
-    async def compile(self, served: Served, sizes: Sizes) -> None:
+    async def compile(self, served: LoadedPolicy, sizes: Sizes) -> None:
         """Make a policy ready for frames of these sizes, away from the device thread.
 
         Raises:
@@ -312,12 +331,12 @@ class Engine:
 
     async def submit(
         self,
-        served: Served,
+        served: LoadedPolicy,
         observation: Mapping[str, np.ndarray],
         *,
         due: float | None = None,
         asker: object | None = None,
-    ) -> Inference:
+    ) -> InferenceResult:
         """Run the policy on one observation (batch of 1), together with those of others when that makes nobody late.
 
         Args:
@@ -330,7 +349,7 @@ class Engine:
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
         """
 
-        async def ask(is_alone: bool) -> Inference:
+        async def ask(is_alone: bool) -> InferenceResult:
             self._asked += 1
             self._idle.clear()
             try:
@@ -343,7 +362,7 @@ class Engine:
 
         return await self._askers.ask(asker, ask)
 
-    def admit(self, served: Served, per_second: float, *, seen: Seen, who: object = None) -> Admission:
+    def admit(self, served: LoadedPolicy, per_second: float, *, seen: Seen, who: object = None) -> Admission:
         """Whether there is time for so many more inferences per second of this policy; promises nothing.
 
         Args:
@@ -353,11 +372,11 @@ class Engine:
         """
         return self._claims.admit(served, per_second, seen=seen, who=who)
 
-    def claim(self, who: object, served: Served, per_second: float, seen: Seen) -> None:
+    def claim(self, who: object, served: LoadedPolicy, per_second: float, seen: Seen) -> None:
         """Promise somebody so many inferences per second, until ``release``; what they take follows the frames."""
         self._claims.claim(who, served, per_second, seen)
 
-    def move_claim(self, who: object, served: Served) -> None:
+    def move_claim(self, who: object, served: LoadedPolicy) -> None:
         """What was promised to somebody is of another policy from now on, which may take more or less of the time."""
         self._claims.move(who, served)
 
@@ -370,7 +389,7 @@ class Engine:
         while self._asked:
             await self._idle.wait()
 
-    async def try_out(self, served: Served, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
+    async def try_out(self, served: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
         """One inference that no robot waits for, in a thread that yields to the device thread: chunk and seconds.
 
         Raises:

@@ -76,7 +76,7 @@ class _Samples:
             self.paced.drop_oldest()
 
 
-class Costs:
+class LatencyModel:
     """Seconds by batch size. Fed and read by any thread.
 
     A device's thread feeds it, whoever compiles, and a thread that was left behind and came back after all.
@@ -120,7 +120,7 @@ class Costs:
         with self._lock:
             self._ran_at = dict.fromkeys(self._ran_at, self._count)
 
-    def take_over(self, other: "Costs", size: int) -> bool:
+    def take_over(self, other: "LatencyModel", size: int) -> bool:
         """What batches of this size took elsewhere counts here, and not what they took here; whether any ran there."""
         with other._lock:
             there = other._samples.get(size)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxmodels import Requirements
 from jaxmodels.types import TASK
 from service.errors import PolicyFailed
-from service.inference.latency_model import Costs
+from service.inference.latency_model import LatencyModel
 
 Sizes = Mapping[str, tuple[int, int]]
 # Cameras with the size of their frames, as a key.
@@ -79,7 +79,7 @@ class LoadPolicy(Protocol):
         ...
 
 
-class Inference(NamedTuple):
+class InferenceResult(NamedTuple):
     """A chunk, and where the time went, in seconds.
 
     ``total`` runs from asking to having the numpy result; ``queue`` is waiting for the device thread. ``batch`` is how
@@ -110,7 +110,7 @@ class Replica:
     def __init__(self, policy: Policy, lane: int = 0):
         self.policy = policy
         self.lane = lane
-        self._costs: dict[Frames, Costs] = {}
+        self._costs: dict[Frames, LatencyModel] = {}
         self._sizes: dict[Frames, tuple[int, ...]] = {}
         self._taken_over: dict[Frames, list[int]] = {}
 
@@ -129,9 +129,9 @@ class Replica:
         """Frames that other weights were asked with in programs that these have, too."""
         return tuple(self._taken_over)
 
-    def costs(self, frames: Frames) -> Costs:
+    def costs(self, frames: Frames) -> LatencyModel:
         """What batches of frames of these sizes take."""
-        return self._costs.get(frames) or self._costs.setdefault(frames, Costs())
+        return self._costs.get(frames) or self._costs.setdefault(frames, LatencyModel())
 
     def milliseconds(self) -> dict[str, dict[str, float]]:
         """Batch size to median and p90, JSON-ready; other frames than the policy was trained with are named, too."""
@@ -159,7 +159,7 @@ class Replica:
             self._rehearse(batch, cameras, self.costs(frames), rehearsing)
         self._sizes[frames] = tuple(sorted({*self.can(frames), batch}))
 
-    def _rehearse(self, batch: int, cameras: Sizes | None, costs: Costs, rehearsing: float) -> None:
+    def _rehearse(self, batch: int, cameras: Sizes | None, costs: LatencyModel, rehearsing: float) -> None:
         spent: list[float] = []
         fewest, most = REHEARSALS
         while len(spent) < fewest or (len(spent) < most and sum(spent) < rehearsing):
@@ -181,7 +181,7 @@ class Replica:
                 self._taken_over[frames] = known
 
 
-class Served:
+class LoadedPolicy:
     """One policy in memory, shared by all sessions of the same path and revision.
 
     Attributes:
@@ -207,7 +207,7 @@ class Served:
         return self.policy.commit
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> LatencyModel:
         """What batches of the frames that it was trained with take on its first device."""
         return self.replicas[0].costs(self.replicas[0].trained)
 
@@ -255,7 +255,7 @@ LONGEST = 4096
 STATE = "observation.state"
 
 
-def told(instruction: str | None) -> dict[str, np.ndarray]:
+def task_input(instruction: str | None) -> dict[str, np.ndarray]:
     """An instruction as the observation of one robot has it; nothing when there is none.
 
     Args:
@@ -272,13 +272,13 @@ def _written(instruction: str) -> np.ndarray:
     return text
 
 
-def readable(needs: Requirements, seen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def select_features(needs: Requirements, seen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What this policy reads of it; pictures are compared elsewhere."""
     unread = (None if needs.state is not None else STATE, None if needs.language else TASK)
     return {name: value for name, value in seen.items() if name not in unread}
 
 
-def complaint(needs: Requirements, instruction: str | None) -> str | None:
+def check_instruction(needs: Requirements, instruction: str | None) -> str | None:
     """Why this policy cannot be told that; None when it can, or reads no language."""
     if not needs.language:
         return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmodels import Requirements
 from service.inference.engine import Policy
-from service.inference.loaded_policy import told
+from service.inference.loaded_policy import task_input
 from service.inference.model_server import Model
 
 Fit = Literal["fits", "fits, thinking less often", "does not fit"]
@@ -59,7 +59,7 @@ def observation_of(requirements: Requirements, seed: int = 0) -> dict[str, np.nd
         found["observation.state"] = np.zeros((1, requirements.state), np.float32)
     if requirements.environment_state is not None:
         found["observation.environment_state"] = np.zeros((1, requirements.environment_state), np.float32)
-    return found | (told("go") if requirements.language else {})
+    return found | (task_input("go") if requirements.language else {})
 
 
 def measure(

@@ -17,7 +17,7 @@ from typing import TypeVar
 from jaxmodels.errors import JaxModelsError
 from service.errors import LoadsStuck, PolicyError, PolicyFailed
 from service.inference.device_worker import DeviceGone
-from service.inference.loaded_policy import Frames, LoadPolicy, Policy, Replica, Served, Sizes, in_words
+from service.inference.loaded_policy import Frames, LoadedPolicy, LoadPolicy, Policy, Replica, Sizes, in_words
 from service.inference.sandbox import Building, Load, LoadEnded
 from service.threads import call_in_thread
 
@@ -37,12 +37,12 @@ _Key = tuple[str, str | None, str | None]
 @dataclass
 class _Entry:
     load: Load
-    loading: asyncio.Task[Served]
+    loading: asyncio.Task[LoadedPolicy]
     users: int = 0
     listeners: list[Callable[[str], None]] = field(default_factory=list)
 
 
-class Store:
+class PolicyCache:
     """Loads in threads of their own; what was proved is built and compiled one after the other.
 
     Args:
@@ -56,7 +56,7 @@ class Store:
     def __init__(
         self,
         replicate: Callable[[Policy], tuple[Replica, ...]],
-        loaded: Callable[[Served], None],
+        loaded: Callable[[LoadedPolicy], None],
         niceness: int,
         *,
         are_elsewhere: bool = False,
@@ -67,7 +67,7 @@ class Store:
         self._niceness = niceness
         self._are_elsewhere = are_elsewhere
         self._entries: dict[_Key, _Entry] = {}
-        self._compiling: dict[tuple[Served, Frames], asyncio.Task[None]] = {}
+        self._compiling: dict[tuple[LoadedPolicy, Frames], asyncio.Task[None]] = {}
         self._is_frozen = False
         self._limit = limit
         self._building = Building()
@@ -79,7 +79,7 @@ class Store:
         return self._building.place
 
     @property
-    def all(self) -> list[Served]:
+    def all(self) -> list[LoadedPolicy]:
         """What is loaded; from any thread."""
         return [entry.loading.result() for entry in tuple(self._entries.values()) if _is_loaded(entry)]
 
@@ -110,7 +110,7 @@ class Store:
         *,
         folder: str | None = None,
         like: Policy | None = None,
-    ) -> AsyncIterator[Served]:
+    ) -> AsyncIterator[LoadedPolicy]:
         """See ``Engine.policy``."""
         key = (path, revision, folder)
         if folder is None:
@@ -141,7 +141,7 @@ class Store:
                 if self._entries.get(key) is entry:
                     del self._entries[key]
 
-    def _drop_unused(self, key: _Key, loading: asyncio.Task[Served]) -> None:
+    def _drop_unused(self, key: _Key, loading: asyncio.Task[LoadedPolicy]) -> None:
         entry = self._entries.get(key)
         failed = loading.cancelled() or loading.exception() is not None
         if entry is not None and entry.loading is loading and (failed or not entry.users):
@@ -154,7 +154,7 @@ class Store:
         like: Policy | None,
         this: Load,
         listeners: Sequence[Callable[[str], None]],
-    ) -> Served:
+    ) -> LoadedPolicy:
         path, revision, folder = key
         place = (path, revision) if folder is None else (folder, None)
 
@@ -197,7 +197,7 @@ class Store:
             # The modules that a first policy brings are for life; the collector need not visit them in every round.
             gc.freeze()
             self._is_frozen = True
-        served = Served(replicas[0].policy, replicas)
+        served = LoadedPolicy(replicas[0].policy, replicas)
         self._loaded(served)
         return served
 
@@ -240,7 +240,7 @@ class Store:
         found = (served.replicas for served in self.all if any(one.policy is like for one in served.replicas))
         return {replica.lane: replica for replica in next(found, ())}
 
-    async def compile(self, served: Served, sizes: Sizes) -> None:
+    async def compile(self, served: LoadedPolicy, sizes: Sizes) -> None:
         """See ``Engine.compile``."""
         if served.is_compiled(sizes):
             return
@@ -252,7 +252,7 @@ class Store:
         # Whoever gives up waiting does not end it, and finds it when asking again.
         await asyncio.shield(task)
 
-    async def _compile(self, served: Served, sizes: Sizes) -> None:
+    async def _compile(self, served: LoadedPolicy, sizes: Sizes) -> None:
         this = Load(self._building, self._limit)
 
         def compile_all() -> None:
@@ -280,7 +280,7 @@ class Store:
         finally:
             del self._compiling[served, frozenset(sizes.items())]
 
-    async def copy(self, served: Served, device: str, lane: int) -> Replica:
+    async def copy(self, served: LoadedPolicy, device: str, lane: int) -> Replica:
         """A loaded policy on one more device, ready for what it is ready for on the others.
 
         Raises:
@@ -344,12 +344,12 @@ REHEARSING = 0.25
 
 @dataclass(frozen=True)
 class _Wanted:
-    served: "weakref.ref[Served]"
+    served: "weakref.ref[LoadedPolicy]"
     sizes: Sizes
     batch: int
 
 
-class Growth:
+class BatchCompiler:
     """What has to be compiled yet, one batch size after the other.
 
     Args:
@@ -380,7 +380,7 @@ class Growth:
         """Programs that are still to be compiled."""
         return len(self._wanted)
 
-    def want(self, served: Served, sizes: Sizes) -> None:
+    def want(self, served: LoadedPolicy, sizes: Sizes) -> None:
         """Compile all batch sizes for frames of these sizes, in time."""
         known = [(wanted.served(), wanted.sizes, wanted.batch) for wanted in self._wanted]
         place = weakref.ref(served)

@@ -20,7 +20,7 @@ from service.inference.config import PolicySettings
 from service.inference.engine import LoadPolicy, Policy
 from service.inference.model_server import LoadModel, Model
 from service.inference.policy_cache import cut
-from service.inference.sandbox import Inspection, Load
+from service.inference.sandbox import CheckpointSandbox, Load
 from service.settings import Settings
 from service.threads import call_in_thread
 
@@ -198,7 +198,7 @@ def policy_loader(settings: Settings, first_device: Callable[[], str | None]) ->
             first_device() or settings.device,
             like=like,
             on_progress=on_progress,
-            inspect=Inspection(settings.load_memory),
+            inspect=CheckpointSandbox(settings.load_memory),
             largest=settings.policy_bytes,
             roots=opened_in(settings) if like is None else copies_in(path),
         )
@@ -208,7 +208,7 @@ def policy_loader(settings: Settings, first_device: Callable[[], str | None]) ->
 
 def requirements_reader(settings: Settings) -> ReadRequirements:
     """Finds out what a policy needs before it is loaded; a process of its own reads the files."""
-    inspection = Inspection(settings.load_memory, patience=CHECK_PATIENCE)
+    inspection = CheckpointSandbox(settings.load_memory, patience=CHECK_PATIENCE)
 
     def read(path: str, revision: str | None) -> jaxmodels.Requirements:
         name_caches(settings)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 
-from service.inference.device_worker import DeviceGone, DeviceLane, LaneClosed
-from service.inference.loaded_policy import InferenceStuck, Policy, Replica, Served
-from service.inference.policy_cache import Store, in_short, let_go
+from service.inference.device_worker import DeviceGone, DeviceWorker, WorkerClosed
+from service.inference.loaded_policy import InferenceStuck, LoadedPolicy, Policy, Replica
+from service.inference.policy_cache import PolicyCache, in_short, let_go
 
 # Failures in a row, each of which another device made good. One may be chance, an input that only one of them stumbles
 # over; a device that is gone fails each time.
@@ -71,14 +71,14 @@ class Devices:
         health: which of them can be relied on, by the names that policies have for them.
     """
 
-    def __init__(self, lanes: Sequence[DeviceLane], named: Sequence[str], patience: float = 0.0):
+    def __init__(self, lanes: Sequence[DeviceWorker], named: Sequence[str], patience: float = 0.0):
         """Those that are there from the start.
 
         Args:
             named: what the settings call them, one for each lane; none where nobody named one.
             patience: seconds that a request waits for one to join where none works; 0 where none ever joins.
         """
-        self.lanes: dict[int, DeviceLane] = dict(enumerate(lanes))
+        self.lanes: dict[int, DeviceWorker] = dict(enumerate(lanes))
         self.health = DeviceHealth()
         self._asked_for = dict(enumerate(named))  # as they were named; none where nobody named one
         self._named = dict(self._asked_for)  # as policies call them
@@ -116,7 +116,7 @@ class Devices:
         """Whether one is not to be asked any more."""
         return self.health.is_out(self._named.get(number, ""))
 
-    def add(self, name: str, lane: DeviceLane) -> int:
+    def add(self, name: str, lane: DeviceWorker) -> int:
         """One more; its number."""
         number = next(self._numbers)
         self.lanes[number], self._asked_for[number], self._named[number] = lane, name, name
@@ -160,12 +160,12 @@ class Devices:
         """Whether a copy of a policy can be asked."""
         return replica.lane in self.lanes and not self.health.is_out(replica.policy.device)
 
-    def working(self, served: Served) -> Sequence[Replica]:
+    def working(self, served: LoadedPolicy) -> Sequence[Replica]:
         """The copies that can be asked; all of them where none can and nothing else will ever come."""
         working = list(filter(self.works, served.replicas))
         return working if working or self._patience else served.replicas
 
-    async def until_one_works(self, served: Served) -> Sequence[Replica]:
+    async def until_one_works(self, served: LoadedPolicy) -> Sequence[Replica]:
         """The copies that can be asked. Nothing is lost by waiting: the robot is held when its plan runs dry.
 
         Raises:
@@ -177,7 +177,7 @@ class Devices:
             async with asyncio.timeout(self._patience):
                 while not (working := self.working(served)):
                     if self._is_closed:
-                        raise LaneClosed("the server is ending")
+                        raise WorkerClosed("the server is ending")
                     self._joined.clear()
                     await self._joined.wait()
                 return working
@@ -209,11 +209,11 @@ class Devices:
         """Threads left behind in a batch that did not return in time."""
         return sum(lane.abandoned for lane in self.lanes.values())
 
-    def facts(self, loaded: Sequence[Served]) -> list[dict[str, object]]:
+    def facts(self, loaded: Sequence[LoadedPolicy]) -> list[dict[str, object]]:
         """How busy each is, and what batches take on it; JSON-ready."""
         return [self._figures(number, lane, loaded) for number, lane in self.lanes.items()]
 
-    def _figures(self, number: int, lane: DeviceLane, loaded: Sequence[Served]) -> dict[str, object]:
+    def _figures(self, number: int, lane: DeviceWorker, loaded: Sequence[LoadedPolicy]) -> dict[str, object]:
         here = [replica for served in loaded for replica in served.replicas if replica.lane == number]
         device = self._named.get(number)
         return {
@@ -234,20 +234,20 @@ class Devices:
             logger.warning("the device thread is still busy; it is left behind")
 
 
-class Turnover:
+class ReplicaManager:
     """Keeps the policies of a store on the devices that work."""
 
-    def __init__(self, devices: Devices, store: Store):
+    def __init__(self, devices: Devices, store: PolicyCache):
         self._devices = devices
         self._store = store
         self._joining: set[asyncio.Task[None]] = set()
 
-    def join(self, device: str, lane: DeviceLane) -> None:
+    def join(self, device: str, lane: DeviceWorker) -> None:
         """See ``Engine.join``."""
         if not self._devices.is_closed:
             self._begin(self._devices.add(device, lane), self._store.all)
 
-    def loaded(self, served: Served) -> None:
+    def loaded(self, served: LoadedPolicy) -> None:
         """A policy is there: meanwhile devices may have left, or joined."""
         served.keep(self._devices.works)
         there = {replica.lane for replica in served.replicas}
@@ -255,7 +255,7 @@ class Turnover:
             if not self._devices.is_out(number):
                 self._begin(number, [served])
 
-    def _begin(self, number: int, loaded: Sequence[Served]) -> None:
+    def _begin(self, number: int, loaded: Sequence[LoadedPolicy]) -> None:
         task = asyncio.create_task(self._extend(number, loaded), name=f"join {self._devices.name(number)}")
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
@@ -266,7 +266,7 @@ class Turnover:
             lacking = [one for one in self._store.all if number not in {replica.lane for replica in one.replicas}]
             await self._extend(number, lacking)
 
-    async def _extend(self, number: int, loaded: Sequence[Served]) -> None:
+    async def _extend(self, number: int, loaded: Sequence[LoadedPolicy]) -> None:
         devices, device = self._devices, self._devices.name(number)
         for served in loaded:
             if device is None or number not in devices.lanes or devices.health.is_out(device):

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import jaxmodels
 from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError
-from service.processes import end_with_parent
+from service.processes import exit_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _TOLD = 1 << 18
 # is the end of, too; and, where the system has no such signal, when nobody holds the other end of its input any more.
 _BEGINNING = f"""
 import ctypes, os, resource, signal, sys, threading
-{inspect.getsource(end_with_parent)}
+{inspect.getsource(exit_with_parent)}
 parent, memory, seconds, told = map(int, sys.argv[1:5])
 end_with_parent(parent, signal.SIGKILL)
 def end_when_alone():
@@ -288,7 +288,7 @@ class Places:
 _LOADS, _LOOKS = Places(), Places()
 
 
-class Inspection:
+class CheckpointSandbox:
     """Reads the folders of policies in child processes.
 
     Args:
@@ -394,4 +394,4 @@ def _killing(child: subprocess.Popen[bytes]) -> Iterator[None]:
         child.kill()
 
 
-__all__: Sequence[str] = ("Building", "Inspection", "Load", "LoadEnded", "Places", "begin_building")
+__all__: Sequence[str] = ("Building", "CheckpointSandbox", "Load", "LoadEnded", "Places", "begin_building")

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from service.errors import InvalidRequest, RecordingRefused, UnknownRecording, UnknownSession
-from service.logging import printable
+from service.logging import sanitize_text
 from service.recording.mcap_format import Subject, bounds, feature_names
 from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits, RecordingSettings
 from service.sessions.request import NewSession
@@ -279,7 +279,7 @@ class Recordings:
                 self._making[name] = FAILED
                 logger.error("no dataset was made of recording %s: %s", name, error.strerror)
                 return
-        lines = [printable(line, 500) for line in said[-4096:].decode(errors="replace").strip().splitlines()]
+        lines = [sanitize_text(line, 500) for line in said[-4096:].decode(errors="replace").strip().splitlines()]
         if code == 0:
             self._making.pop(name, None)
             logger.info("recording %s is a dataset now", name)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from service.inference.loaded_policy import told
+from service.inference.loaded_policy import task_input
 from service.recording.dataset import IMAGES, STATE
 from service.recording.steps import Facts, RecordingError, Source, Step
 
@@ -190,7 +190,7 @@ def _observation(step: Step, needs: Needs) -> dict[str, np.ndarray]:
     found = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in needs.cameras}
     if needs.state is not None:
         found[STATE] = step.state[None].astype(np.float32)
-    return found | told(step.task) if needs.language else found
+    return found | task_input(step.task) if needs.language else found
 
 
 WIDTH, ROW = 11.0, 1.7  # inches

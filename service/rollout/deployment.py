@@ -11,7 +11,7 @@ from hooks.errors import SourceError
 from service.rollout.config import DeploymentSettings
 from service.rollout.records import Journal, Quarantine, Record
 from service.rollout.rollout import INNOCENT, OF_SESSION, FollowerLike, RolloutLike, VerdictLike
-from service.rollout.sources import OF_COMMIT, OF_TRANSFER, Heads, Source
+from service.rollout.sources import OF_COMMIT, OF_TRANSFER, RefTracker, Source
 from service.rollout.triggers import Target
 
 Result = TypeVar("Result")
@@ -218,7 +218,7 @@ class Deployment:
             raise Ended("superseded", *self._given_up)
 
 
-class Standing:
+class RolloutState:
     """Where each session stands.
 
     Attributes:
@@ -263,14 +263,14 @@ class Standing:
 WENT_BACK = "somebody went back to the policy before"
 
 
-class Aim(NamedTuple):
+class DeployTarget(NamedTuple):
     """A session that a commit is for, and whether it is only prepared there."""
 
     session: str
     is_only_staged: bool
 
 
-class Purpose(Protocol):
+class DeployReason(Protocol):
     """A reason to deploy.
 
     Attributes:
@@ -280,7 +280,7 @@ class Purpose(Protocol):
     @property
     def target(self) -> Target | None: ...
 
-    async def choose(self, source: Source, repo: str, head: str) -> Sequence[Aim]:
+    async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """The sessions that are to have it, in this order; may raise `Ended`."""
         ...
 
@@ -299,9 +299,9 @@ class Followed:
     def __init__(
         self,
         target: Target,
-        standing: Standing,
+        standing: RolloutState,
         quarantine: Quarantine,
-        heads: Heads,
+        heads: RefTracker,
         again: Callable[[], None] | None,
     ):
         """``again`` asks for another look when the ref has moved on; None: it is deployed nevertheless."""
@@ -311,7 +311,7 @@ class Followed:
         self._heads = heads
         self._again = again
 
-    async def choose(self, source: Source, repo: str, head: str) -> Sequence[Aim]:
+    async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """Those who are not there yet, unless they are ahead of it."""
         wanting = self._standing.wanting(self.target, head)
         if wanting:
@@ -321,7 +321,7 @@ class Followed:
             self._standing.declined[one.session_id] = head
         if ahead and len(ahead) == len(wanting):
             raise Ended("rejected", "older", f"{head[:12]} is older than what runs; ask for it if it is meant")
-        return [Aim(one.session_id, one.mode == "stage") for one in wanting if one not in ahead]
+        return [DeployTarget(one.session_id, one.mode == "stage") for one in wanting if one not in ahead]
 
     async def check(self, sha: str) -> None:
         """The head again; when it is not known now, what was verified is not worse for that."""
@@ -346,7 +346,7 @@ class Asked:
 
     target = None
 
-    def __init__(self, session: str, standing: Standing, quarantine: Quarantine, is_forced: bool):
+    def __init__(self, session: str, standing: RolloutState, quarantine: Quarantine, is_forced: bool):
         """``is_forced``: from quarantine too."""
         self.is_withdrawn = False
         self.session = session
@@ -354,7 +354,7 @@ class Asked:
         self._quarantine = quarantine
         self._is_forced = is_forced
 
-    async def choose(self, source: Source, repo: str, head: str) -> Sequence[Aim]:
+    async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """That session, unless it runs it already."""
         if self.is_withdrawn:
             raise Ended("superseded", "rollback", WENT_BACK)
@@ -362,7 +362,7 @@ class Asked:
             return []
         if not self._is_forced:
             check_quarantine(self._quarantine, repo, head)
-        return [Aim(self.session, False)]
+        return [DeployTarget(self.session, False)]
 
     async def check(self, sha: str) -> None:
         """Whoever asked meant this commit."""
@@ -381,7 +381,7 @@ def check_quarantine(quarantine: Quarantine, repo: str, sha: str) -> None:
 logger = logging.getLogger(__name__)
 
 
-class Lane:
+class DeploymentQueue:
     """Deploys for a purpose; the next waits until it is through."""
 
     def __init__(
@@ -389,7 +389,7 @@ class Lane:
         sources: Callable[[str], Source],
         rollout: RolloutLike,
         settings: DeploymentSettings,
-        standing: Standing,
+        standing: RolloutState,
         journal: Journal,
     ):
         self._sources = sources
@@ -417,7 +417,7 @@ class Lane:
         if one is not None and (is_asked or self._target is not None) and session in one.record.sessions:
             one.give_up(reason, text)
 
-    async def deploy(self, record: Record, purpose: Purpose) -> None:
+    async def deploy(self, record: Record, purpose: DeployReason) -> None:
         """All the way."""
         async with self._lock:
             try:
@@ -441,7 +441,7 @@ class Lane:
             if record.result != "noop" or purpose.target is None:
                 await self._journal.finish(record)
 
-    async def _go(self, record: Record, purpose: Purpose) -> None:
+    async def _go(self, record: Record, purpose: DeployReason) -> None:
         source = self._sources(record.repo)
         deployment = Deployment(record, source, self._rollout, self._settings, self._journal.save)
         self._current, self._target = deployment, purpose.target

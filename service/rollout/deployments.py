@@ -13,11 +13,11 @@ from hooks.errors import SourceError
 from hooks.payload import WebhookPayload
 from service.errors import ServiceError, SourceFailed, UnknownDeployment, UpdateFailed
 from service.rollout.config import DeploymentSettings
-from service.rollout.deployment import WENT_BACK, Asked, Followed, Lane, Standing
+from service.rollout.deployment import WENT_BACK, Asked, DeploymentQueue, Followed, RolloutState
 from service.rollout.records import SCHEMA, Journal, OnEvent, Record, ensure_tables
 from service.rollout.rollout import RolloutLike
-from service.rollout.sources import FolderSource, Heads, Source
-from service.rollout.triggers import Hint, Hints, Reading, Retries, Target, newest, read
+from service.rollout.sources import FolderSource, RefTracker, Source
+from service.rollout.triggers import Hint, Reading, Retries, Target, TriggerQueue, newest, read
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +61,11 @@ class Deployments:
         self._sources = sources
         self._rollout = rollout
         self._now = now
-        self._standing = Standing(rollout)
-        self._heads = Heads(sources)
-        self._lane = Lane(sources, rollout, self.settings, self._standing, self._journal)
+        self._standing = RolloutState(rollout)
+        self._heads = RefTracker(sources)
+        self._lane = DeploymentQueue(sources, rollout, self.settings, self._standing, self._journal)
         self._retries = Retries(self.settings.retry, self.settings.retry_longest)
-        self._hints = Hints(self.settings.quiet, self.settings.longest, now)
+        self._hints = TriggerQueue(self.settings.quiet, self.settings.longest, now)
         self._waiting: dict[Target, Hint] = {}
         self._superseded: dict[Target, int] = {}  # in a row
         self._asked: set[Asked] = set()

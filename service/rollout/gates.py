@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from service.control.joints import JointTable
-from service.control.robot_io import Drive
+from service.control.robot_io import RobotIO
 from service.sessions.policy_slots import Held
 from service.sessions.session import Session
 from service.stage import Stage
@@ -167,12 +167,12 @@ class Counters:
     chunks: int
 
     @classmethod
-    def of(cls, drive: Drive) -> "Counters":
+    def of(cls, drive: RobotIO) -> "Counters":
         """As they are now."""
         control = drive.control
         return cls(control.starvations, control.missed_ticks, control.ticks, control.actions.late, control.chunks)
 
-    def cost(self, drive: Drive) -> Mapping[str, object]:
+    def cost(self, drive: RobotIO) -> Mapping[str, object]:
         """What came since, JSON-ready."""
         now, chunks = Counters.of(drive), drive.control.chunks - self.chunks
         usual = round(self.late / self.chunks * chunks, 2) if self.chunks else None
@@ -199,7 +199,7 @@ class Probation:
     def __init__(
         self,
         session: Session,
-        drive: Drive,
+        drive: RobotIO,
         allowed: np.ndarray,
         settings: ProbationSettings,
         go_back: Callable[[], Coroutine[Any, Any, Verdict]],

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from service.control.robot_io import Drive
+from service.control.robot_io import RobotIO
 from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
-from service.inference.engine import Engine, Served
-from service.inference.loaded_policy import STATE, readable, told
+from service.inference.engine import Engine, LoadedPolicy
+from service.inference.loaded_policy import STATE, select_features, task_input
 from service.rollout.gates import Counters, Limits, Probation, ProbationSettings, Trial, Verdict, judge, ranges
 from service.sessions.policy_slots import Misfit
 from service.sessions.session import Session
@@ -134,7 +134,7 @@ class Rollout:
             await session.policies.discard()
         return verdict
 
-    async def _judge(self, drive: Drive, served: Served) -> Verdict:
+    async def _judge(self, drive: RobotIO, served: LoadedPolicy) -> Verdict:
         pace = drive.control.pace
         # Frames of a size that comes no more would be compiled for, and nothing is as slow as that.
         seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
@@ -247,13 +247,13 @@ class Rollout:
             return _refusal(error)
         return Verdict(None, "", before.cost(drive))
 
-    def _allowed_steps(self, drive: Drive) -> np.ndarray:
+    def _allowed_steps(self, drive: RobotIO) -> np.ndarray:
         widths = np.array([joint.high - joint.low for joint in drive.table.joints])
         if drive.thinking.recent:
             widths = ranges(drive.table, [chunk[0] for _, chunk in drive.thinking.recent])
         return self.settings.probation.step * widths
 
-    def _fade(self, drive: Drive) -> int:
+    def _fade(self, drive: RobotIO) -> int:
         return round(self.settings.fade * drive.control.pace.action_rate)
 
 
@@ -273,13 +273,13 @@ def _repo_of(session: Session) -> str:
     return os.path.expanduser(session.new.policy_path)
 
 
-def _drive_of(session: Session) -> Drive:
+def _drive_of(session: Session) -> RobotIO:
     if session.drive is None:
         raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
     return session.drive
 
 
-def _grey(drive: Drive, served: Served) -> Mapping[str, np.ndarray]:
+def _grey(drive: RobotIO, served: LoadedPolicy) -> Mapping[str, np.ndarray]:
     """An observation for a robot that has shown nothing yet: grey pictures, joints in the middle of their ranges."""
     needs = served.requirements
     sizes = drive.buffer.sizes()
@@ -291,7 +291,7 @@ def _grey(drive: Drive, served: Served) -> Mapping[str, np.ndarray]:
     if needs.state is not None:
         middle = np.array([[(joint.low + joint.high) / 2 for joint in drive.table.joints]], np.float32)
         observation[STATE] = np.where(np.isfinite(middle), middle, np.float32(0))
-    return readable(needs, observation | told(drive.thinking.instruction))
+    return select_features(needs, observation | task_input(drive.thinking.instruction))
 
 
 def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
@@ -299,7 +299,7 @@ def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int
     return {camera: (image.shape[1], image.shape[2]) for camera, image in images.items()}
 
 
-async def _until_next_chunk(drive: Drive, chunks: int) -> None:
+async def _until_next_chunk(drive: RobotIO, chunks: int) -> None:
     """Until the new policy's first chunk is there, if the robot runs: what the swap cost is only known then."""
     end = time.monotonic() + 2.0
     # Control is a pure core without events; a tick is as precise as it gets.

@@ -486,7 +486,7 @@ def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
     return content_sha(((path.name, path) for path in files), content)
 
 
-class Heads:
+class RefTracker:
     """The heads of what is followed."""
 
     def __init__(self, sources: Callable[[str], Source]):

@@ -162,7 +162,7 @@ class Debounce:
         return min(held.last + self.quiet, held.first + self.longest)
 
 
-class Hints:
+class TriggerQueue:
     """Takes them at any time; gives out those that are due."""
 
     def __init__(self, quiet: float, longest: float, now: Callable[[], float]):

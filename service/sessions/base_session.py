@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from service.control.aggregation import Ensembled
-from service.control.robot_io import Drive
+from service.control.robot_io import RobotIO
 from service.inference.progress import Progress
-from service.sessions.policy_slots import Changeover
+from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession
 from service.stage import Lifecycle, Stage
 from service.stats import Tally
@@ -44,7 +44,7 @@ class About:
     progress: Progress
     age: float
     rooms: Rooms | None
-    policies: Changeover
+    policies: PolicySlots
     figures: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -64,7 +64,7 @@ class SessionStatus:
     error_message: str | None
 
 
-def status_of(session: About, drive: Drive | None, now: float) -> SessionStatus:
+def status_of(session: About, drive: RobotIO | None, now: float) -> SessionStatus:
     """All of one session, at ``now`` (monotonic)."""
     new, rooms = session.new, session.rooms
     return SessionStatus(
@@ -91,7 +91,7 @@ def status_of(session: About, drive: Drive | None, now: float) -> SessionStatus:
     )
 
 
-def _stops(session: About, drive: Drive | None, now: float) -> dict[str, object]:
+def _stops(session: About, drive: RobotIO | None, now: float) -> dict[str, object]:
     latch = session.latch
     found = _CODE.match(latch or "")
     return {
@@ -143,7 +143,7 @@ def _nothing_yet(session: About) -> dict[str, object]:
     }
 
 
-def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
+def _stats(session: About, drive: RobotIO, now: float) -> dict[str, object]:
     buffer, control = drive.buffer, drive.control
     hold = control.hold
     return {
@@ -186,7 +186,7 @@ def _stats(session: About, drive: Drive, now: float) -> dict[str, object]:
     }
 
 
-def joining_of(drive: Drive) -> dict[str, object]:
+def joining_of(drive: RobotIO) -> dict[str, object]:
     """How a session joins chunks and when it asks for them: what holds, whoever decided it."""
     pace = drive.control.pace
     return {
@@ -197,7 +197,7 @@ def joining_of(drive: Drive) -> dict[str, object]:
     }
 
 
-def _inference_stats(drive: Drive, session: About) -> dict[str, object]:
+def _inference_stats(drive: RobotIO, session: About) -> dict[str, object]:
     total = drive.thinking.seconds["total"]
     spent = total.total
     return {
@@ -212,7 +212,7 @@ def _inference_stats(drive: Drive, session: About) -> dict[str, object]:
     }
 
 
-def queue_of(session: About, drive: Drive | None, now: float) -> dict[str, object]:
+def queue_of(session: About, drive: RobotIO | None, now: float) -> dict[str, object]:
     """What a session is about to do: the queue, its due times from ``now``, rates, ages of its input."""
     if drive is None:
         return {"session_id": session.new.session_id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
@@ -248,7 +248,7 @@ def new_claim() -> str:
     return secrets.token_urlsafe(24)
 
 
-class Standing(ABC):
+class BaseSession(ABC):
     """What sessions of both kinds have in common.
 
     Attributes:
@@ -265,7 +265,7 @@ class Standing(ABC):
         self.new = new
         self.claim = claim or new_claim()
         self.refused = Tally()
-        self.drive: Drive | None = None
+        self.drive: RobotIO | None = None
         self.created_at = time.monotonic()
         self.figures: list[Callable[[], Mapping[str, object]]] = [self._refusals]
         self._life = Lifecycle(new.session_id, latch)

@@ -6,19 +6,19 @@ from functools import partial
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
-from service.control.aggregation import ENSEMBLE, Overlap, overlap_of
-from service.control.config import Pace
+from service.control.aggregation import ENSEMBLE, Aggregation, overlap_of
+from service.control.config import ControlConfig
 from service.control.joints import JointTable, table_for
 from service.control.limits import MotionLimits, motion_limits
 from service.errors import InvalidRequest, Overloaded, PolicyError
 from service.inference.admission import Seen
-from service.inference.engine import Engine, Served
-from service.inference.loaded_policy import complaint
+from service.inference.engine import Engine, LoadedPolicy
+from service.inference.loaded_policy import check_instruction
 from service.sessions.request import NewSession, SessionSettings
 from service.threads import call_in_thread
 
 
-def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) -> tuple[JointTable, Pace]:
+def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) -> tuple[JointTable, ControlConfig]:
     """The joints and the pace of a session with this policy.
 
     The tick rate is the request's, else the policy's own, else the default. Actions keep the rate that the
@@ -32,7 +32,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
     wrong = misfits(requirements, new)
     if wrong:
         raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(wrong))
-    if (text := complaint(requirements, new.language_instruction)) is not None:
+    if (text := check_instruction(requirements, new.language_instruction)) is not None:
         raise InvalidRequest(text, ("body", "language_instruction"))
     table = table_for(
         requirements.action,
@@ -43,7 +43,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
     rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)
     action_rate = requirements.rate or rate
     overlap = _overlap(requirements, new, action_rate)
-    pace = Pace(
+    pace = ControlConfig(
         rate=rate,
         action_rate=action_rate,
         action_steps=_action_steps(requirements, new, overlap),
@@ -60,7 +60,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
     return table, pace
 
 
-def _overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Overlap:
+def _overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:
     try:
         return overlap_of(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
     except ValueError as error:
@@ -68,7 +68,7 @@ def _overlap(requirements: Requirements, new: NewSession, action_rate: float) ->
         raise InvalidRequest(str(error), ("body", name)) from None
 
 
-def _action_steps(requirements: Requirements, new: NewSession, overlap: Overlap) -> int:
+def _action_steps(requirements: Requirements, new: NewSession, overlap: Aggregation) -> int:
     if new.action_steps is None:
         # An ensemble is of chunks at every action, as in LeRobot.
         return 1 if overlap.name == ENSEMBLE else requirements.action_steps
@@ -132,7 +132,9 @@ def _width_misfits(requirements: Requirements) -> list[str]:
     return misfits
 
 
-def admitted(engine: Engine, who: object, served: Served, pace: Pace, *, degrade: bool, seen: Seen) -> Pace:
+def admitted(
+    engine: Engine, who: object, served: LoadedPolicy, pace: ControlConfig, *, degrade: bool, seen: Seen
+) -> ControlConfig:
     """The pace that the engine has the time for, which is promised to ``who`` from here on.
 
     A chunk is asked for every ``action_steps`` actions; with ``degrade`` more of them are done of each chunk, as many
@@ -163,7 +165,7 @@ def admitted(engine: Engine, who: object, served: Served, pace: Pace, *, degrade
     return pace
 
 
-def promised(asked: Pace, given: Pace) -> dict[str, object]:
+def promised(asked: ControlConfig, given: ControlConfig) -> dict[str, object]:
     """How often a session is inferred for, and whether that is less than it asked for; JSON-ready."""
     return {
         "inferences_per_second": round(given.action_rate / given.action_steps, 3),
@@ -174,13 +176,13 @@ def promised(asked: Pace, given: Pace) -> dict[str, object]:
 WHERE = ("body", "language_instruction")
 
 
-async def read_ahead(served: Served, instruction: str | None) -> None:
+async def read_ahead(served: LoadedPolicy, instruction: str | None) -> None:
     """Let the policy read an instruction away from the loop and the device's thread: no chunk has to wait for that.
 
     Raises:
         InvalidRequest: it wants one, or cannot read this one.
     """
-    if (why := complaint(served.requirements, instruction)) is not None:
+    if (why := check_instruction(served.requirements, instruction)) is not None:
         raise InvalidRequest(why, WHERE)
     if instruction is None or not served.requirements.language:
         return

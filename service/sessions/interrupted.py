@@ -5,19 +5,19 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import NoReturn
 
-from service.control.observers import Tap
-from service.control.robot_io import Drive
+from service.control.observers import SessionObserver
+from service.control.robot_io import RobotIO
 from service.errors import MoveRefused
 from service.inference.engine import Engine, LoadPolicy
 from service.inference.progress import Progress
-from service.sessions.base_session import About, Standing
-from service.sessions.policy_slots import Changeover
+from service.sessions.base_session import About, BaseSession
+from service.sessions.policy_slots import PolicySlots
 from service.sessions.records import SessionRecord
 from service.stage import Move, Stage
 from service.transport.link import Rooms
 
 
-class Interrupted(Standing):
+class Interrupted(BaseSession):
     """Stands where the session stood and answers as one: it has no policy and no rooms, and moves nothing.
 
     All that were acknowledged and not deleted come back as this, after a kill and after an orderly end alike: whoever
@@ -39,7 +39,7 @@ class Interrupted(Standing):
         """``failure`` says what came of trying to bring it back."""
         super().__init__(record.new, latch, record.claim)
         self.record = record
-        self.policies = Changeover(record.new, engine, load, self._undriven)
+        self.policies = PolicySlots(record.new, engine, load, self._undriven)
         self.progress = Progress(record.new.policy_path, engine.durations)
         self.progress.tell("interrupted")
         self._life.stage = Stage.INTERRUPTED
@@ -107,11 +107,11 @@ class Interrupted(Standing):
         """It is forgotten."""
         self._life.move(Move.DELETE)
 
-    def attach(self, tap: Tap) -> Callable[[], None]:
+    def attach(self, tap: SessionObserver) -> Callable[[], None]:
         """Raises MoveRefused: there is nothing to look at."""
         raise self.refusal()
 
-    def _undriven(self) -> Drive:
+    def _undriven(self) -> RobotIO:
         raise self.refusal()
 
     def refusal(self) -> MoveRefused:

@@ -17,7 +17,7 @@ from service.stage import Stage
 from service.transport.link import Transport
 
 
-class Kept:
+class RecordWriter:
     """The record of one session, as it changes. Nothing here waits for the disk but ``add``."""
 
     def __init__(self, records: SessionRecords, record: SessionRecord):
@@ -125,13 +125,13 @@ class SharedSessions(Protocol):
         ...
 
 
-class Ledger:
+class SessionJournal:
     """Notes what happens to sessions; only `written` and `try_written` wait, for the disk and the shared database."""
 
     def __init__(self, records: SessionRecords):
         self._records = records
         self._shared: SharedSessions | None = None
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, RecordWriter] = {}
         self._is_closing = False
 
     def left(self, most: int) -> list[SessionRecord]:
@@ -143,7 +143,7 @@ class Ledger:
             self._records.drop(record.new.session_id)
         return list(listed)
 
-    def begin(self, record: SessionRecord, before: SessionRecord | None) -> tuple[Kept, Orphan | None]:
+    def begin(self, record: SessionRecord, before: SessionRecord | None) -> tuple[RecordWriter, Orphan | None]:
         """A session begins, in the place of one from before or of none.
 
         Returns:
@@ -153,10 +153,10 @@ class Ledger:
         orphan = None if before is None else orphan_between(before, record)
         if orphan is not None:
             self._records.leave(orphan)
-        kept = self._kept[record.new.session_id] = Kept(self._records, record)
+        kept = self._kept[record.new.session_id] = RecordWriter(self._records, record)
         return kept, orphan
 
-    def has(self, kept: Kept) -> bool:
+    def has(self, kept: RecordWriter) -> bool:
         """Whether nobody deleted its session, or made another one of its id."""
         return self._kept.get(kept.record.new.session_id) is kept
 

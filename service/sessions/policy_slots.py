@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from service.control.robot_io import Drive
+from service.control.robot_io import RobotIO
 from service.errors import MoveRefused, PolicyError
-from service.inference.engine import Engine, LoadPolicy, Served
+from service.inference.engine import Engine, LoadedPolicy, LoadPolicy
 from service.sessions.request import NewSession
 
 
@@ -20,12 +20,12 @@ class Held:
         hold: gives it back to the engine when closed.
     """
 
-    served: Served
+    served: LoadedPolicy
     commit: str | None
     hold: AsyncExitStack
 
 
-class Changeover:
+class PolicySlots:
     """Up to three policies with the same requirements, and how one takes over from another.
 
     Attributes:
@@ -38,8 +38,8 @@ class Changeover:
         new: NewSession,
         engine: Engine,
         load: LoadPolicy,
-        driven: Callable[[], Drive],
-        took_over: Callable[[Served], None] = lambda served: None,
+        driven: Callable[[], RobotIO],
+        took_over: Callable[[LoadedPolicy], None] = lambda served: None,
     ):
         """Nothing is loaded yet.
 
@@ -59,7 +59,7 @@ class Changeover:
         self._changing = asyncio.Lock()
         self._letting_go: set[asyncio.Task[None]] = set()
 
-    async def begin(self, tell: Callable[[str], None]) -> Served:
+    async def begin(self, tell: Callable[[str], None]) -> LoadedPolicy:
         """Load the first one.
 
         Raises:
@@ -68,7 +68,7 @@ class Changeover:
         self.running = await self._hold(self._new.revision, tell)
         return self.running.served
 
-    async def stage(self, commit: str, folder: str, tell: Callable[[str], None]) -> Served:
+    async def stage(self, commit: str, folder: str, tell: Callable[[str], None]) -> LoadedPolicy:
         """Load another one beside the running one, compiled for the frames that come; nothing changes by it.
 
         Args:
@@ -141,7 +141,7 @@ class Changeover:
                 await held.hold.aclose()
         self.staged = self.before = self.running = None
 
-    async def _take_over(self, drive: Drive, held: Held, fade: int, patience: float) -> None:
+    async def _take_over(self, drive: RobotIO, held: Held, fade: int, patience: float) -> None:
         taken = drive.thinking.take_over(held.served, fade, self._staged_took_over)
         name = f"session {self._new.session_id!r}"
         try:
@@ -182,7 +182,9 @@ class Changeover:
             held, self.staged = self.staged, None
             await held.hold.aclose()
 
-    async def _compile(self, drive: Drive, served: Served, tell: Callable[[str], None] = lambda stage: None) -> None:
+    async def _compile(
+        self, drive: RobotIO, served: LoadedPolicy, tell: Callable[[str], None] = lambda stage: None
+    ) -> None:
         sizes = drive.buffer.sizes()
         if sizes and len(sizes) == len(drive.buffer.frames) and not served.is_compiled(sizes):
             tell("compiling")
@@ -208,7 +210,7 @@ class Misfit(PolicyError):
     """A policy needs something else than the session has."""
 
 
-def differences(running: Served, other: Served) -> list[str]:
+def differences(running: LoadedPolicy, other: LoadedPolicy) -> list[str]:
     """What the other policy needs that the running one does not, field by field."""
     mine, theirs = running.requirements, other.requirements
     return [

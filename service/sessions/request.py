@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from service.control.limits import Asked
-from service.control.watchdog import Patience
+from service.control.watchdog import WatchdogTimeouts
 from service.errors import InvalidRequest
 from service.inference.policy_sources import PolicyPlaces
 from service.transport.address import Destinations
@@ -109,7 +109,7 @@ class SessionSettings:
     samples: int = 2048
     motion: Asked = field(default_factory=Asked)
     on_hold: Literal["hold", "ramp"] = "hold"
-    patience: Patience = field(default_factory=Patience)
+    patience: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= self.max_rate <= 1000:

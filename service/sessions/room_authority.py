@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from service.control.robot_io import Drive
+from service.control.robot_io import RobotIO
 from service.sessions.records import Latch
 from service.sessions.request import NewSession
 from service.stage import MOVING, Stage
@@ -31,7 +31,7 @@ class Session(Protocol):
     """A session, or one that was interrupted, as far as its room has to know it."""
 
     new: NewSession
-    drive: Drive | None
+    drive: RobotIO | None
     claim: str
     refused: Tally
 

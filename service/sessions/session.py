@@ -10,21 +10,21 @@ from functools import partial
 from typing import TypeAlias
 
 from service.control.aggregation import ENSEMBLE
-from service.control.config import Pace
-from service.control.controller import Control
+from service.control.config import ControlConfig
+from service.control.controller import Controller
 from service.control.joints import JointTable
 from service.control.lease import Leases, robot_of
-from service.control.observation_buffer import Buffer
-from service.control.observers import Tap, Taps
-from service.control.robot_io import Drive
+from service.control.observation_buffer import ObservationBuffer
+from service.control.observers import SessionObserver, SessionObservers
+from service.control.robot_io import RobotIO
 from service.control.shadow import Shadow, shadow_of
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
-from service.inference.engine import Engine, LoadPolicy, Served, Sizes
+from service.inference.engine import Engine, LoadedPolicy, LoadPolicy, Sizes
 from service.inference.progress import Progress
 from service.logging import begin_about
-from service.sessions.base_session import About, Standing, joining_of
+from service.sessions.base_session import About, BaseSession, joining_of
 from service.sessions.compatibility import admitted, fit, limits_of, promised, read_ahead
-from service.sessions.policy_slots import Changeover
+from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Move, Stage
 from service.threads import call_in_thread
@@ -62,7 +62,7 @@ def notice_of(new: NewSession, stage: Stage, move: Move, reason: str | None) -> 
 logger = logging.getLogger(__name__)
 
 
-class Session(Standing):
+class Session(BaseSession):
     """One robot's session.
 
     Attributes:
@@ -100,9 +100,9 @@ class Session(Standing):
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
         self.stops = 0
-        self.policies = Changeover(new, engine, load, self._driven, partial(engine.move_claim, self))
+        self.policies = PolicySlots(new, engine, load, self._driven, partial(engine.move_claim, self))
         self._admission: Mapping[str, object] = {}
-        self._taps = Taps()
+        self._taps = SessionObservers()
         self._transport = transport
         self._engine = engine
         self._load = load
@@ -121,7 +121,7 @@ class Session(Standing):
         """Whether it has no rooms, no policy and no task any more."""
         return self._task.done()
 
-    def attach(self, tap: Tap) -> Callable[[], None]:
+    def attach(self, tap: SessionObserver) -> Callable[[], None]:
         """Let somebody look on, before its drive exists and after; what is returned takes the tap off again."""
         return self._taps.attach(tap)
 
@@ -280,7 +280,7 @@ class Session(Standing):
         if move in (Move.FAILED, Move.EXPIRED):
             self._halt()
 
-    def _driven(self) -> Drive:
+    def _driven(self) -> RobotIO:
         """Its live parts, for somebody who wants to change what it runs.
 
         Raises:
@@ -319,16 +319,16 @@ class Session(Standing):
             pace = self._admitted(served, asked)
             limits = limits_of(table, served.requirements, new, self._settings)
             async with self._shadow(served, table) as shadow:
-                buffer = Buffer(
+                buffer = ObservationBuffer(
                     new.camera_names,
                     table,
                     frame_age_limit=self._settings.frame_age_limit,
                     max_pixels=self._settings.max_frame_pixels,
                 )
-                drive = Drive(
+                drive = RobotIO(
                     table=table,
                     buffer=buffer,
-                    control=Control(buffer, pace, limits),
+                    control=Controller(buffer, pace, limits),
                     engine=self._engine,
                     served=served,
                     notify=self._happened,
@@ -356,7 +356,7 @@ class Session(Standing):
             self._engine.release(self)
             await self.policies.close()
 
-    def _admitted(self, served: Served, asked: Pace) -> Pace:
+    def _admitted(self, served: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
         pace = admitted(self._engine, self, served, asked, degrade=self.new.degrade, seen=self._seen)
         self._admission = promised(asked, pace)
         return pace
@@ -368,7 +368,7 @@ class Session(Standing):
         sizes = self.drive.buffer.sizes()
         return sizes if len(sizes) == len(self.new.camera_names) else None
 
-    def _shadow(self, served: Served, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
+    def _shadow(self, served: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
         return shadow_of(
             self.new.shadow_policy_path,
             self.new.shadow_revision,
@@ -379,7 +379,7 @@ class Session(Standing):
             tell=lambda stage: self.progress.tell("loading the shadow policy"),
         )
 
-    async def _drive_robot(self, drive: Drive, link: Link) -> None:
+    async def _drive_robot(self, drive: RobotIO, link: Link) -> None:
         driving = asyncio.create_task(drive.run(link), name=f"drive {self.id}")
         watching = asyncio.create_task(self._watch_input(drive), name=f"watch {self.id}")
         ending = asyncio.create_task(self._ending.wait())
@@ -409,7 +409,7 @@ class Session(Standing):
             if isinstance(result, Exception):
                 raise result
 
-    async def _watch_input(self, drive: Drive) -> None:
+    async def _watch_input(self, drive: RobotIO) -> None:
         patience = self._settings.input_timeout
         while True:
             last = max(self._active_since, drive.buffer.last_input_at or self._active_since)

@@ -12,7 +12,7 @@ from service.errors import MoveRefused, NotKept, ServiceError, SessionExists, To
 from service.inference.engine import Engine, LoadPolicy
 from service.sessions.base_session import SessionStatus
 from service.sessions.interrupted import Interrupted
-from service.sessions.journal import Kept, Ledger, Orphans, SharedSessions, made_before, rooms_in
+from service.sessions.journal import Orphans, RecordWriter, SessionJournal, SharedSessions, made_before, rooms_in
 from service.sessions.records import Latch, Orphan, SessionRecord, SessionRecords
 from service.sessions.request import NewSession, SessionSettings
 from service.sessions.session import Session, Tell
@@ -63,7 +63,7 @@ class Sessions:
         self._admit = admit
         self._leases = Leases()
         records = records or SessionRecords()
-        self._ledger = Ledger(records)
+        self._ledger = SessionJournal(records)
         self._sessions: dict[str, Listed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -147,7 +147,13 @@ class Sessions:
         return session
 
     async def _settle(
-        self, session: Session, kept: Kept, before: Interrupted | None, orphan: Orphan | None, *, is_promised: bool
+        self,
+        session: Session,
+        kept: RecordWriter,
+        before: Interrupted | None,
+        orphan: Orphan | None,
+        *,
+        is_promised: bool,
     ) -> None:
         try:
             if not is_promised:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from service.auth.caller import Caller
 from service.errors import MoveRefused, TooManyRequests
 from service.sessions.store import Listed, Sessions
-from service.streaming.direct_inference import Consultation
+from service.streaming.direct_inference import DirectInference
 from service.streaming.direct_transport import DirectTransport
 from service.streaming.websocket import SocketLimits
 
 
 @dataclass(frozen=True)
-class DoorSettings:
+class StreamSettings:
     """Of all doors; times in seconds.
 
     Attributes:
@@ -32,30 +32,30 @@ class DoorSettings:
     socket: SocketLimits = field(default_factory=SocketLimits)
 
 
-class Doors:
+class StreamClients:
     """Of one server.
 
     Attributes:
         direct: the links of its sessions without rooms.
     """
 
-    def __init__(self, sessions: Callable[[], Sessions], settings: DoorSettings | None = None):
+    def __init__(self, sessions: Callable[[], Sessions], settings: StreamSettings | None = None):
         """``sessions`` are there when the first client comes."""
-        self.settings = settings or DoorSettings()
+        self.settings = settings or StreamSettings()
         self.direct = DirectTransport()
         self._sessions = sessions
-        self._acting: dict[tuple[str, str], Consultation] = {}
+        self._acting: dict[tuple[str, str], DirectInference] = {}
         self._open: list[str | None] = []
 
-    def consult(self, session: Listed) -> Consultation:
+    def consult(self, session: Listed) -> DirectInference:
         """For a client that just came, with a socket."""
         return self._consult(session, self.settings.compile_patience)
 
-    def _consult(self, session: Listed, patience: float) -> Consultation:
+    def _consult(self, session: Listed, patience: float) -> DirectInference:
         sessions = self._sessions()
-        return Consultation(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
+        return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 
-    def acting(self, session: Listed, caller: Caller) -> Consultation:
+    def acting(self, session: Listed, caller: Caller) -> DirectInference:
         """For a caller who acts by single requests: the same one each time."""
         key = (session.id, caller.name)
         known = self._acting.get(key)

@@ -10,10 +10,10 @@ import numpy as np
 
 from service.control.guard import Motion
 from service.control.policy_runner import STAGES
-from service.control.robot_io import Drive
+from service.control.robot_io import RobotIO
 from service.errors import Compiling, InvalidRequest, MoveRefused, PolicyFailed, ServiceError, TooManyRequests
-from service.inference.engine import Engine, Inference, Sizes, in_words
-from service.inference.loaded_policy import STATE, complaint, readable, told
+from service.inference.engine import Engine, InferenceResult, Sizes, in_words
+from service.inference.loaded_policy import STATE, check_instruction, select_features, task_input
 from service.sessions.interrupted import Interrupted
 from service.sessions.request import DIRECT
 from service.sessions.store import Listed, Session
@@ -32,7 +32,7 @@ _PAUSE = 2.0
 _NONE = np.zeros((0, 0), np.float32)
 
 
-class Thought(NamedTuple):
+class InferenceTrace(NamedTuple):
     """A chunk that may be done.
 
     Attributes:
@@ -45,7 +45,7 @@ class Thought(NamedTuple):
 
     actions: np.ndarray
     clamped: tuple[str, ...]
-    inference: Inference
+    inference: InferenceResult
     decode: float
     odd: list[str]
 
@@ -55,7 +55,7 @@ class Thought(NamedTuple):
         return {name: round(seconds * 1e3, 3) for name, seconds in ({"decode": self.decode} | stages).items()}
 
 
-class Consultation:
+class DirectInference:
     """One client's, with what it was told last.
 
     Args:
@@ -86,13 +86,13 @@ class Consultation:
         """
         return self._wanted_by(self.link()[1])
 
-    def _wanted_by(self, drive: Drive) -> Wanted:
+    def _wanted_by(self, drive: RobotIO) -> Wanted:
         known, cameras = self._wanted, self.session.new.camera_names
         if known is None or known.joints is not drive.table or known.cameras is not cameras:
             known = self._wanted = Wanted(cameras, drive.table, self._pixels)
         return known
 
-    def link(self) -> tuple[DirectLink, Drive]:
+    def link(self) -> tuple[DirectLink, RobotIO]:
         """The session's link and live parts.
 
         Raises:
@@ -111,7 +111,7 @@ class Consultation:
             raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
         return link, session.drive
 
-    def open(self) -> tuple[DirectLink, Drive]:
+    def open(self) -> tuple[DirectLink, RobotIO]:
         """Refuse where no client may control by itself now.
 
         Raises:
@@ -134,7 +134,7 @@ class Consultation:
             raise MoveRefused(f"session {session.id!r} is a dry run, and gives out no actions")
         return link, drive
 
-    def check(self) -> tuple[DirectLink, Drive]:
+    def check(self) -> tuple[DirectLink, RobotIO]:
         """Refuse where this client may not control by itself now: a stop is for whoever controlled until then.
 
         Raises:
@@ -161,7 +161,7 @@ class Consultation:
     def _forget(self) -> None:
         self._plan, self._given, self._trail = None, 0, _NONE
 
-    async def think(self, seen: Observation, executed: int | None = None) -> Thought:
+    async def think(self, seen: Observation, executed: int | None = None) -> InferenceTrace:
         """What to do about this observation (with every camera and joint).
 
         Args:
@@ -188,7 +188,7 @@ class Consultation:
         self._plan, self._trail, self._ticks = thought.actions, trail, drive.control.ticks
         return thought
 
-    async def _think(self, link: DirectLink, drive: Drive, seen: Observation, trail: np.ndarray) -> Thought:
+    async def _think(self, link: DirectLink, drive: RobotIO, seen: Observation, trail: np.ndarray) -> InferenceTrace:
         began = time.monotonic()
         instruction = await self.prompted(seen, drive)
         wanted = self._wanted_by(drive)
@@ -203,8 +203,8 @@ class Consultation:
         served = thinking.served
         whole = {feature: frames[camera][None] for camera, feature in wanted.features}
         whole[STATE] = pose[None]
-        whole |= told(instruction)
-        observation = readable(served.requirements, whole)
+        whole |= task_input(instruction)
+        observation = select_features(served.requirements, whole)
         sizes = {camera: image.shape[:2] for camera, image in frames.items()}
         if not served.is_compiled(sizes):
             await self._compile(drive, sizes)
@@ -218,14 +218,14 @@ class Consultation:
         asyncio.get_running_loop().call_soon(
             self._note, drive, observation, whole, inference, now, time.monotonic(), is_shown
         )
-        return Thought(chunk, clamped, inference, now - began, odd)
+        return InferenceTrace(chunk, clamped, inference, now - began, odd)
 
     def _note(
         self,
-        drive: Drive,
+        drive: RobotIO,
         asked: Mapping[str, np.ndarray],
         whole: Mapping[str, np.ndarray],
-        inference: Inference,
+        inference: InferenceResult,
         seen_at: float,
         at: float,
         is_shown: bool,
@@ -243,21 +243,21 @@ class Consultation:
             thinking.shadow.offer(whole, inference.chunk)
         drive.taps.planned(inference.chunk[0], seen_at, at)
 
-    def _show(self, drive: Drive, frames: Mapping[str, np.ndarray], seen: Observation, now: float) -> None:
+    def _show(self, drive: RobotIO, frames: Mapping[str, np.ndarray], seen: Observation, now: float) -> None:
         """For whoever looks on: the page, a recording, the figures. Not more often than anybody looks (``_SHOWN``)."""
         for camera, image in frames.items():
             if drive.buffer.put_frame(camera, image, now):
                 drive.taps.saw(camera, image, now)
         drive.buffer.put_joints(seen.joints, now)
 
-    async def _compile(self, drive: Drive, sizes: Sizes) -> None:
+    async def _compile(self, drive: RobotIO, sizes: Sizes) -> None:
         try:
             async with asyncio.timeout(self._patience):
                 await self._engine.compile(drive.thinking.served, sizes)
         except TimeoutError:
             raise Compiling(f"the policy is being compiled for {in_words(sizes)}; ask again") from None
 
-    def _judged(self, drive: Drive, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
+    def _judged(self, drive: RobotIO, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
         guard = drive.control.guard
         wrong = guard.form(answer)
         if wrong is None:
@@ -269,7 +269,7 @@ class Consultation:
         drive.control.rejected += 1
         raise PolicyFailed(wrong[1])
 
-    def _done(self, executed: int | None, drive: Drive) -> np.ndarray:
+    def _done(self, executed: int | None, drive: RobotIO) -> np.ndarray:
         """The newest actions (n, a) that the next chunk follows; none of them when the arm is at rest."""
         if drive.control.ticks != self._ticks:
             self._forget()  # the session's own loop drove the robot meanwhile
@@ -284,7 +284,7 @@ class Consultation:
         parts = [part for part in (self._trail, plan[:executed]) if len(part)]
         return np.concatenate(parts)[-3:] if parts else _NONE
 
-    async def next(self, seen: Observation) -> tuple[np.ndarray, int, Thought | None]:
+    async def next(self, seen: Observation) -> tuple[np.ndarray, int, InferenceTrace | None]:
         """One action (a,), how many are left before the policy is asked again, and what it thought if it was.
 
         Raises:
@@ -309,7 +309,7 @@ class Consultation:
         self._given_at = time.monotonic()
         return action, min(steps, len(self._plan)) - self._given, thought
 
-    async def prompted(self, seen: Observation, drive: Drive) -> str | None:
+    async def prompted(self, seen: Observation, drive: RobotIO) -> str | None:
         """What is to be done about this: what the client says, else what it or somebody else said last.
 
         It is the session's instruction from now on, and what recordings call it.
@@ -322,7 +322,7 @@ class Consultation:
             said = session.new.language_instruction
         elif said != session.new.language_instruction and isinstance(session, Session):
             await session.tell(said)
-        if (why := complaint(drive.thinking.served.requirements, said)) is not None:
+        if (why := check_instruction(drive.thinking.served.requirements, said)) is not None:
             raise InvalidRequest(why, ("body", "prompt"))
         return said
 
@@ -372,12 +372,12 @@ def _stops(session: Listed) -> int:
 _WHOLE = 1 << 63
 
 
-async def act(consultation: Consultation, message: Mapping[str, Any]) -> dict[str, Any]:
+async def act(consultation: DirectInference, message: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to an act; ``docs/direct.md`` has the fields.
 
     Raises:
         InvalidRequest: something of it cannot be used.
-        ServiceError: as ``Consultation.think``.
+        ServiceError: as ``DirectInference.think``.
     """
     is_new = message.get("reset", False)
     if not isinstance(is_new, bool):
@@ -389,7 +389,7 @@ async def act(consultation: Consultation, message: Mapping[str, Any]) -> dict[st
     executed, number = (whole_number(message, name) for name in ("executed", "number"))
     seen = observation.read(message, consultation.wanted(), is_whole=True)
     told: dict[str, Any] = {} if number is None else {"number": number}
-    thought: Thought | None
+    thought: InferenceTrace | None
     if is_new:
         consultation.begin_anew()
     if want == "action":

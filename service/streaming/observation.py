@@ -19,7 +19,7 @@ from PIL import Image
 from service.control.joints import ODD, JointTable
 from service.errors import InvalidRequest, TooLarge
 from service.inference.loaded_policy import IMAGES
-from service.logging import printable
+from service.logging import sanitize_text
 from service.threads import yield_to_others
 
 FORMATS = ("JPEG", "PNG")
@@ -232,7 +232,7 @@ def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Obser
     frames, files, known = {}, {}, set(wanted.cameras)
     for name, picture in images.items():
         if name not in known:
-            wrong.append(f"camera {printable(str(name)[:64])!r} is unknown")
+            wrong.append(f"camera {sanitize_text(str(name)[:64])!r} is unknown")
         elif isinstance(picture, np.ndarray):
             frames[name] = raw_image(name, picture, wanted.pixels)
         elif isinstance(picture, str | memoryview):
@@ -316,7 +316,7 @@ def _named(state: Mapping[Any, Any], table: JointTable, is_whole: bool, wrong: l
     if update.dropped:
         # A set: 4096 names against a list of 256 joints take 20 ms.
         strange = sorted(str(name)[:40] for name in state.keys() - set(table.names))[:4]
-        known = f"; {', '.join(map(printable, strange))} is none of {', '.join(table.names)}" if strange else ""
+        known = f"; {', '.join(map(sanitize_text, strange))} is none of {', '.join(table.names)}" if strange else ""
         wrong.append("state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()) + known)
         return {}
     missing = [name for place, name in enumerate(table.names) if place not in update.values]

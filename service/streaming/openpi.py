@@ -15,11 +15,11 @@ import numpy as np
 
 from service.errors import InvalidRequest, ServiceError
 from service.http.fair_queue import measured
-from service.logging import printable
+from service.logging import sanitize_text
 from service.streaming import codec, observation
-from service.streaming.direct_inference import Consultation
+from service.streaming.direct_inference import DirectInference
 from service.streaming.observation import Observation, Wanted
-from service.streaming.websocket import DoorSocket, SocketClosed
+from service.streaming.websocket import SocketClosed, StreamSocket
 
 _STATES = ("observation.state", "observation/state", "state", "observation/joint_position")
 _PROMPTS = ("prompt", "task")
@@ -40,7 +40,7 @@ _CAMERAS = (
 _Keys = tuple[Sequence[tuple[str, str]], str, str | None]
 
 
-class Naming:
+class OpenpiKeys:
     """What one client calls things; that is the same each time, so it is found once and then looked up."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def _keys(flat: Mapping[str, Any], wanted: Wanted) -> _Keys:
     """Where cameras, state and prompt are.
 
     Raises:
-        As ``Naming.renamed``.
+        As ``OpenpiKeys.renamed``.
     """
     cameras: list[tuple[str, str]] = []
     wrong: list[str] = []
@@ -91,7 +91,7 @@ def _keys(flat: Mapping[str, Any], wanted: Wanted) -> _Keys:
         wrong.append("no state (send it as 'observation.state')")
     prompts = [key for key in _PROMPTS if key in flat]
     if wrong:
-        came = ", ".join(repr(printable(key, 48)) for key in list(flat)[:16]) or "nothing"
+        came = ", ".join(repr(sanitize_text(key, 48)) for key in list(flat)[:16]) or "nothing"
         raise InvalidRequest(f"{'; '.join(wrong)}. What came: {came}")
     return (cameras, states[0], prompts[0] if prompts else None)
 
@@ -144,14 +144,14 @@ class ObservationReader:
 
     def __init__(self) -> None:
         self._unpacker = codec.Unpacker()
-        self._naming = Naming()
+        self._naming = OpenpiKeys()
         self._alike: _Alike | None = None
 
     def read(self, body: memoryview, wanted: Wanted) -> Observation:
         """The observation of a message.
 
         Raises:
-            InvalidRequest, TooLarge: as ``packing.unpack``, ``Naming.renamed`` and ``observation.read``.
+            InvalidRequest, TooLarge: as ``packing.unpack``, ``OpenpiKeys.renamed`` and ``observation.read``.
         """
         alike = self._alike
         if alike is not None and alike.wanted is wanted and self._unpacker.is_alike(body):
@@ -180,10 +180,10 @@ class ObservationReader:
         return _Alike(wanted, frames, places[id(state)], seen.prompt)
 
 
-class OpenpiDoor:
+class OpenpiProtocol:
     """One client."""
 
-    def __init__(self, socket: DoorSocket, consultation: Consultation, is_still_in: Callable[[], bool]):
+    def __init__(self, socket: StreamSocket, consultation: DirectInference, is_still_in: Callable[[], bool]):
         self._socket = socket
         self._consultation = consultation
         self._is_still_in = is_still_in

@@ -9,12 +9,12 @@ from typing import Any
 
 from service.auth.caller import Caller, Role
 from service.errors import Forbidden, InvalidRequest, MoveRefused, ServiceError
-from service.logging import printable
+from service.logging import sanitize_text
 from service.streaming import codec, direct_inference, observation
-from service.streaming.direct_inference import Consultation
+from service.streaming.direct_inference import DirectInference
 from service.streaming.direct_transport import DirectLink
 from service.streaming.observation import Observation, Wanted
-from service.streaming.websocket import DoorSocket, SocketClosed
+from service.streaming.websocket import SocketClosed, StreamSocket
 from service.transport.link import JointValue
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class Stream:
 
     def __init__(
         self,
-        socket: DoorSocket,
-        consultation: Consultation,
+        socket: StreamSocket,
+        consultation: DirectInference,
         caller: Caller,
         *,
         silence: float,
@@ -115,7 +115,7 @@ class Stream:
     async def _do(self, kind: str, message: Mapping[str, Any], number: int | None) -> None:
         if kind == "stop":
             reason = message.get("reason")
-            words = printable(reason) if isinstance(reason, str) else ""
+            words = sanitize_text(reason) if isinstance(reason, str) else ""
             await self._stop(words or "asked for on the stream")
         elif kind == "ping":
             sent = message.get("time")

@@ -24,7 +24,7 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.http.fair_queue import MESSAGE, FairQueue
 from service.http.limits import source_of
-from service.http.protocol import PunctualProtocol
+from service.http.protocol import DeadlineProtocol
 
 TEXT, BINARY, CLOSE, PING, PONG = 0x1, 0x2, 0x8, 0x9, 0xA
 _CONTROL = 0x8
@@ -327,7 +327,7 @@ class SocketLimits:
     message: float = 30.0
 
 
-class DoorSocket(asyncio.BufferedProtocol):
+class StreamSocket(asyncio.BufferedProtocol):
     """Messages in as memory that nobody else writes to, messages out without waiting.
 
     Attributes:
@@ -358,9 +358,9 @@ class DoorSocket(asyncio.BufferedProtocol):
         self.lost: asyncio.Future[None] = self._loop.create_future()
 
     @classmethod
-    def take(cls, socket: WebsocketImplProtocol, limits: SocketLimits) -> "DoorSocket":
+    def take(cls, socket: WebsocketImplProtocol, limits: SocketLimits) -> "StreamSocket":
         """The connection of an upgraded socket of a route with ``ctx_is_handed_over``: Sanic has read nothing of it."""
-        before = cast(PunctualProtocol, socket.io_proto)
+        before = cast(DeadlineProtocol, socket.io_proto)
         if before.transport is None or before.transport.is_closing():
             raise SocketClosed
         transport = cast(asyncio.Transport, before.transport)

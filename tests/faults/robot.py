@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.transport.address import Address, Kind
-from service.transport.client.connection import Pace, RoomConnection
+from service.transport.client.connection import RoomConnection, TransportTimeouts
 from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.robot import JointRoom, Robot, connect_robot
 from service.transport.link import EmergencyStop, Rooms
@@ -24,7 +24,7 @@ SPEED = 1.0  # of the joint that tells the time, units a second
 PERIOD = 1 / RATE
 FRAMES = 25.0
 # The robot is no part of what is tested: it comes back at once.
-QUICK = Pace(retry_first=0.05, retry_longest=0.1, greet=0.05)
+QUICK = TransportTimeouts(retry_first=0.05, retry_longest=0.1, greet=0.05)
 
 
 @dataclass(frozen=True)

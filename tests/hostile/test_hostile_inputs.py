@@ -299,8 +299,8 @@ def door_readers() -> Iterator[Reader]:
         "too many numbers": lambda size: {"state": [0.5] * size},
     }.items():
         yield Reader(f"an observation: {name}", lambda seen: observation.read(seen, wanted, is_whole=True), seen, 4096)
-    yield Reader("words", logging.printable, repeated("\x01a"), 4 << 20)
-    yield Reader("words of spaces", logging.printable, repeated(" ", "a"), 4 << 20)
+    yield Reader("words", logging.sanitize_text, repeated("\x01a"), 4 << 20)
+    yield Reader("words of spaces", logging.sanitize_text, repeated(" ", "a"), 4 << 20)
 
 
 def same_again(raw: bytes) -> None:

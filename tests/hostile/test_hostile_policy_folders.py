@@ -24,7 +24,7 @@ import jaxmodels
 from service.app import create_app
 from service.http.server import listen, serving
 from service.inference.policy_sources import requirements_reader
-from service.inference.sandbox import Inspection, Places
+from service.inference.sandbox import CheckpointSandbox, Places
 from service.settings import Settings
 from service.testing import MemoryTransport, ScriptedPolicy
 from tests.waiting import lives, until
@@ -57,7 +57,7 @@ class Loader:
 
     def __call__(self, path, revision=None, /, *, like=None, on_progress=None):
         folder = Path(path)
-        inspect = Inspection(program=STUCK) if folder.name.startswith("stuck") else Inspection()
+        inspect = CheckpointSandbox(program=STUCK) if folder.name.startswith("stuck") else CheckpointSandbox()
         with jaxmodels.PolicyFolder(folder, roots=self.roots) as opened:
             inspect(opened)
         if folder.name.startswith("slow"):
@@ -330,7 +330,7 @@ async def test_after_too_many_that_are_left_behind_loads_are_refused_and_not_que
 def test_a_child_ends_with_its_server_however_that_ends(tmp_path):
     """Which is killed here, so that it can end nobody."""
     program = (
-        "import sys; from pathlib import Path; from service.inference.sandbox import Inspection; "
+        "import sys; from pathlib import Path; from service.inference.sandbox import CheckpointSandbox as Inspection; "
         f"Inspection(program='import os; print(os.getpid(), file=sys.stderr); {STUCK}')(Path({str(DEMO)!r}))"
     )
     server = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)

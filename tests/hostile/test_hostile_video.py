@@ -27,13 +27,13 @@ from OpenSSL import SSL
 
 from service.http.fair_queue import SHARE, TURN, FairQueue
 from service.transport.client.camera_rooms import CONSUMER_OFFERS, MAX_PEERS, CameraReceiver, CameraSender
-from service.transport.client.connection import Pace
+from service.transport.client.connection import TransportTimeouts
 from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
 from service.transport.webrtc import datagrams
 from service.transport.webrtc import peer as peers
 from service.transport.webrtc.candidates import MAX_CANDIDATES
 from service.transport.webrtc.datagrams import MAX_SOURCES, MAX_WAITING, MEDIA_TIME, STRANGERS, Intake
-from service.transport.webrtc.decoding import MAX_PENDING, PICTURES, Decoder, Screen
+from service.transport.webrtc.decoding import MAX_PENDING, PICTURES, Decoder, FrameDecoder
 from service.transport.webrtc.encoding import RESENT, Camera, CameraTrack, limit_requests
 from service.transport.webrtc.jitter_buffer import BoundedNacks
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
@@ -42,11 +42,11 @@ from tests.hostile.video_cases import SSRC, Pair, packets, picture
 ROOT = Path(__file__).parents[2]
 CASES = int(os.environ.get("ROBOJAX_TEST_CASES", "300"))  # 5,000 take half a minute
 SEED = int(os.environ.get("ROBOJAX_TEST_SEED", "1"))
-QUICK = Pace(greet=0.05, connect=1.0, answer=5.0)
+QUICK = TransportTimeouts(greet=0.05, connect=1.0, answer=5.0)
 
 
-def no_screen() -> Screen:
-    return Screen(lambda image, at: None, lambda error: None)
+def no_screen() -> FrameDecoder:
+    return FrameDecoder(lambda image, at: None, lambda error: None)
 
 
 @pytest.fixture

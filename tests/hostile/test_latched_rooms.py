@@ -17,7 +17,7 @@ from service.app import create_app
 from service.http.server import listen, serving
 from service.settings import Settings
 from service.testing import ScriptedLoader
-from service.transport.client.connection import Pace
+from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, JointValue, Rooms
 from service.transport.server.app import serve_transport
@@ -29,7 +29,7 @@ NEAR = [{"name": "Rotation", "value": 90.0}]  # in range: only who sends it is w
 ROOMS = "/robotics/workspaces/w/rooms"
 OUTPUT, INPUT = f"{ROOMS}/arm-joint-output", f"{ROOMS}/arm-joint-input"
 ROBOT_ROOMS = Rooms("w", {}, "arm-joint-input", "arm-joint-output")
-QUICK = Pace(retry_first=0.02, retry_longest=0.05, heartbeat=0.5, greet=0.05)
+QUICK = TransportTimeouts(retry_first=0.02, retry_longest=0.05, heartbeat=0.5, greet=0.05)
 
 
 @dataclass

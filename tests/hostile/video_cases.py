@@ -29,7 +29,7 @@ from aiortc.codecs.vpx import Vp8Encoder
 from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 
 from service.transport.webrtc.datagrams import transports_of
-from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.peer import BadSignal, Peer
 
@@ -58,7 +58,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.shown: list[np.ndarray] = []
-        self.screen = Screen(lambda image, at: self.shown.append(image), lambda error: None)
+        self.screen = FrameDecoder(lambda image, at: self.shown.append(image), lambda error: None)
         self.hostile, self.server = Peer([]), Peer([])
 
     async def connect(self) -> "Pair":
@@ -371,7 +371,7 @@ async def run_cases(count: int, seed: int) -> dict[str, Any]:
                 case "description":
                     peer = Peer([])
                     try:
-                        screen = Screen(lambda image, at: None, lambda error: None)
+                        screen = FrameDecoder(lambda image, at: None, lambda error: None)
                         await asyncio.create_task(peer.answer(generator.description(offer), screen))
                     except BadSignal:
                         ran["refused descriptions"] += 1

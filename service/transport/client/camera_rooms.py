@@ -10,7 +10,7 @@ import numpy as np
 
 from service.errors import TransportError
 from service.http.limits import Bucket
-from service.transport.client.connection import Pace, RoomConnection
+from service.transport.client.connection import RoomConnection, TransportTimeouts
 from service.transport.client.joint_rooms import SessionRoom
 from service.transport.client.rest import Presence, RoomsApi
 from service.transport.link import Inbox
@@ -26,7 +26,7 @@ from service.transport.protocol import (
     WebrtcOffer,
 )
 from service.transport.webrtc.candidates import EarlyCandidates, trim_candidate
-from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 
@@ -44,7 +44,9 @@ class CameraReceiver(SessionRoom):
     Pictures of a peer go on while the room is lost, until the producer's new offer replaces it.
     """
 
-    def __init__(self, camera: str, room: str, api: RoomsApi, inbox: Inbox, pace: Pace, ice_servers: Sequence[str]):
+    def __init__(
+        self, camera: str, room: str, api: RoomsApi, inbox: Inbox, pace: TransportTimeouts, ice_servers: Sequence[str]
+    ):
         super().__init__(room, inbox)
         self.camera = camera
         self._api = api
@@ -57,7 +59,7 @@ class CameraReceiver(SessionRoom):
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer: Peer | None = None
         self._producer: str | None = None
-        self._screen = Screen(self._show, self._fail)
+        self._screen = FrameDecoder(self._show, self._fail)
         self._counts: dict[str, int] = {"offers": 0, "refused_offers": 0, "asked_again": 0, "signals_dropped": 0}
         self._counts |= dict.fromkeys(self._screen.counts(), 0)
         self._complaint: str | None = None
@@ -147,7 +149,7 @@ class CameraReceiver(SessionRoom):
         if participant_id is None:
             return  # the offer was for an id we no longer have
         sdp = message.offer["sdp"]
-        peer, screen = Peer(self._ice_servers), Screen(self._show, self._fail)
+        peer, screen = Peer(self._ice_servers), FrameDecoder(self._show, self._fail)
         try:
             async with asyncio.timeout(self._pace.answer):
                 answer = await peer.answer(sdp, screen)
@@ -165,7 +167,7 @@ class CameraReceiver(SessionRoom):
         self._producer = message.from_producer
         self._complaint = None
 
-    async def _replace(self, peer: Peer | None, screen: Screen) -> None:
+    async def _replace(self, peer: Peer | None, screen: FrameDecoder) -> None:
         old_peer, self._peer = self._peer, peer
         old_screen, self._screen = self._screen, screen
         old_screen.is_muted = True
@@ -180,7 +182,7 @@ class CameraReceiver(SessionRoom):
         now = time.monotonic()
         self._complaint = self._complaint or self._find_fault(now)
         if is_useless:
-            await self._replace(None, Screen(self._show, self._fail))
+            await self._replace(None, FrameDecoder(self._show, self._fail))
         if self._complaint is None:
             if self._screen.frames:
                 self._ask_wait = self._pace.ask_first
@@ -226,7 +228,7 @@ class CameraSender:
         camera: Camera,
         room: str,
         api: RoomsApi,
-        pace: Pace,
+        pace: TransportTimeouts,
         ice_servers: Sequence[str],
         stopped: Callable[[StopMessage], None],
     ):

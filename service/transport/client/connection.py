@@ -34,7 +34,7 @@ from service.transport.protocol import (
 
 
 @dataclass(frozen=True)
-class Pace:
+class TransportTimeouts:
     """Times in seconds, and what follows when they are over.
 
     Attributes:
@@ -89,7 +89,7 @@ class Membership:
         expired: of those sent, how many were thrown away because they were not written in time.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, participant_id: str, pace: Pace):
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, participant_id: str, pace: TransportTimeouts):
         self.participant_id = participant_id
         self.rtt: float | None = None
         self.sent = self.refused = self.received = self.malformed = self.expired = 0
@@ -105,7 +105,14 @@ class Membership:
 
     @classmethod
     async def join(
-        cls, api: RoomsApi, kind: Kind, workspace: str, room: str, participant_id: str, role: Role, pace: Pace
+        cls,
+        api: RoomsApi,
+        kind: Kind,
+        workspace: str,
+        room: str,
+        participant_id: str,
+        role: Role,
+        pace: TransportTimeouts,
     ) -> "Membership":
         """Open the socket and join.
 
@@ -350,7 +357,7 @@ class Listener(Protocol):
         ...
 
 
-def retry_delay(attempt: int, pace: Pace) -> float:
+def retry_delay(attempt: int, pace: TransportTimeouts) -> float:
     """Seconds before attempt 0, 1, 2...: doubling, with full jitter so that many clients do not come at once."""
     return random.uniform(0, min(pace.retry_longest, pace.retry_first * 2 ** min(attempt, 32)))
 
@@ -377,7 +384,7 @@ class RoomConnection:
         who: str,
         role: Role,
         listener: Listener,
-        pace: Pace,
+        pace: TransportTimeouts,
         make: Callable[[], Awaitable[None]] | None = None,
         present: Present | None = None,
         refused: Callable[[], None] = lambda: None,

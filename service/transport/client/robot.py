@@ -14,7 +14,7 @@ import numpy as np
 from service.errors import TransportError
 from service.transport.address import Address, Kind
 from service.transport.client.camera_rooms import CameraSender
-from service.transport.client.connection import Listener, Pace, Present, RoomConnection
+from service.transport.client.connection import Listener, Present, RoomConnection, TransportTimeouts
 from service.transport.client.rest import Redirected, RoomsApi, headers_of, http_session
 from service.transport.client.rooms_link import running
 from service.transport.link import EmergencyStop, Rooms
@@ -43,7 +43,7 @@ async def connect_robot(
     on_emergency_stop: OnStop | None = None,
     name: str = "robot",
     rate: float = 30.0,
-    pace: Pace | None = None,
+    pace: TransportTimeouts | None = None,
     ice_servers: Sequence[str] = (),
     key: str | None = None,
     sessions: str | None = None,
@@ -74,7 +74,7 @@ async def connect_robot(
         InvalidRequest: the URL or the key cannot be used.
         TransportError: the server cannot be reached, or a room is unknown or has another robot in it.
     """
-    pace = pace or Pace()
+    pace = pace or TransportTimeouts()
     address = Address.parse(url)
     async with http_session(headers=headers_of(key)) as session:
         api = RoomsApi(session, address, pace.request)
@@ -105,7 +105,7 @@ class Robot:
         rooms: Rooms,
         name: str,
         rate: float,
-        pace: Pace,
+        pace: TransportTimeouts,
         ice_servers: Sequence[str],
         on_command: OnCommand,
         asked: "SessionLatch",

@@ -8,7 +8,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from service.auth.keys import OwnKey
 from service.errors import InvalidRequest, TransportError
-from service.reloading_file import FileUnusable, WatchedFile
+from service.reloading_file import FileUnusable, ReloadingFile
 from service.transport.address import Address
 from service.transport.client.rest import CLAIM, headers_of
 
@@ -37,7 +37,7 @@ class RoomKeys:
         self._bound = bound
         self._owner_of = owner_of
         self._claim_of = claim_of
-        self._elsewhere = None if elsewhere is None else WatchedFile(elsewhere, _parse, FORBIDDEN)
+        self._elsewhere = None if elsewhere is None else ReloadingFile(elsewhere, _parse, FORBIDDEN)
 
     def check(self) -> None:
         """Read the file.

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Destinations, Kind
 from service.transport.client.camera_rooms import CameraReceiver
-from service.transport.client.connection import JoinRefused, Listener, Pace, Present, RoomConnection
+from service.transport.client.connection import JoinRefused, Listener, Present, RoomConnection, TransportTimeouts
 from service.transport.client.joint_rooms import JointInput, JointOutput
 from service.transport.client.rest import CLAIM, Credentials, NoCredentials, RoomsApi, http_session
 from service.transport.link import Inbox, JointValue, Made, Rooms
@@ -34,12 +34,12 @@ class RoomsTransport:
     def __init__(
         self,
         *,
-        pace: Pace | None = None,
+        pace: TransportTimeouts | None = None,
         ice_servers: Sequence[str] = (),
         destinations: Destinations | None = None,
         credentials: Credentials | None = None,
     ):
-        self._pace = pace or Pace()
+        self._pace = pace or TransportTimeouts()
         self._ice_servers = tuple(ice_servers)
         self._destinations = destinations
         self._credentials = credentials or NoCredentials()
@@ -113,7 +113,7 @@ class RoomsLink:
         session_id: str,
         api: RoomsApi,
         inbox: Inbox,
-        pace: Pace,
+        pace: TransportTimeouts,
         ice_servers: Sequence[str],
         made: Made | None = None,
     ):

@@ -22,7 +22,7 @@ from websockets.protocol import State
 from service.auth.caller import ANYBODY, Caller, caller_of
 from service.auth.caller import Role as KeyRole
 from service.http.fair_queue import FairQueue
-from service.http.protocol import PunctualProtocol
+from service.http.protocol import DeadlineProtocol
 from service.transport import protocol
 from service.transport.address import Kind
 from service.transport.client.rest import CLAIM
@@ -418,7 +418,7 @@ async def attend(
         if table.seat(outbox) is None:
             await writer
             return
-        if table.is_commanded_by(outbox) and isinstance(socket.io_proto, PunctualProtocol):
+        if table.is_commanded_by(outbox) and isinstance(socket.io_proto, DeadlineProtocol):
             socket.io_proto.be_own()
         while True:
             raw = await socket.recv()

@@ -19,7 +19,7 @@ from av.video.reformatter import Interpolation
 
 from service.errors import TransportError
 from service.http.limits import Bucket
-from service.transport.webrtc.jitter_buffer import BoundedNacks, PromptBuffer, h264_pixels, is_keyframe, vp8_pixels
+from service.transport.webrtc.jitter_buffer import BoundedNacks, EagerJitterBuffer, h264_pixels, is_keyframe, vp8_pixels
 
 # What a stream may declare: H.264 counts in blocks of 16, of which 1080 lines are 68.
 MAX_DECLARED = 1920 * 1088
@@ -196,7 +196,7 @@ MAX_BACKLOG = 8
 # with these flags the bias is 0 and the error 0.5, for 1.0 instead of 0.1 ms at 640x480 on the decoder's thread.
 EXACT = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
-# Where aiortc 1.16 keeps what ``Screen.fit`` replaces; it has no public way to do any of it.
+# Where aiortc 1.16 keeps what ``FrameDecoder.fit`` replaces; it has no public way to do any of it.
 _BUFFER = "_RTCRtpReceiver__jitter_buffer"
 _DECODER_QUEUE = "_RTCRtpReceiver__decoder_queue"
 _DECODE_ERROR = "_RTCRtpReceiver__decoder_error"
@@ -215,7 +215,7 @@ class _CountingEvent(threading.Event):
         super().set()
 
 
-class Screen:
+class FrameDecoder:
     """Where the pictures of one peer connection arrive.
 
     ``put`` runs on the decoder's thread, so converting costs the event loop nothing, and there is never more than one
@@ -245,7 +245,7 @@ class Screen:
         self._newest: tuple[np.ndarray, float] | None = None
         self._backlog: Callable[[], int] = lambda: 0
         self._errors = _CountingEvent()
-        self._buffer: PromptBuffer | None = None
+        self._buffer: EagerJitterBuffer | None = None
         self._decoder: Decoder | None = None
 
     def counts(self) -> dict[str, int]:
@@ -274,7 +274,7 @@ class Screen:
         def extra(packet: RtpPacket, frame: JitterFrame) -> None:
             decoder.put((codecs[packet.payload_type], frame))
 
-        buffer = self._buffer = PromptBuffer(extra, MAX_DECLARED)
+        buffer = self._buffer = EagerJitterBuffer(extra, MAX_DECLARED)
         decoder = self._decoder = Decoder(receiver, self.put, self._errors.set, buffer.want_keyframe)
         self._backlog = decoder.qsize
         setattr(receiver, _BUFFER, self._buffer)

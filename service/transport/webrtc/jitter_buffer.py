@@ -139,7 +139,7 @@ VP8_START = b"\x9d\x01\x2a"  # stands at byte 3 of a keyframe
 ASK_AGAIN = 0.3  # seconds between requests for a keyframe
 
 
-class PromptBuffer(JitterBuffer):
+class EagerJitterBuffer(JitterBuffer):
     """Takes the place of a video receiver's jitter buffer.
 
     A picture is complete with its marker bit (RFC 7741, RFC 6184) or when the next one begins. After a loss

@@ -20,7 +20,7 @@ from OpenSSL import SSL
 from service.errors import TransportError
 from service.transport.webrtc.candidates import MAX_CANDIDATES, candidate_refusal, sort_candidates
 from service.transport.webrtc.datagrams import Intake, transports_of
-from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import CameraTrack, fit_encoder, limit_requests, vp8
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Peer:
         forbid_renegotiation(self._pc)
         self.intake = Intake()
         self._added = 0
-        self._screen: Screen | None = None
+        self._screen: FrameDecoder | None = None
         self._adding: set[asyncio.Task[None]] = set()
         self._gathering: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -91,7 +91,7 @@ class Peer:
             self.connected_at is None and time.monotonic() > self.made_at + patience
         )
 
-    async def answer(self, offer: str, screen: Screen) -> str:
+    async def answer(self, offer: str, screen: FrameDecoder) -> str:
         """Take an offer, show its first video stream on ``screen``, and return the answer's SDP with all candidates.
 
         Raises:

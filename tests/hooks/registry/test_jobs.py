@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from hooks.errors import InvalidSettings
-from hooks.registry.delivery import Destination, Outcome, Parcel
-from hooks.registry.jobs import MAX_VARIABLE, Job, JobCourier, environment, load_jobs, run_process
+from hooks.registry.delivery import DeliveryRequest, Destination, Outcome
+from hooks.registry.jobs import MAX_VARIABLE, Job, JobDeliverer, environment, load_jobs, run_process
 from hooks.registry.registry import Registry
 from tests.hooks.registry.serving import settings
 from tests.pauses import Pauses
 from tests.waiting import lives, until
 
-PARCEL = Parcel("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
+PARCEL = DeliveryRequest("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
 READ_FILE = """
 import json, os
@@ -38,8 +38,8 @@ def python(code: str, tmp_path: Path, **named: Any) -> Job:
     return Job("job", (sys.executable, "-c", code), tmp_path, **named)
 
 
-async def run(job: Job, *, parcel: Parcel = PARCEL, folder: Path | None = None, **destination: Any) -> Outcome:
-    courier = JobCourier({"job": job}, folder, 1)
+async def run(job: Job, *, parcel: DeliveryRequest = PARCEL, folder: Path | None = None, **destination: Any) -> Outcome:
+    courier = JobDeliverer({"job": job}, folder, 1)
     try:
         return await courier.deliver(Destination("w", job="job", **destination), parcel, 0.0)
     finally:
@@ -75,7 +75,7 @@ async def test_a_job_gets_the_event_and_nothing_of_the_servers_environment(
 def test_a_payload_is_in_the_environment_as_long_as_linux_takes_it(tmp_path: Path, surplus: int, is_in: bool) -> None:
     body = b"x" * (MAX_VARIABLE - len("WEBHOOK_PAYLOAD=") - 1 + surplus)
     job = Job("job", ("true",), tmp_path)
-    given = environment(job, Destination("w", secret="s"), Parcel("msg_1", body), tmp_path / "p")
+    given = environment(job, Destination("w", secret="s"), DeliveryRequest("msg_1", body), tmp_path / "p")
     assert ("WEBHOOK_PAYLOAD" in given) is is_in
     assert given["WEBHOOK_SECRET"] == "s"
     assert "WEBHOOK_REPO_ID" not in given
@@ -88,7 +88,7 @@ def test_a_payload_is_in_the_environment_as_long_as_linux_takes_it(tmp_path: Pat
 async def test_a_payload_of_a_bucket_with_10_000_files_is_read_from_its_file(tmp_path: Path) -> None:
     body = json.dumps({"filler": ["x" * 165] * 10_000}).encode()
     assert len(body) > 1_700_000 - 10_000
-    outcome = await run(python(READ_FILE, tmp_path), parcel=Parcel("msg_1", body), folder=tmp_path / "aside")
+    outcome = await run(python(READ_FILE, tmp_path), parcel=DeliveryRequest("msg_1", body), folder=tmp_path / "aside")
     size, mode, is_in, path = outcome.excerpt.split()
     assert (int(size) > 1_600_000, mode, is_in) == (True, "0o600", "False")
     assert not Path(path).exists()
@@ -117,7 +117,7 @@ async def test_of_much_output_the_end_is_kept(tmp_path: Path) -> None:
 async def test_a_program_that_is_not_there_is_a_failed_attempt(tmp_path: Path) -> None:
     outcome = await run(Job("job", ("/no/such/program",), tmp_path))
     assert (outcome.exit_status, outcome.error) == (None, "the job does not start: No such file or directory")
-    outcome = await JobCourier({}, None, 1).deliver(Destination("w", job="old"), PARCEL, 0.0)
+    outcome = await JobDeliverer({}, None, 1).deliver(Destination("w", job="old"), PARCEL, 0.0)
     assert outcome.error == "job 'old' is not in the operator's file any more"
 
 
@@ -244,7 +244,7 @@ async def test_a_job_that_a_killed_server_left_is_ended_at_the_next_start(
         folder = tmp_path / "aside" / "msg_1-x"
         folder.mkdir(parents=True)
         (folder / "process").write_text(f"{left_behind.pid} {when}")
-        await JobCourier({}, tmp_path / "aside", 1).close()
+        await JobDeliverer({}, tmp_path / "aside", 1).close()
         # Another process that only has the number of the first is left alone.
         assert (left_behind.poll() is None) is (number == 1) or left_behind.wait(30) == -signal.SIGKILL
     assert left_behind.wait(30) == -signal.SIGKILL

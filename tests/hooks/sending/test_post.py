@@ -15,19 +15,19 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from hooks.addresses import TargetRules
-from hooks.registry.delivery import MAX_EXCERPT, Destination, Parcel, PostCourier, headers
+from hooks.registry.delivery import MAX_EXCERPT, DeliveryRequest, Destination, HttpDeliverer, headers
 from hooks.signatures import is_standard
 from tests.hooks.sending.target import TargetServer
 from tests.pauses import Pauses
 
 NOW = 1_700_000_000.7
 SECRET = "whsec_" + "c2VjcmV0" * 6
-PARCEL = Parcel("msg_1", b'{"hello": "robot"}')
+PARCEL = DeliveryRequest("msg_1", b'{"hello": "robot"}')
 LOOPBACK = TargetRules.of(["127.0.0.0/8"])
 
 
 async def test_a_delivery_is_signed_and_carries_the_hubs_header(target: TargetServer) -> None:
-    outcome = await PostCourier(LOOPBACK).deliver(Destination("1", f"{target.url}/hook", secret=SECRET), PARCEL, NOW)
+    outcome = await HttpDeliverer(LOOPBACK).deliver(Destination("1", f"{target.url}/hook", secret=SECRET), PARCEL, NOW)
     assert (outcome.status, outcome.excerpt, outcome.error) == (200, "fine", None)
     [got] = target.got
     assert got.body == PARCEL.body
@@ -47,7 +47,7 @@ def test_without_a_secret_nothing_is_signed() -> None:
 
 async def test_a_redirect_is_an_answer_and_is_not_followed(target: TargetServer) -> None:
     target.answers = [web.Response(status=302, headers={"Location": f"{target.url}/other"})]
-    outcome = await PostCourier(LOOPBACK).deliver(Destination("1", target.url), PARCEL, NOW)
+    outcome = await HttpDeliverer(LOOPBACK).deliver(Destination("1", target.url), PARCEL, NOW)
     assert outcome.status == 302
     assert not outcome.is_delivered
     assert len(target.got) == 1
@@ -56,13 +56,15 @@ async def test_a_redirect_is_an_answer_and_is_not_followed(target: TargetServer)
 async def test_a_target_that_says_nothing_ends_in_time(target: TargetServer, pauses: Pauses) -> None:
     target.gate.clear()
     began = time.monotonic()
-    outcome = await PostCourier(LOOPBACK, timeout=0.1).deliver(Destination("1", target.url), PARCEL, NOW)
+    outcome = await HttpDeliverer(LOOPBACK, timeout=0.1).deliver(Destination("1", target.url), PARCEL, NOW)
     assert outcome.error == "no answer within 0.1 s"
     assert 0.1 <= outcome.seconds < 1 + pauses.lost(began)
 
 
 async def test_a_closed_port_is_a_reason_and_no_exception(unused_tcp_port: int) -> None:
-    outcome = await PostCourier(LOOPBACK).deliver(Destination("1", f"http://127.0.0.1:{unused_tcp_port}/"), PARCEL, NOW)
+    outcome = await HttpDeliverer(LOOPBACK).deliver(
+        Destination("1", f"http://127.0.0.1:{unused_tcp_port}/"), PARCEL, NOW
+    )
     assert outcome.error is not None
     assert outcome.error.startswith("no connection: ")
 
@@ -77,14 +79,14 @@ async def test_a_target_that_speaks_no_http_is_a_reason_and_no_exception() -> No
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        outcome = await PostCourier(LOOPBACK).deliver(Destination("1", f"http://127.0.0.1:{port}/"), PARCEL, NOW)
+        outcome = await HttpDeliverer(LOOPBACK).deliver(Destination("1", f"http://127.0.0.1:{port}/"), PARCEL, NOW)
     assert outcome.error is not None
     assert "HTTP" in outcome.error
 
 
 async def test_a_long_answer_is_cut_and_a_secret_in_it_struck_out(target: TargetServer) -> None:
     target.answers = [web.Response(status=500, text=SECRET + "x" * 1_000_000, headers={"Retry-After": "30"})]
-    outcome = await PostCourier(LOOPBACK).deliver(Destination("1", target.url, secret=SECRET), PARCEL, NOW)
+    outcome = await HttpDeliverer(LOOPBACK).deliver(Destination("1", target.url, secret=SECRET), PARCEL, NOW)
     assert len(outcome.excerpt) <= MAX_EXCERPT
     assert outcome.excerpt.startswith("***xxx")
     assert (outcome.status, outcome.asked) == (500, 30.0)
@@ -99,7 +101,7 @@ async def test_a_name_is_connected_to_by_exactly_the_address_that_was_checked(ta
 
     # No name server knows it: the connection cannot have asked one a second time.
     url = target.url.replace("127.0.0.1", "robot.invalid")
-    outcome = await PostCourier(LOOPBACK, resolve=resolve).deliver(Destination("1", url), PARCEL, NOW)
+    outcome = await HttpDeliverer(LOOPBACK, resolve=resolve).deliver(Destination("1", url), PARCEL, NOW)
     assert outcome.status == 200
     assert asked == ["robot.invalid"]
     assert target.got[0].headers["host"].startswith("robot.invalid:")
@@ -111,7 +113,7 @@ async def test_a_name_that_moves_inside_between_two_attempts_is_refused(target: 
     async def resolve(host: str, port: int) -> list[str]:
         return answers.pop(0)
 
-    courier = PostCourier(LOOPBACK, resolve=resolve)
+    courier = HttpDeliverer(LOOPBACK, resolve=resolve)
     destination = Destination("1", target.url.replace("127.0.0.1", "robot.invalid"))
     assert (await courier.deliver(destination, PARCEL, NOW)).status == 200
     again = await courier.deliver(destination, PARCEL, NOW)
@@ -123,7 +125,7 @@ async def test_a_name_that_moves_inside_between_two_attempts_is_refused(target: 
 async def test_proxies_of_the_environment_are_not_used(target: TargetServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert (await PostCourier(LOOPBACK).deliver(Destination("1", target.url), PARCEL, NOW)).status == 200
+    assert (await HttpDeliverer(LOOPBACK).deliver(Destination("1", target.url), PARCEL, NOW)).status == 200
 
 
 async def test_a_certificate_of_nobody_is_refused_in_words(tmp_path: Path) -> None:
@@ -151,6 +153,6 @@ async def test_a_certificate_of_nobody_is_refused_in_words(tmp_path: Path) -> No
     server = await asyncio.start_server(ignore, "127.0.0.1", 0, ssl=context)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        courier = PostCourier(LOOPBACK, resolve=resolve)
+        courier = HttpDeliverer(LOOPBACK, resolve=resolve)
         outcome = await courier.deliver(Destination("1", f"https://robot.invalid:{port}/"), PARCEL, NOW)
     assert outcome.error == "the target's certificate cannot be verified"

@@ -10,7 +10,7 @@ import pytest
 
 from hooks.database import Database
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import Destination, Outcome, Parcel, Schedule
+from hooks.registry.delivery import DeliveryRequest, Destination, Outcome, Schedule
 from hooks.registry.delivery_queue import Message
 from hooks.registry.sender import Sender, SenderSettings
 from tests.waiting import until
@@ -44,11 +44,11 @@ class ScriptedCourier:
 
     def __init__(self) -> None:
         self.answers: list[Outcome | Exception] = []
-        self.got: list[tuple[str, Parcel]] = []
+        self.got: list[tuple[str, DeliveryRequest]] = []
         self.gates: dict[str, asyncio.Event] = {}
         self.at_once = self.most_at_once = 0
 
-    async def deliver(self, destination: Destination, parcel: Parcel, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, parcel: DeliveryRequest, now: float) -> Outcome:
         self.got.append((destination.webhook_id, parcel))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from jaxmodels.data import open_dataset, metadata, table_files
+from jaxmodels.data import open_dataset, table_files, metadata
 from jaxmodels.errors import DatasetError
 from tests.jaxmodels.data.demonstrations import FRONT, ROWS, frames, lines, png, rewrite, write_video
 

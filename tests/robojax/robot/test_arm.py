@@ -6,7 +6,7 @@ import pytest
 
 from robojax.robot import bus
 from robojax.robot.arm import JOINTS, Arm
-from robojax.robot.arm_thread import Body, Follower
+from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.errors import BusLost, RobotError
 from robojax.robot.simulated_bus import SimulatedBus
 
@@ -108,7 +108,7 @@ def test_torque_goes_off_only_when_asked(arm: Arm, servos: SimulatedBus) -> None
 
 def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
     arm.engage()
-    shoulder, body = servos.servo(1), Body(arm, Follower(JOINTS, patience=5.0), rate=50.0)
+    shoulder, body = servos.servo(1), ArmThread(arm, Follower(JOINTS, patience=5.0), rate=50.0)
     read = arm.pose
     unread: list[bool] = []
 

@@ -19,7 +19,7 @@ from robojax.robot.cameras import CameraConfig
 from robojax.robot.checks import findings
 from robojax.robot.config import RobotConfig
 from robojax.robot.errors import ArmLost
-from robojax.robot.runner import Program, run
+from robojax.robot.runner import RobotRunner, run
 from robojax.robot.simulated_bus import SimulatedBus
 from tests.faults import processes
 from tests.faults.script import Script
@@ -84,7 +84,9 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
 
     script = Script(tmp_path / "policy")
     with processes.server(tmp_path / "server") as server:
-        program = Program(config, server.url, session="arm", policy=str(script.folder), rate=50.0, patience=PATIENCE)
+        program = RobotRunner(
+            config, server.url, session="arm", policy=str(script.folder), rate=50.0, patience=PATIENCE
+        )
         robot = asyncio.create_task(run(program, told.append))
         async with AsyncClient(server.url) as client:
             session = client.session("arm")
@@ -137,7 +139,7 @@ async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_
 
     async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        robot = asyncio.create_task(run(Program(config, url, policy="p"), told.append))
+        robot = asyncio.create_task(run(RobotRunner(config, url, policy="p"), told.append))
         await asyncio.wait_for(asked.wait(), 60)
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(robot, 60)
@@ -150,7 +152,7 @@ def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
     config: RobotConfig, servos: SimulatedBus, tmp_path: Path
 ) -> None:
     def look() -> dict[str, tuple[str, str]]:
-        program = Program(config, "http://127.0.0.1:9")
+        program = RobotRunner(config, "http://127.0.0.1:9")
         return {each.name: (each.level, each.found) for each in findings(program)}
 
     before = {servo: bytes(servos.servo(servo).memory) for servo in JOINTS.values()}

@@ -23,7 +23,7 @@ from service.distributed import cluster as cluster_module
 from service.distributed import cluster as lacking
 from service.distributed import ray_connection
 from service.distributed.artifacts import Listing as Files
-from service.distributed.artifacts import Parcel
+from service.distributed.artifacts import PolicyArtifact
 from service.distributed.cluster import REJOINING, Cluster
 from service.distributed.engine_actor import Begun, EngineFacts, EngineOptions, Loaded, Refusal
 from service.distributed.pool import Bounds, Listed, Listing
@@ -31,8 +31,8 @@ from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer,
 from service.distributed.remote_engine import RemoteLoader
 from service.errors import PolicyError
 from service.inference.device_worker import DeviceGone
-from service.inference.engine import Engine, Policy, Served
-from service.inference.loaded_policy import Inference
+from service.inference.engine import Engine, LoadedPolicy, Policy
+from service.inference.loaded_policy import InferenceResult
 from service.testing import SO100_REQUIREMENTS
 from tests.pauses import Pauses
 from tests.server import OBSERVATION
@@ -152,7 +152,7 @@ class Resident:
     def __init__(self, house: House, name: str):
         self._house, self._name = house, name
 
-    def load(self, parcel: Parcel, like: str | None) -> Loaded | Refusal:
+    def load(self, parcel: PolicyArtifact, like: str | None) -> Loaded | Refusal:
         house = self._house
         for piece in (piece for pieces in parcel.pieces.values() for piece in pieces):
             assert piece in house.store, "it is another cluster's"
@@ -176,8 +176,8 @@ class Resident:
     def rehearse(self, handle: str, sizes: Any) -> float:
         return 0.001
 
-    def act(self, handle: str, observation: Any, due: float | None) -> Inference:
-        return Inference(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.001, 0.0, 0.001)
+    def act(self, handle: str, observation: Any, due: float | None) -> InferenceResult:
+        return InferenceResult(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.001, 0.0, 0.001)
 
 
 class Front:
@@ -187,7 +187,7 @@ class Front:
         self.house, self.cluster, self.engine = house, cluster, engine
         self._stack = stack
 
-    async def load(self, folder: Path, like: Policy | None = None) -> Served:
+    async def load(self, folder: Path, like: Policy | None = None) -> LoadedPolicy:
         load = RemoteLoader(self.cluster)
         return await self._stack.enter_async_context(
             self.engine.policy(load, str(folder), None, lambda word: None, like=like)
@@ -198,7 +198,7 @@ class Front:
         return str(self.cluster.facts()["trouble"] or "")
 
 
-def where(served: Served) -> list[str]:
+def where(served: LoadedPolicy) -> list[str]:
     return sorted(replica.policy.device for replica in served.replicas)
 
 
@@ -335,7 +335,7 @@ async def test_whoever_waits_for_an_engine_that_leaves_is_told_at_once(begin: An
     house, gate = House(2), threading.Event()
     house.gate = gate.wait
     front = await begin(house)
-    answer = front.cluster.ask("2", "load", Parcel(Files("", ()), {}), None)
+    answer = front.cluster.ask("2", "load", PolicyArtifact(Files("", ()), {}), None)
     house.names.remove("robojax-2")
     with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
         await asyncio.wait_for(asyncio.wrap_future(answer), 30)

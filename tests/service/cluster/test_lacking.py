@@ -1,12 +1,12 @@
 """What an engine could not have is tried again, ever more rarely, and is spoken of until it is well."""
 
-from service.distributed.cluster import FIRST_RETRY, LONGEST_RETRY, Lacking
+from service.distributed.cluster import FIRST_RETRY, LONGEST_RETRY, RetryState
 
 HANDLE = "0123456789abcdef"
 
 
 def test_what_failed_is_due_after_a_while_that_doubles_up_to_an_end() -> None:
-    lacking, now, pauses = Lacking(), 0.0, []
+    lacking, now, pauses = RetryState(), 0.0, []
     for _ in range(10):
         lacking.failed("b", HANDLE, "out of memory", now)
         begun = now
@@ -21,7 +21,7 @@ def test_what_failed_is_due_after_a_while_that_doubles_up_to_an_end() -> None:
 
 
 def test_each_engine_is_due_once_for_all_that_it_lacks() -> None:
-    lacking = Lacking()
+    lacking = RetryState()
     for engine, handle in (("b", HANDLE), ("b", "other"), ("a", HANDLE)):
         lacking.failed(engine, handle, "out of memory", 0.0)
     assert lacking.due(FIRST_RETRY - 0.1) == []
@@ -29,7 +29,7 @@ def test_each_engine_is_due_once_for_all_that_it_lacks() -> None:
 
 
 def test_it_is_said_which_engine_lacks_what_why_and_when_it_is_tried_again() -> None:
-    lacking = Lacking()
+    lacking = RetryState()
     assert lacking.words(0.0) == ""
     lacking.failed("b", HANDLE, "its disk is full", 0.0)
     lacking.failed("b", HANDLE, "out of memory", 10.0)
@@ -40,7 +40,7 @@ def test_it_is_said_which_engine_lacks_what_why_and_when_it_is_tried_again() -> 
 
 
 def test_nothing_is_said_any_more_when_it_has_it_or_it_is_not_wanted() -> None:
-    lacking = Lacking()
+    lacking = RetryState()
     for engine in ("a", "b", "c"):
         lacking.failed(engine, HANDLE, "out of memory", 0.0)
     lacking.has("a", HANDLE)
@@ -52,7 +52,7 @@ def test_nothing_is_said_any_more_when_it_has_it_or_it_is_not_wanted() -> None:
 
 
 def test_what_was_tried_again_without_a_word_is_not_wanted() -> None:
-    lacking = Lacking()
+    lacking = RetryState()
     lacking.failed("a", HANDLE, "out of memory", 0.0)
     lacking.failed("b", HANDLE, "out of memory", 0.0)
     lacking.failed("b", "other", "out of memory", 10.0)
@@ -62,7 +62,7 @@ def test_what_was_tried_again_without_a_word_is_not_wanted() -> None:
 
 
 def test_one_that_has_it_again_begins_anew() -> None:
-    lacking = Lacking()
+    lacking = RetryState()
     for _ in range(5):
         lacking.failed("b", HANDLE, "out of memory", 0.0)
     lacking.has("b", HANDLE)

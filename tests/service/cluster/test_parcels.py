@@ -7,7 +7,7 @@ import pytest
 
 from jaxmodels.errors import CheckpointError
 from service.distributed import artifacts
-from service.distributed.artifacts import Parcel, pack, unpack
+from service.distributed.artifacts import PolicyArtifact, pack, unpack
 from tests.service.policy_files import files
 from tests.service.policy_files.files import FILES, read
 
@@ -68,7 +68,7 @@ def test_no_file_is_written_that_is_none_of_a_policys(name: str, folder: Path, t
     parcel = pack(folder, same)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((CheckpointError, ValueError)):
-        unpack(Parcel(replace(parcel.listing, files=((name, 1),)), {name: (b"x",)}), tmp_path / "cache", same)
+        unpack(PolicyArtifact(replace(parcel.listing, files=((name, 1),)), {name: (b"x",)}), tmp_path / "cache", same)
     assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and path not in before] in (
         [],
         [path for path in sorted((tmp_path / "cache").glob(".*.lock"))],

@@ -13,11 +13,11 @@ import pytest
 
 from service.distributed import remote_engine
 from service.distributed.engine_actor import EngineFacts, Loaded, Refusal
-from service.distributed.remote_engine import RemoteLane, RemotePolicy
+from service.distributed.remote_engine import RemotePolicy, RemoteWorker
 from service.distributed.replication import Copy
 from service.errors import PolicyFailed
-from service.inference.device_worker import DeviceGone, InputRefused, LaneClosed, Overdue
-from service.inference.loaded_policy import Inference, InferenceStuck, Replica
+from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
 from service.testing import SO100_REQUIREMENTS
 from tests.waiting import until
 
@@ -51,9 +51,9 @@ def chunk() -> np.ndarray:
     return found
 
 
-def answered(**seconds: float) -> Inference:
+def answered(**seconds: float) -> InferenceResult:
     told = {"queue": 0.01, "to_device": 0.02, "compute": 0.03, "to_host": 0.04, "total": 0.1} | seconds
-    return Inference(chunk(), batch=4, **told)  # type: ignore[arg-type]
+    return InferenceResult(chunk(), batch=4, **told)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-async def lane(engine: Engine) -> AsyncIterator[RemoteLane]:
+async def lane(engine: Engine) -> AsyncIterator[RemoteWorker]:
     unheard: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: unheard.append(about))
-    lane = RemoteLane("one", engine.send, stuck_after=60.0)
+    lane = RemoteWorker("one", engine.send, stuck_after=60.0)
     yield lane
     await lane.close(1.0)
     await until(lambda: not [one for one in threading.enumerate() if one.name.startswith("engine one")])
@@ -80,7 +80,7 @@ async def lane(engine: Engine) -> AsyncIterator[RemoteLane]:
 
 
 async def test_an_answer_is_handed_on_and_the_way_counts_as_waiting(
-    engine: Engine, lane: RemoteLane, replica: Replica
+    engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
     asking = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
     await engine.until_asked()
@@ -97,7 +97,7 @@ async def test_an_answer_is_handed_on_and_the_way_counts_as_waiting(
 
 
 async def test_what_an_answer_took_counts_for_pictures_of_its_size(
-    engine: Engine, lane: RemoteLane, replica: Replica
+    engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
     for height, seconds in ((48, 0.001), (480, 0.004)):
         engine.answers = [answered(compute=seconds)]
@@ -106,14 +106,14 @@ async def test_what_an_answer_took_counts_for_pictures_of_its_size(
     assert replica.costs(frozenset({("front", (480, 64))})).usual(4) == 0.004
 
 
-async def test_a_chunk_may_be_written_to(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+async def test_a_chunk_may_be_written_to(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
     engine.answers = [answered()]
     found = await lane.ask(replica, OBSERVATION, None)
     found.chunk[0, 0] = 7.0
 
 
 async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
-    engine: Engine, lane: RemoteLane, replica: Replica
+    engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
     engine.answers = [answered(), answered()]
     await lane.ask(replica, OBSERVATION, None)
@@ -136,7 +136,7 @@ async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
     ],
 )
 async def test_each_refusal_is_the_error_that_it_is(
-    kind: Any, error: type[Exception], engine: Engine, lane: RemoteLane, replica: Replica
+    kind: Any, error: type[Exception], engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
     engine.answers = [Refusal(kind, "why")]
     with pytest.raises(error, match="why") as found:
@@ -145,7 +145,7 @@ async def test_each_refusal_is_the_error_that_it_is(
     assert lane.asked == 0
 
 
-async def test_an_error_on_the_way_is_raised(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+async def test_an_error_on_the_way_is_raised(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
     engine.answers = [DeviceGone("its process ended"), RuntimeError("the engine raised ValueError")]
     with pytest.raises(DeviceGone):
         await lane.ask(replica, OBSERVATION, None)
@@ -154,7 +154,7 @@ async def test_an_error_on_the_way_is_raised(engine: Engine, lane: RemoteLane, r
 
 
 async def test_where_another_engine_may_be_asked_it_soon_is(
-    engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, lane: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     with pytest.raises(Overdue, match=r"one has not answered for 0.02 s"):
@@ -166,7 +166,7 @@ async def test_where_another_engine_may_be_asked_it_soon_is(
 
 
 async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_first_until_then(
-    engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, lane: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     assert not lane.is_late
@@ -182,7 +182,7 @@ async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_firs
 
 
 async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
-    engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, lane: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     lane._stuck_after = 0.3
@@ -195,7 +195,7 @@ async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
 
 
 async def test_what_it_usually_takes_says_what_is_late(
-    engine: Engine, lane: RemoteLane, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, lane: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "OVERDUE", 0.02)
     monkeypatch.setattr(remote_engine, "UNKNOWN", 60.0)
@@ -206,14 +206,14 @@ async def test_what_it_usually_takes_says_what_is_late(
         await lane.ask(replica, OBSERVATION, None, may_move=True)
 
 
-async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
     lane._stuck_after = 0.3
     with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
         await lane.ask(replica, OBSERVATION, None)
 
 
 async def test_of_an_engine_that_is_gone_whoever_waits_is_told_at_once(
-    engine: Engine, lane: RemoteLane, replica: Replica
+    engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
     waiting = [asyncio.create_task(lane.ask(replica, OBSERVATION, None)) for _ in range(3)]
     await engine.until_asked(3)
@@ -227,19 +227,19 @@ async def test_of_an_engine_that_is_gone_whoever_waits_is_told_at_once(
     engine.done[0](answered())  # too late
 
 
-async def test_whoever_waits_is_told_that_the_server_ends(engine: Engine, lane: RemoteLane, replica: Replica) -> None:
+async def test_whoever_waits_is_told_that_the_server_ends(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
     waiting = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
     await engine.until_asked()
     assert await lane.close(1.0)
-    with pytest.raises(LaneClosed):
+    with pytest.raises(WorkerClosed):
         await waiting
-    with pytest.raises(LaneClosed):
+    with pytest.raises(WorkerClosed):
         await lane.ask(replica, OBSERVATION, None)
 
 
 @pytest.mark.parametrize("end", ["fail", "close"])
 async def test_what_nobody_waits_for_any_more_ends_without_a_word(
-    end: str, engine: Engine, lane: RemoteLane, replica: Replica
+    end: str, engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
     asking = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
     await engine.until_asked()
@@ -252,7 +252,7 @@ async def test_what_nobody_waits_for_any_more_ends_without_a_word(
 
 
 async def test_what_waits_to_be_sent_to_an_engine_that_is_gone_is_not_sent(
-    engine: Engine, lane: RemoteLane, replica: Replica
+    engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
     begun, gate = threading.Event(), threading.Event()
     send = engine.send
@@ -274,7 +274,7 @@ async def test_what_waits_to_be_sent_to_an_engine_that_is_gone_is_not_sent(
     assert len(engine.asked) == 1
 
 
-async def test_it_says_what_the_engine_said_last(lane: RemoteLane) -> None:
+async def test_it_says_what_the_engine_said_last(lane: RemoteWorker) -> None:
     lane.facts = EngineFacts(load=0.5, waiting=3, batches={1: 2, 4: 8})
     assert (lane.load(0.0), lane.waiting, lane.batches) == (0.5, 3, {1: 2, 4: 8})
 

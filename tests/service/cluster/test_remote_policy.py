@@ -10,7 +10,7 @@ import pytest
 
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
 from service.distributed import replication
-from service.distributed.artifacts import Parcel
+from service.distributed.artifacts import PolicyArtifact
 from service.distributed.engine_actor import Loaded, Refusal
 from service.distributed.remote_engine import RemoteLoader, RemotePolicy
 from service.distributed.replication import Copy, answered
@@ -29,7 +29,7 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.likes: list[str | None] = []
-        self.parcels: list[Parcel] = []
+        self.parcels: list[PolicyArtifact] = []
         self.kept: list[Copy] = []
         self.lacking: list[tuple[str, str, str]] = []
         self.answers: dict[str, Any] = {}

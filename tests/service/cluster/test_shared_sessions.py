@@ -18,7 +18,7 @@ from service.api.redirects import ADDRESS, CODE
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.distributed import peers, session_table
-from service.distributed.peers import NAME, PASSED, FrontOfCluster
+from service.distributed.peers import NAME, PASSED, PeerSessions
 from service.distributed.postgres import DatabaseUnusable, Postgres
 from service.errors import FrontNameTaken, NoDatabase
 from service.sessions.request import DIRECT
@@ -39,7 +39,7 @@ class Server(server_of_tests.Server):
         return str(self.app.ctx.settings.front_name)
 
     @property
-    def front(self) -> FrontOfCluster:
+    def front(self) -> PeerSessions:
         assert self.app.ctx.front is not None
         return self.app.ctx.front
 
@@ -99,11 +99,11 @@ class Servers:
         await other.front._beat()
         self.forget_places(other)
 
-    def another(self, name: str, url: str, of: Server) -> FrontOfCluster:
+    def another(self, name: str, url: str, of: Server) -> PeerSessions:
         """A second one of a name, with the sessions of another server."""
         database = Postgres(self.database.url, session_table.SCHEMA, session_table.PREFIX)
         self._stack.push_async_callback(database.close)
-        return FrontOfCluster(name, url, of.app.ctx.sessions, database, database)
+        return PeerSessions(name, url, of.app.ctx.sessions, database, database)
 
 
 def where(name: str) -> str:

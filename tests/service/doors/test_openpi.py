@@ -24,7 +24,7 @@ from service.http.server import listen, serving
 from service.sessions.request import DIRECT, NewSession
 from service.streaming import codec
 from service.streaming.observation import Wanted
-from service.streaming.openpi import Naming, ObservationReader
+from service.streaming.openpi import ObservationReader, OpenpiKeys
 from tests.server import started
 from tests.waiting import until
 
@@ -205,7 +205,7 @@ def picture(value: int) -> np.ndarray:
 
 
 def test_a_client_that_calls_its_camera_otherwise_is_understood_anew() -> None:
-    naming, state = Naming(), np.zeros(1)
+    naming, state = OpenpiKeys(), np.zeros(1)
     for value, message in enumerate(
         (
             {"observation/image": picture(0), "state": state},
@@ -223,7 +223,7 @@ def test_a_client_that_calls_its_camera_otherwise_is_understood_anew() -> None:
 
 
 def test_what_a_known_client_sends_is_looked_at_each_time() -> None:
-    naming = Naming()
+    naming = OpenpiKeys()
     naming.renamed({"image": picture(0), "state": np.zeros(1)}, WANTED)
     for message in ({"image": {"front": picture(0)}, "state": np.zeros(1)}, {"image": "x", "state": np.zeros(1)}, {}):
         with pytest.raises(InvalidRequest):

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from service.streaming.websocket import DoorSocket, SocketClosed, SocketLimits
+from service.streaming.websocket import SocketClosed, SocketLimits, StreamSocket
 
 MASK = b"\1\2\3\4"
 PING = b'{"kind":"ping","number":1}'
@@ -119,7 +119,7 @@ async def test_a_message_that_takes_long_is_cut_off(server, caplog):
 
 
 async def test_whoever_sent_much_at_once_lets_others_go_first_between_its_messages():
-    door = DoorSocket(SocketLimits())
+    door = StreamSocket(SocketLimits())
     door._incoming.messages.append("one")
     others = []
     asyncio.get_running_loop().call_soon(others.append, 1)
@@ -127,7 +127,7 @@ async def test_whoever_sent_much_at_once_lets_others_go_first_between_its_messag
 
 
 async def test_what_is_read_of_a_connection_that_is_lost_ends():
-    door = DoorSocket(SocketLimits())
+    door = StreamSocket(SocketLimits())
     door._early = memoryview(frame(1, PING) * 400)  # more than is read at once
     door._transport = Paused()
     door._go_on()

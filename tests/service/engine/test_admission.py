@@ -6,9 +6,9 @@ import pytest
 
 from jaxmodels import Requirements
 from service.errors import Overloaded
-from service.inference.admission import Claims, judge
+from service.inference.admission import Reservations, judge
 from service.inference.engine import Engine
-from service.inference.loaded_policy import Replica, Served
+from service.inference.loaded_policy import LoadedPolicy, Replica
 from service.sessions.store import NewSession, Sessions
 from service.stage import Stage
 from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
@@ -19,7 +19,7 @@ NEEDS = Requirements(
 )
 
 
-def served(*, replicas: int = 1, **seconds: float) -> Served:
+def served(*, replicas: int = 1, **seconds: float) -> LoadedPolicy:
     """With batches that take so long, on each of so many devices."""
     policy = ScriptedPolicy()
     copies = [Replica(policy, lane) for lane in range(replicas)]
@@ -27,7 +27,7 @@ def served(*, replicas: int = 1, **seconds: float) -> Served:
         for size, taken in seconds.items():
             policy.latency = taken
             copy.prepare(int(size[1:]), None)
-    return Served(policy, copies)
+    return LoadedPolicy(policy, copies)
 
 
 def test_what_batches_take_decides_how_many_robots_fit() -> None:
@@ -72,7 +72,7 @@ class Sized(ScriptedPolicy):
         return self.latency * (4 if cameras == LARGE else 1)
 
 
-def asked_with_both() -> Served:
+def asked_with_both() -> LoadedPolicy:
     """10 ms, or 40 ms with large pictures."""
     policy = served(b1=0.010)
     for replica in policy.replicas:
@@ -92,7 +92,7 @@ def test_pictures_of_another_size_are_reckoned_with_what_they_take() -> None:
 
 
 def test_only_robots_with_pictures_of_one_size_share_batches() -> None:
-    policy, claims = served(b1=0.010, b2=0.010), Claims(0.9)
+    policy, claims = served(b1=0.010, b2=0.010), Reservations(0.9)
     policy.replicas[0].costs(frozenset(LARGE.items())).learn(1, 0.040)
     claims.claim("small", policy, 5, lambda: {"front": (48, 64)})
     assert claims.admit(policy, 5, seen=lambda: {"front": (48, 64)}).share == pytest.approx(5 * 0.005)
@@ -104,7 +104,7 @@ def test_only_robots_with_pictures_of_one_size_share_batches() -> None:
 
 
 def test_what_is_promised_follows_the_pictures_that_come() -> None:
-    policy, claims, shown = asked_with_both(), Claims(0.9), dict[str, tuple[int, int]]()
+    policy, claims, shown = asked_with_both(), Reservations(0.9), dict[str, tuple[int, int]]()
     claims.claim("robot", policy, 10, lambda: shown or None)
     assert claims.share == pytest.approx(0.1), "nobody has shown anything else"
     shown |= LARGE
@@ -118,7 +118,7 @@ def test_what_is_promised_follows_the_pictures_that_come() -> None:
 
 
 def test_who_has_shown_no_pictures_yet_is_expected_to_show_the_dearest_of_others() -> None:
-    policy, claims, shown = asked_with_both(), Claims(0.9), {"front": (48, 64)}
+    policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (48, 64)}
     claims.claim("robot", policy, 10, lambda: shown)
     assert claims.admit(policy, 10, seen=lambda: None).share == pytest.approx(0.1)
     shown |= LARGE
@@ -133,7 +133,7 @@ def test_who_has_shown_no_pictures_yet_is_expected_to_show_the_dearest_of_others
 
 def test_pictures_that_are_not_measured_yet_are_expected_to_take_what_the_dearest_do() -> None:
     """Their robot is held until they are compiled for, and then they are measured."""
-    policy, claims, shown = asked_with_both(), Claims(0.9), {"front": (960, 1280)}
+    policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (960, 1280)}
     claims.claim("robot", policy, 10, lambda: shown)
     assert claims.share == pytest.approx(0.1)
     claims.claim("other", policy, 1, lambda: LARGE)
@@ -143,7 +143,7 @@ def test_pictures_that_are_not_measured_yet_are_expected_to_take_what_the_deares
 
 
 def test_a_policy_that_is_gone_takes_no_time() -> None:
-    claims = Claims(0.9)
+    claims = Reservations(0.9)
     claims.claim("robot", asked_with_both(), 10, lambda: None)
     assert (claims.share, claims.per_second) == (0, 10)
 

@@ -13,7 +13,7 @@ import pytest
 from jaxmodels.errors import ObservationError
 from service.errors import PolicyFailed
 from service.inference.batching import ALIGNMENT, Stacks, shape_of
-from service.inference.engine import Engine, Inference, InferenceStuck, Served
+from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.waiting import until
 
@@ -70,7 +70,7 @@ def ignore(stage: str) -> None:
 
 
 @asynccontextmanager
-async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> AsyncIterator[tuple[Engine, Served]]:
+async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> AsyncIterator[tuple[Engine, LoadedPolicy]]:
     engine = Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=(1, 2, 4, 8))
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         await until(lambda: engine.facts()["batch_sizes_to_compile"] == 0)
@@ -80,7 +80,9 @@ async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> Async
     await engine.close()
 
 
-async def all_waiting(engine: Engine, served: Served, policy: Held, asks: list[Ask]) -> list[asyncio.Task[Inference]]:
+async def all_waiting(
+    engine: Engine, served: LoadedPolicy, policy: Held, asks: list[Ask]
+) -> list[asyncio.Task[InferenceResult]]:
     """These requests, the first of which is with the device and the others in line."""
     policy.gate.clear()
     begun = policy.begun
@@ -93,7 +95,9 @@ async def all_waiting(engine: Engine, served: Served, policy: Held, asks: list[A
     return asking
 
 
-async def together(engine: Engine, served: Served, policy: Held, places: list[float]) -> list[np.ndarray | Exception]:
+async def together(
+    engine: Engine, served: LoadedPolicy, policy: Held, places: list[float]
+) -> list[np.ndarray | Exception]:
     """What robots at these places are answered, the first of whom is alone at first."""
     asking = await all_waiting(engine, served, policy, [(seen(place), asyncio.Lock()) for place in places])
     policy.gate.set()

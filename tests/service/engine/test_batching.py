@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.inference.batching import Batching, Chosen
-from service.inference.latency_model import KEPT, OLD, Costs
+from service.inference.latency_model import KEPT, OLD, LatencyModel
 from tests.service.engine.test_costs import costs
 
 SIZES = (1, 2, 4, 8)
@@ -24,7 +24,7 @@ GENTLE = costs(b1=0.010, b2=0.012, b4=0.015, b8=0.020)
 LINEAR = costs(b1=0.010, b2=0.020, b4=0.040, b8=0.080)
 
 
-def line(*dues: float, known: Costs = GENTLE) -> Batching[Asked]:
+def line(*dues: float, known: LatencyModel = GENTLE) -> Batching[Asked]:
     batching: Batching[Asked] = Batching()
     for due in dues:
         batching.add("line", Asked(due), known, SIZES)
@@ -146,7 +146,7 @@ def test_sizes_that_are_not_compiled_yet_are_not_used() -> None:
     assert chosen(batching).size == 4
 
 
-def measured_in_a_bad_moment() -> Costs:
+def measured_in_a_bad_moment() -> LatencyModel:
     """8 took 60 ms once; since then the device did a lot of batches of 2, 12 ms each."""
     known = costs(b1=0.010, b8=0.060)
     for _ in range(OLD):
@@ -184,7 +184,7 @@ def test_only_a_full_batch_is_tried_again_and_makes_nobody_late_by_what_others_t
     assert chosen(beside).size == 2
 
 
-def run(true: dict[int, float], known: Costs, batches: int, pace: float = 1.0) -> list[int]:
+def run(true: dict[int, float], known: LatencyModel, batches: int, pace: float = 1.0) -> list[int]:
     """The sizes of so many batches, while more wait than fit into one, and nobody is in a hurry."""
     sizes = []
     for _ in range(batches):
@@ -197,7 +197,7 @@ TRUE = {1: 0.002, 2: 0.003, 4: 0.005, 8: 0.009}
 
 
 def test_a_moment_in_which_the_device_is_slow_gives_no_size_a_bad_name() -> None:
-    known = Costs()
+    known = LatencyModel()
     for size in [*TRUE] * KEPT:
         known.learn(size, TRUE[size])
     for pace in (1.5, 1.0, 2.5, 1.0):
@@ -209,7 +209,7 @@ def test_a_moment_in_which_the_device_is_slow_gives_no_size_a_bad_name() -> None
 @pytest.mark.parametrize("wrong", [{4: 0.002}, {8: 0.040}, {1: 0.0002}])
 def test_what_is_thought_of_a_size_is_put_right_by_the_others(wrong: dict[int, float]) -> None:
     """Even of one that seems so good that no other runs any more: it could be the device that got slower."""
-    known = Costs()
+    known = LatencyModel()
     for size, seconds in [*(TRUE | wrong).items()] * KEPT:
         known.learn(size, seconds)
     run(TRUE, known, 8 * OLD)
@@ -246,7 +246,7 @@ def test_everybody_is_served_once_and_nobody_is_made_late_while_there_is_time_fo
     assert len(set(map(id, served))) == len(asked)
 
 
-def one_at_a_time(now: float, waiting: list[tuple[str, Asked]], known: dict[str, Costs]) -> bool:
+def one_at_a_time(now: float, waiting: list[tuple[str, Asked]], known: dict[str, LatencyModel]) -> bool:
     """Whether all who are not late already are in time that way, with half of the largest batch to spare."""
     end = now
     for key, request in sorted(waiting, key=lambda each: each[1].due):
@@ -262,7 +262,7 @@ def test_a_size_that_nobody_measured_is_guessed_from_the_nearest_with_care(size:
 
 
 def test_what_batches_take_is_their_median_and_what_nine_of_ten_do_not_exceed() -> None:
-    made = Costs()
+    made = LatencyModel()
     assert not made.is_known
     assert made.usual(4) == made.slow(4) == 0
     for milliseconds in range(1, 12):

@@ -8,18 +8,18 @@ from statistics import median
 
 import pytest
 
-from service.inference.latency_model import KEPT, OLD, PACE, Costs
+from service.inference.latency_model import KEPT, OLD, PACE, LatencyModel
 
 
-def costs(**seconds: float) -> Costs:
-    made = Costs()
+def costs(**seconds: float) -> LatencyModel:
+    made = LatencyModel()
     for size, taken in seconds.items():
         made.learn(int(size[1:]), taken)
     return made
 
 
 def test_what_is_taken_over_is_fed_on_its_own_from_then_on() -> None:
-    before, after = costs(b1=0.010, b8=0.020), Costs()
+    before, after = costs(b1=0.010, b8=0.020), LatencyModel()
     before.learn(8, 0.030)
     assert after.take_over(before, 8)
     assert after.milliseconds() == {"8": {"p50": 25.0, "p90": 30.0}}
@@ -45,7 +45,7 @@ def test_what_is_taken_over_counts_as_measured_now() -> None:
 
 
 def test_what_the_next_batch_should_take_follows_the_newest_of_any_size() -> None:
-    known = Costs()
+    known = LatencyModel()
     for _ in range(KEPT):
         for size, seconds in ((1, 0.010), (8, 0.020)):
             known.learn(size, seconds)
@@ -71,7 +71,7 @@ def test_one_batch_that_is_held_up_changes_nothing_that_is_expected() -> None:
 
 def test_what_is_remembered_does_not_wander_off_from_what_was_measured() -> None:
     """Over a day of batches of which some take longer, and none shorter."""
-    known, random = Costs(), Random(0)
+    known, random = LatencyModel(), Random(0)
     true = {1: 0.001, 4: 0.002, 8: 0.004}
     for _ in range(30_000):
         size = random.choice([1, 1, 1, 4, 8])
@@ -107,7 +107,7 @@ def test_what_is_taken_over_is_expected_at_the_pace_of_now() -> None:
 
 
 def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, is_in_the_middle, other_is_through = Costs(), threading.Event(), threading.Event()
+    known, is_in_the_middle, other_is_through = LatencyModel(), threading.Event(), threading.Event()
 
     def interrupted(samples: list[float]) -> float:
         if samples == [0.001]:
@@ -143,7 +143,7 @@ def test_figures_are_whole_while_several_threads_learn() -> None:
     failed: list[BaseException] = []
     ended = threading.Event()
 
-    def reading(known: list[Costs]) -> None:
+    def reading(known: list[LatencyModel]) -> None:
         try:
             while not ended.is_set():
                 for one in known:
@@ -153,7 +153,7 @@ def test_figures_are_whole_while_several_threads_learn() -> None:
         except BaseException as error:
             failed.append(error)
 
-    def learning(known: list[Costs], first: int) -> None:
+    def learning(known: list[LatencyModel], first: int) -> None:
         try:
             for one in known:
                 for size in range(first, 60, 2):
@@ -161,7 +161,7 @@ def test_figures_are_whole_while_several_threads_learn() -> None:
         except BaseException as error:
             failed.append(error)
 
-    known = [Costs() for _ in range(100)]
+    known = [LatencyModel() for _ in range(100)]
     readers = [threading.Thread(target=reading, args=(known,)) for _ in range(2)]
     writers = [threading.Thread(target=learning, args=(known, first)) for first in (1, 2, 1)]
     for thread in (*readers, *writers):

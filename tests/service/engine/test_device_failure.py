@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from service.errors import PolicyFailed
-from service.inference.engine import Engine, Served
+from service.inference.engine import Engine, LoadedPolicy
 from service.inference.replicas import ALLOWED
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.pauses import Pauses
@@ -34,9 +34,9 @@ class House:
         self.on: dict[str, ScriptedPolicy] = {}
         self.engine = Engine(switch_interval=None, devices=devices, batch_sizes=(1, 2, 8), stuck_after=STUCK)
         self._stack = stack
-        self.served: Served
+        self.served: LoadedPolicy
 
-    async def load(self, path: str = "p") -> Served:
+    async def load(self, path: str = "p") -> LoadedPolicy:
         house = self
 
         class Placed(ScriptedPolicy):

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from service.errors import PolicyError, PolicyFailed
-from service.inference.device_worker import DeviceGone, LaneClosed, Overdue
-from service.inference.engine import Engine, Served
-from service.inference.loaded_policy import Inference, InferenceStuck, Replica
+from service.inference.device_worker import DeviceGone, Overdue, WorkerClosed
+from service.inference.engine import Engine, LoadedPolicy
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.server import OBSERVATION
 from tests.waiting import until
 
 
 class ScriptedLane:
-    """A `DeviceLane` without a thread.
+    """A `DeviceWorker` without a thread.
 
     Attributes:
         failures: what the next asks raise instead of an answer, or wait for.
@@ -45,9 +45,9 @@ class ScriptedLane:
         *,
         is_alone: bool = False,
         may_move: bool = False,
-    ) -> Inference:
+    ) -> InferenceResult:
         if self.is_closed:
-            raise LaneClosed("the server is ending")
+            raise WorkerClosed("the server is ending")
         self.asked += 1
         try:
             if self.failures:
@@ -56,7 +56,7 @@ class ScriptedLane:
                     raise failure
                 await failure.wait()
             self.acted += 1
-            return Inference(replica.policy.act(observation), 0.0, 0.0, 0.0, 0.0, 0.0)
+            return InferenceResult(replica.policy.act(observation), 0.0, 0.0, 0.0, 0.0, 0.0)
         finally:
             self.asked -= 1
 
@@ -110,14 +110,14 @@ class House:
             self.lanes[device] = ScriptedLane()
             self.engine.join(device, self.lanes[device])
 
-    async def load_on(self, *devices: str) -> Served:
+    async def load_on(self, *devices: str) -> LoadedPolicy:
         self.join(*devices)
         return await self.load()
 
-    async def load(self, path: str = "p") -> Served:
+    async def load(self, path: str = "p") -> LoadedPolicy:
         return await self._stack.enter_async_context(self.engine.policy(self.loader, path, None, lambda word: None))
 
-    async def ask(self, served: Served, times: int = 1) -> None:
+    async def ask(self, served: LoadedPolicy, times: int = 1) -> None:
         for _ in range(times):
             assert (await self.engine.submit(served, OBSERVATION)).chunk.shape == (1, 20, 6)
 
@@ -129,7 +129,7 @@ class House:
         await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("join ")])
 
 
-def where(served: Served) -> list[str]:
+def where(served: LoadedPolicy) -> list[str]:
     return [replica.policy.device for replica in served.replicas]
 
 
@@ -242,21 +242,21 @@ class LateLane(ScriptedLane):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: asyncio.Future[Inference] = asyncio.get_running_loop().create_future()
+        self.said: asyncio.Future[InferenceResult] = asyncio.get_running_loop().create_future()
 
-    async def ask(self, *args: object, **more: object) -> Inference:
+    async def ask(self, *args: object, **more: object) -> InferenceResult:
         self.acted += 1
         late = Overdue("a is slow")
         late.is_counted, late.answer = True, self.said
         raise late
 
-    def answer(self) -> Inference:
-        inference = Inference(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.0, 0.0, 0.0)
+    def answer(self) -> InferenceResult:
+        inference = InferenceResult(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.0, 0.0, 0.0)
         self.said.set_result(inference)
         return inference
 
 
-def put_late(house: House, served: Served) -> LateLane:
+def put_late(house: House, served: LoadedPolicy) -> LateLane:
     lane = LateLane()
     house.engine._devices.lanes[served.replicas[0].lane] = house.lanes["a"] = lane
     return lane
@@ -310,7 +310,7 @@ async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: Hou
     served = await house.load_on("a", "b")
 
     class Slow(ScriptedLane):
-        async def ask(self, *args: object, **more: object) -> Inference:
+        async def ask(self, *args: object, **more: object) -> InferenceResult:
             house.engine.leave("b", "it ended")
             await house.engine.forget("b")
             raise Overdue("a is slow")
@@ -391,7 +391,7 @@ async def test_whoever_waits_for_a_device_is_told_when_the_server_ends(house: Ho
     await asyncio.sleep(0.01)
     await house.engine.close()
     async with asyncio.timeout(30):
-        with pytest.raises(LaneClosed):
+        with pytest.raises(WorkerClosed):
             await robot
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmodels.errors import ConfigError, ObservationError
 from service.errors import PolicyError, PolicyFailed
-from service.inference.device_worker import Lane, LaneClosed
+from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine, InferenceStuck, in_words
 from service.testing import ScriptedLoader, ScriptedPolicy
 from service.threads import Worker, call_in_thread
@@ -321,8 +321,8 @@ async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.M
         await engine.close()
         async with asyncio.timeout(30):
             answers = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(answer) for answer in answers] == [LaneClosed] * 3
-        with pytest.raises(LaneClosed, match="the server is ending"):
+        assert [type(answer) for answer in answers] == [WorkerClosed] * 3
+        with pytest.raises(WorkerClosed, match="the server is ending"):
             await engine.submit(served, OBSERVATION)
     never.set()
 
@@ -353,7 +353,7 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: p
 
 async def test_policies_of_several_sessions_take_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both take equally long, whatever a busy machine makes of it: who takes longer would be due later.
-    monkeypatch.setattr("service.inference.latency_model.Costs.learn", lambda costs, size, seconds: None)
+    monkeypatch.setattr("service.inference.latency_model.LatencyModel.learn", lambda costs, size, seconds: None)
     order: list[str] = []
     both = asyncio.Barrier(2)
     policies = {name: ScriptedPolicy(latency=0.005) for name in "ab"}
@@ -467,12 +467,12 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
         asking = asyncio.create_task(engine.submit(served, OBSERVATION))
         await asyncio.sleep(0.01)
         given: list[float] = []
-        close = Lane.close
-        monkeypatch.setattr(Lane, "close", lambda lane, within: given.append(within) or close(lane, within))
+        close = InferenceWorker.close
+        monkeypatch.setattr(InferenceWorker, "close", lambda lane, within: given.append(within) or close(lane, within))
         async with asyncio.timeout(30):
             await engine.close()
         assert given == [1.0]
-        with pytest.raises(LaneClosed):
+        with pytest.raises(WorkerClosed):
             await asking
         never.set()
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
-from service.inference.device_worker import Batch, Lane
-from service.inference.engine import Engine, Served
-from service.inference.latency_model import Costs
+from service.inference.device_worker import Batch, InferenceWorker
+from service.inference.engine import Engine, LoadedPolicy
+from service.inference.latency_model import LatencyModel
 from service.inference.loaded_policy import frames_of
 from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.waiting import until
@@ -58,13 +58,13 @@ async def asked_with_both(policy: ScriptedPolicy, batch_sizes: tuple[int, ...] =
 @pytest.fixture
 def rehearsed_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What robots ask for is not learnt: a busy machine makes of it what it likes."""
-    learn = Costs.learn
+    learn = LatencyModel.learn
 
-    def learn_elsewhere(costs: Costs, size: int, seconds: float) -> None:
+    def learn_elsewhere(costs: LatencyModel, size: int, seconds: float) -> None:
         if not threading.current_thread().name.startswith("device"):
             learn(costs, size, seconds)
 
-    monkeypatch.setattr(Costs, "learn", learn_elsewhere)
+    monkeypatch.setattr(LatencyModel, "learn", learn_elsewhere)
 
 
 def milliseconds(engine: Engine) -> Any:
@@ -115,7 +115,7 @@ async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
         policy.failures.append(gate)
         asking = asyncio.create_task(engine.submit(served, observation))
         (lane,) = engine._devices.lanes.values()
-        assert isinstance(lane, Lane)
+        assert isinstance(lane, InferenceWorker)
 
         def running() -> Batch | None:
             return next(iter([*lane._left, *filter(None, (lane._current,))]), None)
@@ -172,7 +172,7 @@ async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_
 
 
 def test_a_policy_may_be_blind() -> None:
-    blind = Served(ScriptedPolicy(Requirements(policy_type="act", state=6, action=6)))
+    blind = LoadedPolicy(ScriptedPolicy(Requirements(policy_type="act", state=6, action=6)))
     blind.replicas[0].prepare(1, None)
     assert blind.costs.is_known
     assert frames_of({"observation.state": np.zeros((1, 6), np.float32)}) == blind.replicas[0].trained

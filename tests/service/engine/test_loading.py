@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError
-from service.inference.sandbox import Inspection
+from service.inference.sandbox import CheckpointSandbox
 from service.testing import ScriptedLoader
 from tests.server import started
 
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 def told(folder, inspection=None):
     with pytest.raises(CheckpointError) as caught:
-        (inspection or Inspection())(folder)
+        (inspection or CheckpointSandbox())(folder)
     text = str(caught.value)
     assert str(folder.parent) not in text
     return text
@@ -46,18 +46,18 @@ def test_a_policy_is_read_to_its_end_and_only_files_of_known_names(folder, caplo
     (folder / "modeling.py").write_text("raise SystemExit(3)")
     (folder / "weights.bin").write_bytes(b"\x80\x04.")
     with caplog.at_level("INFO"):
-        Inspection()(folder)
+        CheckpointSandbox()(folder)
     assert "2 tensors, 34 bytes" in caplog.text
 
 
 def test_a_folder_may_be_named_from_where_the_server_was_started(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
-    Inspection()(Path("arm"))
+    CheckpointSandbox()(Path("arm"))
 
 
 def test_the_policy_of_the_demo_passes(caplog):
     with caplog.at_level("INFO"):
-        Inspection()(DEMO)
+        CheckpointSandbox()(DEMO)
     assert "tensors" in caplog.text
 
 
@@ -135,7 +135,7 @@ def test_what_is_wrong_with_files_is_told_by_their_name(folder, spoil, words):
     ],
 )
 def test_whatever_becomes_of_the_child_its_parent_lives_and_says_so(folder, program, words):
-    text = told(folder, Inspection(1 << 28, patience=60.0 if "sleep" not in program else 0.2, program=program))
+    text = told(folder, CheckpointSandbox(1 << 28, patience=60.0 if "sleep" not in program else 0.2, program=program))
     assert words in text
     assert "secret" not in text
 
@@ -143,13 +143,13 @@ def test_whatever_becomes_of_the_child_its_parent_lives_and_says_so(folder, prog
 def test_the_child_has_nothing_of_its_parents_environment(folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     program = "import json, os; print(json.dumps({'error': ' '.join(sorted(os.environ))}))"
-    names = set(told(folder, Inspection(program=program)).removeprefix("arm: ").split())
+    names = set(told(folder, CheckpointSandbox(program=program)).removeprefix("arm: ").split())
     assert names <= {"LC_CTYPE", "OPENBLAS_NUM_THREADS", "PATH", "PYTHONDONTWRITEBYTECODE"}
 
 
 async def test_a_session_with_a_broken_policy_is_422_with_the_reason_and_leaves_no_room(folder):
     def load(path, revision=None, /, *, like=None, on_progress=None):
-        Inspection()(Path(path))
+        CheckpointSandbox()(Path(path))
         return ScriptedLoader()(path)
 
     spoil_end(folder)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ObservationError
-from service.inference.engine import Engine, Served
+from service.inference.engine import Engine, LoadedPolicy
 from service.inference.latency_model import KEPT
 from service.inference.loaded_policy import Replica
-from service.inference.policy_cache import Store
+from service.inference.policy_cache import PolicyCache
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.waiting import until
 
@@ -80,7 +80,7 @@ class Rig:
 
     engine: Engine
     policy: Shipped
-    served: Served
+    served: LoadedPolicy
 
     async def until_grown(self) -> None:
         await until(lambda: not self.engine.facts()["batch_sizes_to_compile"])
@@ -178,7 +178,7 @@ async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() 
 
 
 async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere() -> None:
-    store = Store(lambda policy: (Replica(policy),), lambda served: None, 0, are_elsewhere=True)
+    store = PolicyCache(lambda policy: (Replica(policy),), lambda served: None, 0, are_elsewhere=True)
     first = Shipped(latency=0.010)
     async with store.policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)

@@ -18,7 +18,7 @@ from jaxmodels.weights import blueprint
 from service.errors import InvalidRequest
 from service.inference.batching import Stacks, shape_of
 from service.inference.engine import Engine
-from service.inference.loaded_policy import told
+from service.inference.loaded_policy import task_input
 from service.inference.measurement import observation_of
 from service.sessions.store import NewSession, Sessions
 from service.testing import MemoryTransport
@@ -102,7 +102,7 @@ async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told
 def test_robots_with_different_instructions_share_a_batch_and_get_their_own(folder: Path) -> None:
     policy = jaxmodels.load_policy(folder)
     tasks = [RED, BLUE, "put it down", "wave", RED]
-    seen = [observation_of(policy.requirements) | told(task) for task in tasks]
+    seen = [observation_of(policy.requirements) | task_input(task) for task in tasks]
     shapes = {shape_of(one) for one in seen}
     assert len(shapes) == 1, "the engine would put them into lines of their own"
     [shape] = shapes

@@ -14,9 +14,9 @@ import pytest
 from jaxmodels.errors import ObservationError
 from service.distributed.host_group import (
     Arrays,
-    Crew,
     HostFailed,
     HostGone,
+    HostGroup,
     HostRefused,
     HostSilent,
     HostsLost,
@@ -79,7 +79,7 @@ class Scene:
     def __init__(self, count: int = 2) -> None:
         self.told: list[str] = []
         self.hosts = [Played(f"host {number + 1}") for number in range(count)]
-        self.crew = Crew(self.hosts, self.told.append)
+        self.crew = HostGroup(self.hosts, self.told.append)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.weights import blueprint
 from service.distributed.host_group import HostsLost
-from service.distributed.host_coordinator import Front
+from service.distributed.host_coordinator import HostCoordinator as Front
 from service.distributed.host_coordinator import HostOptions
 
 port, coordinator, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])

@@ -17,7 +17,7 @@ from jaxmodels.errors import CheckpointError, InputError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, TooLarge, UnknownModel
 from service.http.array_formats import FORMS, Form
 from service.http.array_limits import ArrayLimits
-from service.inference.engine import Engine, Served
+from service.inference.engine import Engine, LoadedPolicy
 from service.inference.model_server import Ask, Forwarded, ForwardLimits, Models, ServedModel
 from service.testing import ScriptedPolicy
 from tests.server import OBSERVATION
@@ -98,7 +98,7 @@ class Rig:
         limits = {"arrays": ArrayLimits(bytes=1 << 16), "seconds": 20.0, **limits}
         self.models = Models(self.engine, ForwardLimits(**limits), lambda: self.is_robot_running)
         self.policy = ScriptedPolicy()
-        self.served_policy = Served(self.policy)
+        self.served_policy = LoadedPolicy(self.policy)
 
     async def load(self, name: str = "m") -> ServedModel:
         return await self.models.load(

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 
 from service.control.joints import SO100, JointTable
-from service.control.observation_buffer import Buffer, Lack, Snapshot
+from service.control.observation_buffer import NotReady, ObservationBuffer, Snapshot
 
 FRAME = np.zeros((48, 64, 3), np.uint8)
 POSE = {joint.name: float(joint.index) for joint in SO100}
 
 
-def buffer(*cameras: str) -> Buffer:
-    return Buffer(cameras or ("front",), JointTable(SO100))
+def buffer(*cameras: str) -> ObservationBuffer:
+    return ObservationBuffer(cameras or ("front",), JointTable(SO100))
 
 
 def test_a_snapshot_needs_every_camera_and_every_joint_and_says_all_that_is_missing() -> None:
@@ -17,7 +17,7 @@ def test_a_snapshot_needs_every_camera_and_every_joint_and_says_all_that_is_miss
     seen.put_frame("top", FRAME, 1.0)
     seen.put_joints({"Rotation": 1.0, "Pitch": 2.0}, 1.0)
     lack = seen.snapshot(1.1)
-    assert lack == Lack(
+    assert lack == NotReady(
         "camera_missing", "camera 'front': no frame yet; joints: no value yet of Elbow, Wrist_Pitch, Wrist_Roll, Jaw"
     )
 
@@ -27,7 +27,7 @@ def test_a_stale_frame_is_named_with_its_age_and_the_limit() -> None:
     seen.put_frame("front", FRAME, 1.0)
     seen.put_joints(POSE, 1.0)
     assert seen.lacking(1.299) is None
-    assert seen.lacking(1.412) == Lack("camera_stale", "camera 'front': frame is 412 ms old, limit 300 ms")
+    assert seen.lacking(1.412) == NotReady("camera_stale", "camera 'front': frame is 412 ms old, limit 300 ms")
 
 
 def test_a_silent_robot_is_not_a_stale_one() -> None:

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.control.aggregation import Ensembled
-from service.control.config import Pace
-from service.control.controller import Control, Step
+from service.control.config import ControlConfig
+from service.control.controller import Controller, TickResult
 from service.control.joints import SO100, JointTable
 from service.control.limits import Asked, motion_limits
-from service.control.observation_buffer import Buffer, Snapshot
+from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.control.robot_io import ControlLoop
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}
-PACE = Pace(rate=20, action_rate=20, action_steps=20, chunk=20, width=6)
+PACE = ControlConfig(rate=20, action_rate=20, action_steps=20, chunk=20, width=6)
 
 
 def plan(snapshot: Snapshot, chunk: int = 20) -> np.ndarray:
@@ -37,7 +37,7 @@ class World:
         policy: what it answers; an exception's text when it is a string.
     """
 
-    pace: Pace = PACE
+    pace: ControlConfig = PACE
     sees: bool = True
     latency: float = 0.01
     policy: Callable[[Snapshot], object] = plan
@@ -47,11 +47,11 @@ class World:
     answers: list[tuple[float, Snapshot]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.buffer = Buffer(["front"], JointTable(SO100))
-        self.control = Control(self.buffer, self.pace)
+        self.buffer = ObservationBuffer(["front"], JointTable(SO100))
+        self.control = Controller(self.buffer, self.pace)
         self.buffer.put_joints(POSE, self.now)
 
-    def do(self, step: Step) -> None:
+    def do(self, step: TickResult) -> None:
         if step.command is not None:
             self.sent.append((self.now, step.command.tolist()))
         if step.ask is not None:
@@ -327,8 +327,8 @@ def test_after_a_long_pause_there_is_one_hold_and_then_a_new_plan() -> None:
 
 def test_a_tick_that_comes_twice_or_early_does_nothing() -> None:
     world = World().begin().run(1.0)
-    assert world.control.tick(world.now) == Step()
-    assert world.control.tick(world.now + 0.01) == Step()
+    assert world.control.tick(world.now) == TickResult()
+    assert world.control.tick(world.now + 0.01) == TickResult()
 
 
 def test_deadlines_do_not_drift() -> None:
@@ -358,7 +358,7 @@ def gripping() -> World:
 
     world = World(policy=closed)
     limits = motion_limits(world.buffer.joints, asked=Asked(requested={"Jaw": 2.0}))
-    world.control = Control(world.buffer, world.pace, limits)
+    world.control = Controller(world.buffer, world.pace, limits)
     world.begin().run(2.0)
     assert world.sent[-1][1][-1] == CLOSED
     return world
@@ -495,7 +495,7 @@ async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothi
 
 async def test_what_was_decided_before_a_pause_of_the_process_is_marked_and_the_next_tick_is_not() -> None:
     world = World()
-    steps: list[Step] = []
+    steps: list[TickResult] = []
     pause = [0.0, 0.0, 2.0, 0.0]  # seconds in which nothing runs, right after a tick's moment
 
     async def sleep(deadline: float) -> None:
@@ -506,7 +506,7 @@ async def test_what_was_decided_before_a_pause_of_the_process_is_marked_and_the_
     def watch(now: float) -> None:
         world.now += pause[len(steps)]
 
-    def act(step: Step) -> None:
+    def act(step: TickResult) -> None:
         steps.append(step)
         if len(steps) == len(pause):
             task.cancel()

@@ -9,7 +9,7 @@ import pytest
 from jaxmodels import Requirements
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.control.action_queue import ActionQueue
-from service.control.aggregation import DEFAULT, OVERLAPS, Crossfaded, Ensembled, Overlap, Weighted, overlap_of
+from service.control.aggregation import DEFAULT, OVERLAPS, Aggregation, Crossfaded, Ensembled, Weighted, overlap_of
 from service.control.chunk_scheduler import prefix_of
 from service.control.observation_buffer import Snapshot
 from tests.service.motion.test_control import PACE, POSE, World, plan
@@ -217,7 +217,7 @@ def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_
 
 
 def test_what_follows_the_given_actions_is_led_over_to() -> None:
-    def largest_step(overlap: Overlap) -> float:
+    def largest_step(overlap: Aggregation) -> float:
         sides = cycle((0.15, -0.15))
 
         def policy(snapshot: Snapshot) -> np.ndarray:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ConfigError
-from service.control.watchdog import Patience
+from service.control.watchdog import WatchdogTimeouts
 from service.inference.engine import Engine
 from service.sessions.store import NewSession, Session, Sessions, SessionSettings
 from service.testing import MemoryLink, MemoryTransport, ScriptedPolicy
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 # The facts' times, ten times as quick, so that a test does not wait for them.
-QUICK = Patience(degraded_after=0.5, stop_after=1.0, frozen_after=0.2, bad_input_window=0.5)
+QUICK = WatchdogTimeouts(degraded_after=0.5, stop_after=1.0, frozen_after=0.2, bad_input_window=0.5)
 # The same without the stop, which a pause of the machine would bring about before anybody saw what comes before it.
 LENIENT = replace(QUICK, stop_after=60.0)
 

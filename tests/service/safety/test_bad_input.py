@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.control.joints import SO100, JointTable
-from service.control.observation_buffer import Buffer
+from service.control.observation_buffer import ObservationBuffer
 from service.transport.client.joint_rooms import JointInput
 from service.transport.link import BadInput, LinkEvent, Rooms
 from service.transport.protocol import WireError, parse
@@ -44,7 +44,7 @@ class Robot:
     """The inbox of a session, without its drive."""
 
     def __init__(self) -> None:
-        self.buffer = Buffer((), JointTable(SO100))
+        self.buffer = ObservationBuffer((), JointTable(SO100))
         self.buffer.put_joints(POSE, 0.0)
         self.room = JointInput(Rooms("w"), None, self)  # type: ignore[arg-type]
 

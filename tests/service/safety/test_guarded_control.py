@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from service.control.aggregation import Ensembled
-from service.control.config import Pace
-from service.control.controller import Control, Step
+from service.control.config import ControlConfig
+from service.control.controller import Controller, TickResult
 from service.control.hold import Ramp
 from service.control.joints import SO100, JointTable
 from service.control.limits import Asked, LimitsFile, Said, motion_limits
-from service.control.observation_buffer import Buffer, Snapshot
+from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.errors import InvalidRequest
 from tests.service.safety.conftest import POSE
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 TABLE = JointTable(SO100)
-PACE = Pace(rate=20, action_rate=20, action_steps=10, chunk=20, width=6)
+PACE = ControlConfig(rate=20, action_rate=20, action_steps=10, chunk=20, width=6)
 
 
 def towards(step: float, joint: int = 0) -> Callable[[Snapshot], np.ndarray]:
@@ -39,15 +39,15 @@ class Arm:
 
     policy: Callable[[Snapshot], np.ndarray]
     asked: Asked = field(default_factory=Asked)
-    pace: Pace = PACE
+    pace: ControlConfig = PACE
     sees: bool = True
     is_choked: bool = False
     now: float = 100.0
     sent: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.buffer = Buffer(["front"], TABLE)
-        self.control = Control(self.buffer, self.pace, motion_limits(TABLE, self.asked))
+        self.buffer = ObservationBuffer(["front"], TABLE)
+        self.control = Controller(self.buffer, self.pace, motion_limits(TABLE, self.asked))
         self.move(np.array([0, 0, 0, 0, 0, 50.0]))
         self.control.begin(self.now)
 
@@ -62,7 +62,7 @@ class Arm:
             self.now = self.control.next_deadline(self.now + 1e-4)
         return self
 
-    def do(self, step: Step, follows: bool = True) -> None:
+    def do(self, step: TickResult, follows: bool = True) -> None:
         if step.command is not None and self.is_choked:
             self.control.acknowledge(False, self.now)
         elif step.command is not None:
@@ -150,7 +150,7 @@ def test_without_anything_to_clamp_nothing_is_changed_at_other_rates_and_with_en
 @pytest.mark.parametrize(
     "pace", [PACE, replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(0.1), action_steps=1)]
 )
-def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: Pace) -> None:
+def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: ControlConfig) -> None:
     random = np.random.default_rng(3)
 
     def wild(snapshot: Snapshot) -> np.ndarray:

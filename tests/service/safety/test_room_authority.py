@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from service.control.joints import SO100, JointTable
 from service.control.limits import motion_limits
-from service.control.observation_buffer import Buffer
+from service.control.observation_buffer import ObservationBuffer
 from service.sessions.records import Latch
 from service.sessions.room_authority import Authority
 from service.stage import MOVING, Stage
@@ -35,7 +35,7 @@ class Double:
         self.id, self.claim, self.stage, self.latch = "arm", OWN, stage, latch
         self.refused = Tally()
         self.new = SimpleNamespace(workspace_id="w", owner=None, is_direct=False, dry_run=False)
-        self.buffer = Buffer((), table)
+        self.buffer = ObservationBuffer((), table)
         self.measure(dict.fromkeys(NAMES, 10.0))
         control = SimpleNamespace(guard=SimpleNamespace(limits=motion_limits(table)))
         self.drive: Any = SimpleNamespace(table=table, buffer=self.buffer, control=control)

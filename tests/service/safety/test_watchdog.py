@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from service.control.watchdog import Looked, Patience, Watchdog
+from service.control.watchdog import Looked, Watchdog, WatchdogTimeouts
 
 PERIOD = 0.02
 
 
 def watchdog(executed: float = 0.4, covered: float = 0.4, **patience: object) -> Watchdog:
-    made = Watchdog(Patience(**patience), executed=executed, covered=covered)  # type: ignore[arg-type]
+    made = Watchdog(WatchdogTimeouts(**patience), executed=executed, covered=covered)  # type: ignore[arg-type]
     made.begin(0.0)
     return made
 
@@ -61,11 +61,11 @@ def test_what_comes_back_is_no_blindness_any_more_and_counts_from_anew() -> None
 
 
 def test_cameras_that_may_be_slow_are_given_more_time() -> None:
-    patience = Patience().for_frames(10.0)
+    patience = WatchdogTimeouts().for_frames(10.0)
     assert (patience.frame_age, patience.degraded_after, patience.stop_after) == (10.0, 20.0, 200.0)
-    assert Patience(degraded_after=1, stop_after=2).for_frames(0.3) == Patience(0.3, 1, 2)
+    assert WatchdogTimeouts(degraded_after=1, stop_after=2).for_frames(0.3) == WatchdogTimeouts(0.3, 1, 2)
     with pytest.raises(ValueError, match="degraded_after 40"):
-        Patience(degraded_after=40)
+        WatchdogTimeouts(degraded_after=40)
 
 
 def test_a_process_that_paused_holds_for_one_tick() -> None:
@@ -84,7 +84,7 @@ def test_a_blocked_event_loop_holds_after_250_ms_however_old_frames_may_be(frame
 
 
 def test_a_robot_of_two_ticks_a_second_does_not_pause_between_them() -> None:
-    dog = Watchdog(Patience(), executed=2.0, covered=4.0, period=0.5)
+    dog = Watchdog(WatchdogTimeouts(), executed=2.0, covered=4.0, period=0.5)
     dog.begin(0.0)
     for now in (0.5, 1.0, 1.5):
         assert dog.look(now, Looked({})).holds == {}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from service.control.observers import Tick
-from service.control.watchdog import Patience
+from service.control.watchdog import WatchdogTimeouts
 from service.errors import MoveRefused
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Stage
@@ -119,7 +119,7 @@ async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigge
         assert session.stage is Stage.RUNNING
         rig.still = None
         await rig.until(lambda: rig.stats["watch"]["camera_frozen"] == [])
-    async with rigged(patience=Patience(frozen_after=0.1, frozen_stops=True)) as rig:
+    async with rigged(patience=WatchdogTimeouts(frozen_after=0.1, frozen_stops=True)) as rig:
         await rig.running()
         rig.still = np.zeros((48, 64, 3), np.uint8)
         await rig.until(lambda: rig.stats["stop_code"] == "camera_frozen")
@@ -258,7 +258,7 @@ async def test_words_of_a_person_are_no_code(rig) -> None:
 
 
 async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the_old_plan(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, patience=Patience()) as rig:
+    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
         session = await rig.running()
         control = session.drive.control
         sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
@@ -288,7 +288,7 @@ class Plans:
 
 
 async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anything_is_sent(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, patience=Patience()) as rig:
+    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
         session = await rig.running()
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[None] = asyncio.Queue()

@@ -10,7 +10,7 @@ from jaxmodels.types import TASK
 from service.api.schemas import AdjustRequest, NewSessionRequest
 from service.errors import InvalidRequest
 from service.inference.engine import Engine
-from service.inference.loaded_policy import LONGEST, readable, told
+from service.inference.loaded_policy import LONGEST, select_features, task_input
 from service.sessions.store import Sessions
 from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.service.sessions.test_sessions import LONG, NEW, Rig, rigged
@@ -107,7 +107,9 @@ async def test_robots_with_different_instructions_are_inferred_for_together() ->
 
             def seen(task: str) -> dict[str, np.ndarray]:
                 pictures = {"observation.images.front": np.zeros((1, 48, 64, 3), np.uint8)}
-                return readable(READS, pictures | {"observation.state": np.zeros((1, 6), np.float32)} | told(task))
+                return select_features(
+                    READS, pictures | {"observation.state": np.zeros((1, 6), np.float32)} | task_input(task)
+                )
 
             tasks = [RED, BLUE, "put it down", RED + " and " + BLUE]
             answers = await asyncio.gather(*(engine.submit(served, seen(task)) for task in tasks))
@@ -123,5 +125,5 @@ def test_no_instruction_that_the_api_takes_is_cut() -> None:
     for model in (NewSessionRequest, AdjustRequest):
         limits = model.model_json_schema()["properties"]["language_instruction"]["anyOf"][0]
         assert limits["maxLength"] == LONGEST
-    assert told("é" * LONGEST)[TASK].tolist() == ["é" * LONGEST]
-    assert told(None) == {}
+    assert task_input("é" * LONGEST)[TASK].tolist() == ["é" * LONGEST]
+    assert task_input(None) == {}

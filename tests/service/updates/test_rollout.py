@@ -18,7 +18,7 @@ import pytest
 
 from service.distributed.host_group import HostSilent, HostsLost
 from service.inference.engine import Engine
-from service.inference.latency_model import Costs
+from service.inference.latency_model import LatencyModel
 from service.rollout.gates import Limits, ProbationSettings, Verdict
 from service.rollout.rollout import RUNS, Rollout, RolloutSettings
 from service.sessions.store import NewSession, Session, Sessions, SessionSettings
@@ -174,14 +174,14 @@ async def test_a_swap_costs_no_tick(rig: Rig, pauses: Pauses) -> None:
 
 async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else there is no more room for others when a policy comes that is twice as fast."""
-    learn = Costs.learn
+    learn = LatencyModel.learn
 
-    def learn_from_rehearsals(costs: Costs, size: int, seconds: float) -> None:
+    def learn_from_rehearsals(costs: LatencyModel, size: int, seconds: float) -> None:
         """What robots ask for takes longer on a busy machine, and is learnt at any moment."""
         if not threading.current_thread().name.startswith("device"):
             learn(costs, size, seconds)
 
-    monkeypatch.setattr(Costs, "learn", learn_from_rehearsals)
+    monkeypatch.setattr(LatencyModel, "learn", learn_from_rehearsals)
     await rig.running()
     engine, per_second = rig.sessions.engine, rig.sessions.engine.facts()["promised_per_second"]
     assert (await rig.prepare(ScriptedPolicy(latency=0.01))).reason is None

@@ -9,14 +9,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from service.transport.client.connection import Pace
+from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import OnCommand, Robot, connect_robot
 from service.transport.client.rooms_link import RoomsTransport
 from service.transport.link import Link, Rooms, Transport
 from service.transport.server.app import TransportSettings, serve_transport
 
 # Quick, but with room for a busy machine: a link is lost after 1.05 s.
-QUICK = Pace(
+QUICK = TransportTimeouts(
     join=2.0, request=2.0, heartbeat=0.5, retry_first=0.02, retry_longest=0.1, leave=0.5, greet=0.05, connect=5.0
 )
 
@@ -134,11 +134,11 @@ async def proxy(server: Server) -> AsyncIterator[Proxy]:
 
 
 @pytest.fixture
-def connect(server: Server, seen: Any, quick: Pace) -> Callable[..., AbstractAsyncContextManager[Any]]:
+def connect(server: Server, seen: Any, quick: TransportTimeouts) -> Callable[..., AbstractAsyncContextManager[Any]]:
     """``async with connect("front") as link``: a session's link, with these cameras."""
 
-    def link(*cameras: str, url: str = "", inbox: Any = seen, pace: Pace = quick, workspace_id: str | None = "w",
-             session_id: str = "s") -> AbstractAsyncContextManager[Link]:  # fmt: skip
+    def link(*cameras: str, url: str = "", inbox: Any = seen, pace: TransportTimeouts = quick,
+             workspace_id: str | None = "w", session_id: str = "s") -> AbstractAsyncContextManager[Link]:  # fmt: skip
         transport: Transport = RoomsTransport(pace=pace)
         return transport.connect(
             url or server.url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox
@@ -148,21 +148,25 @@ def connect(server: Server, seen: Any, quick: Pace) -> Callable[..., AbstractAsy
 
 
 @pytest.fixture
-def join_robot(server: Server, quick: Pace) -> Callable[..., AbstractAsyncContextManager[Robot]]:
+def join_robot(server: Server, quick: TransportTimeouts) -> Callable[..., AbstractAsyncContextManager[Robot]]:
     """``async with join_robot(link.rooms) as robot``: one that is in these rooms."""
 
-    def robot(rooms: Rooms, on_command: OnCommand = lambda values, at: None, pace: Pace = quick, **more: Any):
+    def robot(
+        rooms: Rooms, on_command: OnCommand = lambda values, at: None, pace: TransportTimeouts = quick, **more: Any
+    ):
         return connect_robot(server.url, rooms, on_command=on_command, pace=pace, **more)
 
     return robot
 
 
 @pytest.fixture
-def both(connect, join_robot, quick: Pace) -> Callable[..., AbstractAsyncContextManager[tuple[Any, Robot]]]:
+def both(
+    connect, join_robot, quick: TransportTimeouts
+) -> Callable[..., AbstractAsyncContextManager[tuple[Any, Robot]]]:
     """``async with both("front") as (link, robot)``: a session's link, and its robot."""
 
     @asynccontextmanager
-    async def joined(*cameras: str, pace: Pace = quick, **more: Any) -> AsyncIterator[tuple[Any, Robot]]:
+    async def joined(*cameras: str, pace: TransportTimeouts = quick, **more: Any) -> AsyncIterator[tuple[Any, Robot]]:
         async with connect(*cameras, pace=pace) as link, join_robot(link.rooms, pace=pace, **more) as robot:
             yield link, robot
 
@@ -170,7 +174,7 @@ def both(connect, join_robot, quick: Pace) -> Callable[..., AbstractAsyncContext
 
 
 @pytest.fixture
-def quick() -> Pace:
+def quick() -> TransportTimeouts:
     return QUICK
 
 

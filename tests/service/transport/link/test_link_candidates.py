@@ -8,7 +8,7 @@ from aioice import ice
 from aiortc import RTCPeerConnection
 
 from service.transport.webrtc.candidates import candidate_refusal, sort_candidates
-from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.peer import Peer
 
 
@@ -77,7 +77,7 @@ async def test_what_a_name_is_resolved_to_is_held_to_the_same(
         named = "a=candidate:1 1 udp 5 abc.local 50000 typ host\r\na=end-of-candidates\r\n"
         offer = theirs.localDescription.sdp.replace("a=end-of-candidates\r\n", named)
         assert named in offer
-        await peer.answer(offer, Screen(lambda image, at: None, lambda error: None))
+        await peer.answer(offer, FrameDecoder(lambda image, at: None, lambda error: None))
         await asyncio.gather(*peer._adding)
         (connection,) = {one.receiver.transport.transport.iceGatherer._connection for one in peer._pc.getTransceivers()}
         found = {candidate._network_host for candidate in connection._remote_candidates}

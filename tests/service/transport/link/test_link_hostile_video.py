@@ -15,7 +15,7 @@ from aiortc.rtcrtpparameters import RTCRtpCodecParameters, RTCRtpReceiveParamete
 from aiortc.rtcrtpreceiver import RemoteStreamTrack, RTCRtpReceiver
 from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 
-from service.transport.webrtc.decoding import MAX_DECLARED, Screen
+from service.transport.webrtc.decoding import MAX_DECLARED, FrameDecoder
 from service.transport.webrtc.jitter_buffer import UNREADABLE, h264_pixels
 
 # 5,000 of each kind were sent when this was written; the suite has less time.
@@ -84,7 +84,7 @@ class Viewer:
         self.shown: list[np.ndarray] = []
         self.receiver = RTCRtpReceiver("video", wire)  # type: ignore[arg-type]
         self.receiver._track = RemoteStreamTrack(kind="video")
-        self.screen = Screen(lambda image, at: self.shown.append(image), lambda error: None)
+        self.screen = FrameDecoder(lambda image, at: self.shown.append(image), lambda error: None)
         self.screen.fit(self.receiver)
 
     async def sees(self, shade: int, shape=(48, 64, 3), *, looks: int = 3000) -> bool:

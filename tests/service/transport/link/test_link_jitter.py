@@ -6,7 +6,7 @@ from aiortc.rtp import RtpPacket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.transport.webrtc.jitter_buffer import ASK_AGAIN, AT_ONCE, PATIENCE, PromptBuffer, is_keyframe
+from service.transport.webrtc.jitter_buffer import ASK_AGAIN, AT_ONCE, PATIENCE, EagerJitterBuffer, is_keyframe
 
 KEY = b"\x10\x02\x00\x9d\x01\x2a\x0a\x00\x0a\x00"  # the first bytes of a VP8 keyframe of 10x10
 INTER = b"\x11\x02\x00abc"
@@ -19,7 +19,9 @@ class Stream:
         self.now = 0.0
         self.given: list[bytes] = []
         self.asked = 0
-        self.buffer = PromptBuffer(lambda packet, frame: self.given.append(frame.data), 1000, clock=lambda: self.now)
+        self.buffer = EagerJitterBuffer(
+            lambda packet, frame: self.given.append(frame.data), 1000, clock=lambda: self.now
+        )
         self.number = start
 
     def packets(self, *parts: bytes, stamp: int, marker: bool = True) -> list[RtpPacket]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Coroutine
 from typing import Any
 
-from service.transport.webrtc.decoding import Screen
+from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.peer import Peer
 
@@ -27,7 +27,7 @@ async def cancelled(work: Coroutine[Any, Any, Any], turns: int) -> None:
 
 
 async def connected() -> tuple[Peer, Peer]:
-    screen = Screen(lambda image, seen_at: None, lambda error: None)
+    screen = FrameDecoder(lambda image, seen_at: None, lambda error: None)
     producer, consumer = Peer([]), Peer([])
     await producer.accept(await consumer.answer(await producer.offer(CameraTrack(Camera(25))), screen))
     for peer in (producer, consumer):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
-from service.transport.client.connection import KERNEL_LIMIT, Membership, Pace, retry_delay
+from service.transport.client.connection import KERNEL_LIMIT, Membership, TransportTimeouts, retry_delay
 from service.transport.client.rooms_link import COMMAND_LIFE
 from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
 from service.transport.protocol import EmergencyStop as StopMessage
@@ -236,7 +236,7 @@ def test_the_base_path_is_kept_for_both_protocols(url, rest, socket):
 
 @given(attempt=st.integers(0, 10_000))
 def test_the_wait_before_joining_again_doubles_up_to_its_limit(attempt):
-    pace = Pace()
+    pace = TransportTimeouts()
     assert 0 <= retry_delay(attempt, pace) <= min(10.0, 0.25 * 2 ** min(attempt, 10))
 
 

@@ -32,7 +32,7 @@ from service.transport.link import LinkDown, LinkUp, Rooms
 from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
 from service.transport.server.app import serve_transport
 from service.transport.webrtc.candidates import EarlyCandidates, sort_candidates
-from service.transport.webrtc.decoding import MAX_BACKLOG, Screen
+from service.transport.webrtc.decoding import MAX_BACKLOG, FrameDecoder
 from service.transport.webrtc.peer import BadSignal, Peer
 
 ROOT = Path(__file__).parents[4]
@@ -301,7 +301,7 @@ async def test_sound_beside_the_picture_is_not_taken():
     theirs.addTrack(VideoStreamTrack())
     await theirs.setLocalDescription()
     ours = Peer(())
-    answer = await ours.answer(theirs.localDescription.sdp, Screen(lambda image, at: None, lambda error: None))
+    answer = await ours.answer(theirs.localDescription.sdp, FrameDecoder(lambda image, at: None, lambda error: None))
     kinds = {part.split()[0]: part for part in answer.split("m=")[1:]}
     assert "a=inactive" in kinds["audio"]
     assert "a=recvonly" in kinds["video"]
@@ -334,7 +334,7 @@ async def test_candidates_that_come_before_their_offer_are_used(until):
     assert len(early.fitting("p", bare)) == sum(line.startswith("a=candidate") for line in lines) + 1
     frames = []
     ours = Peer(())
-    answer = await ours.answer(bare, Screen(lambda image, at: frames.append(image), lambda error: None))
+    answer = await ours.answer(bare, FrameDecoder(lambda image, at: frames.append(image), lambda error: None))
     ours.add_all(early.fitting("p", bare))
     # Their side gets none of ours either, so only the early candidates can connect the two.
     lines = answer.splitlines()
@@ -390,7 +390,7 @@ class Stage:
 
     def __init__(self):
         self.shown, self.failures = [], []
-        self.screen = Screen(lambda image, at: self.shown.append(image), self.failures.append)
+        self.screen = FrameDecoder(lambda image, at: self.shown.append(image), self.failures.append)
 
     async def put(self, *frames):
         scheduled = [work for work in map(self.screen.put, frames) if work is not None]
