@@ -1,4 +1,4 @@
-"""Webhooks: manage those of the Hub, receive them, keep a registry of one's own, deliver policies by them.
+"""Public names of hooks, lazily imported: management of the Hub's webhooks, a receiving server, a registry.
 
 Names are looked up when first used, so that importing this package imports nothing.
 """

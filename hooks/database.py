@@ -1,4 +1,4 @@
-"""A SQLite file that survives a kill at any moment; one thread owns its connection.
+"""SQLite database that survives a kill at any moment; one thread owns its connection.
 
 A commit is on the disk before ``run`` returns: WAL with ``synchronous=FULL``, so that an event which was acknowledged
 is there after a loss of power too.

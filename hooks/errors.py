@@ -1,4 +1,4 @@
-"""What can go wrong with webhooks, as a tree.
+"""Errors of webhooks, as a tree.
 
 HooksError
 ├── InvalidWebhook      an argument of a webhook (url, secret, watched, ...) cannot be used; also a ValueError

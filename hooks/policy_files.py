@@ -1,4 +1,4 @@
-"""Which files of a policy are taken, and what their content is called: never one that runs code when it is loaded."""
+"""Which files form a policy, and the hash of their content; never one that runs code when it is loaded."""
 
 import hashlib
 import os

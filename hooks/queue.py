@@ -1,4 +1,4 @@
-"""A durable queue: rows of a SQLite table, worked on in order within a lane and side by side otherwise.
+"""Durable queue in SQLite: rows in order within a lane, side by side otherwise.
 
 Received events and deliveries to be sent are both of it. Each is a table with the columns ``number`` (in the order of
 acceptance), ``status``, ``attempt``, ``due`` (seconds since 1970), ``lane``, and one that names the row's group: an

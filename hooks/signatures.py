@@ -1,4 +1,4 @@
-"""How a delivery proves who sent it: a shared secret, Standard Webhooks, or GitHub's HMAC.
+"""Signatures of deliveries: shared secret, Standard Webhooks, GitHub's HMAC.
 
 Sources: https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md,
 https://docs.github.com/en/webhooks/using-webhooks/validating-webhook-deliveries

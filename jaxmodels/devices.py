@@ -6,8 +6,8 @@ them over ``fsdp`` alone (https://arxiv.org/abs/2304.11277); XLA moves what a pr
 Layers name the axes of their weights (``nnx.Variable`` metadata ``axes``, e.g. ``("embed", "heads")``); rules say which
 axis of the mesh a name is spread over. Stacked layers have a leading axis ``layers`` that nobody needs to name.
 
-Each runs the same programs in the same order (JAX calls it multi-controller); who says which, and brings inputs to all
-of them, is not of this package. The connections between the processes are JAX's own.
+Several hosts run the same programs in the same order (JAX calls it multi-controller); who says which, and brings inputs
+to all of them, is not part of this package. The connections between the processes are JAX's own.
 """
 
 from collections.abc import Mapping, Sequence

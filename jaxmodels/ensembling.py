@@ -1,4 +1,4 @@
-"""Temporal ensembling: overlapping chunks averaged into one action per step, with LeRobot's recurrence.
+"""Temporal ensembling: overlapping chunks averaged into one action per step, by LeRobot's recurrence.
 
 Source: lerobot/policies/act/modeling_act.py, ACTTemporalEnsembler; algorithm 2 of https://arxiv.org/abs/2304.13705.
 """

@@ -1,4 +1,4 @@
-"""What can go wrong with a policy, as a tree.
+"""Errors of policies and models, as a tree.
 
 JaxModelsError
 ├── ConfigError          a config field is missing, unknown or makes no sense

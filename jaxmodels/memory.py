@@ -3,8 +3,8 @@
 A config is a kilobyte, and what it asks for can be any amount: layers that are built one by one, tables of positions,
 feature maps of frames. Here are the numbers in plain integers, in microseconds: `Sizes` of a policy, which its folder
 computes (`PolicyType.sizes`), out of the parts that policies share. Parameters are exact; memory and work are
-estimates, meant to tell what fits from what does not. Sizes are compared with
-files in jaxmodels/policies/lerobot_folder.py, and with memory here.
+estimates, meant to tell what fits from what does not. Sizes are compared with the
+files' headers in jaxmodels/policies/lerobot_folder.py, and with free memory here.
 
 What does not fit is refused with figures. Without this a host that runs out of memory ends a process, maybe that of a
 robot that moves; a device says so itself, but only after seconds of compiling and copying.

@@ -1,4 +1,4 @@
-"""Normalisation of observations and actions, with LeRobot's modes, constants and file contents.
+"""Normalization of observations and actions, with LeRobot's modes, constants and file contents.
 
 Every mode is one shape of arithmetic, ``(x - offset) / scale + shift``, so that a compiled program takes its numbers
 as weights and another policy's numbers need no new compilation.

@@ -1,4 +1,4 @@
-"""The range of every number that comes from a file: declared beside its field, checked before anything is computed.
+"""Ranges of the numbers in configs, declared beside each field and checked before anything is computed.
 
 A config is a stranger's: its numbers size loops, tables and programs. A field says what is possible at all,
 ``n_layers: Annotated[int, Range(1, 256)] = 6``, generously for checkpoints that exist; whether what follows from all

@@ -1,4 +1,4 @@
-"""Weights of a module as a flat mapping, e.g. ``encoder.layers.0.attention.query.kernel``, and the way back."""
+"""Weights of a module as a flat mapping, e.g. ``encoder.layers.0.attention.query.kernel``, and back."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""The server: sessions, rooms, the control loop."""
+"""Server of robot policies: sessions, rooms, control loop, inference, rollout."""

@@ -1,4 +1,4 @@
-"""What can go wrong in the service, as a tree; each class carries the HTTP status and a stable code.
+"""Errors of the service as a tree; each class carries the HTTP status and a stable code.
 
 ServiceError                  500 internal
 ├── InvalidRequest            422 invalid          a field that parsed but cannot be used

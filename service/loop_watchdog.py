@@ -1,4 +1,4 @@
-"""Whether the event loop runs: a thread notices one that is blocked, logs where, and counts it.
+"""Watchdog of the event loop: a thread that logs and counts when the loop is blocked.
 
 Every robot's control loop, every link and every request wait for one event loop. What blocks it is a fault of ours, and
 what moved meanwhile was held by its own side.

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent.
+"""Child processes that end with their parent, and what a process does at its start.
 
 psutil looks at processes and ends them, but has nothing that a killed parent leaves behind.
 """

@@ -1,4 +1,4 @@
-"""A file that is read again when it has changed, so that what is in it counts without a restart."""
+"""Reloading file: read again when it has changed, without a restart."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""All settings of the server: flags win over the environment, that over a TOML file, that over the defaults."""
+"""All settings of the server: flags over environment over TOML over defaults."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a server shares with others where `--database` names one for all: whose each session is."""
+"""Sessions shared by servers of one `--database`: claims, redirects, adoption, tied to the app."""
 
 import socket
 from collections.abc import AsyncIterator, Callable

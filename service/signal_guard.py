@@ -1,4 +1,4 @@
-"""A process beside a server that ends it when its event loop does not react to SIGTERM, SIGINT or SIGHUP.
+"""Process beside a server that ends it when its event loop does not react to SIGTERM, SIGINT or SIGHUP.
 
 Neither the event loop nor a thread of the server can do that while something in C keeps the interpreter's lock. A
 signal is caught even then: inside of its C handler ``faulthandler``, which needs no lock, writes the stack of the main

@@ -1,4 +1,4 @@
-"""The stages of a session and the moves between them, as a table."""
+"""Stages of a session and allowed moves, as a table."""
 
 from enum import StrEnum
 

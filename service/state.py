@@ -1,4 +1,4 @@
-"""Where a server keeps what has to survive it, and the secrets it reads from files."""
+"""State folder of a server: lock, secret files, the registry's token."""
 
 import os
 import secrets

@@ -1,4 +1,4 @@
-"""Figures that cost a fixed amount of memory: percentiles of recent samples, rates, tallies by reason."""
+"""Percentiles, rates and tallies in constant memory."""
 
 from bisect import bisect_left
 from collections import Counter

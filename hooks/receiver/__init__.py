@@ -1,1 +1,1 @@
-"""Everything between a raw POST and a handler's effect."""
+"""Receiver of webhooks: from a raw POST to a handler's effect."""

@@ -1,1 +1,1 @@
-"""The Hub's management API for webhooks, served by us: for closed networks, and for events of our own."""
+"""Registry of webhooks with the Hub's API: for closed networks, and for events of our own."""

@@ -1,6 +1,6 @@
 """Jobs that webhooks may start, and their runs.
 
-A request only ever names one by its id. What runs, where, and with which variables is in the file::
+A webhook names a job by its id only. What runs, where, and with which variables is in the file::
 
     [jobs.retrain]
     argv = ["/srv/retrain/.venv/bin/python", "retrain.py"]
@@ -10,7 +10,7 @@ A request only ever names one by its id. What runs, where, and with which variab
     timeout = 600                    # seconds
     max_output = 16384               # bytes of its output that are kept, the last ones
 
-A program that leaves its group (``setsid``) leaves these bounds as well.
+A job runs in a process group of its own; a program that leaves it (``setsid``) leaves these bounds, too.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""A server for webhooks in one line: ports, threads, the end of a script, a landing page, a tunnel."""
+"""Webhooks server in one line: ports, threads, the end of a script, a landing page, a tunnel."""

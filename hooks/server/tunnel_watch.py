@@ -1,4 +1,4 @@
-"""``python tunnel_watch.py PROGRAM ...``: a program that ends with whoever holds this one's standard input open.
+"""``python tunnel_watch.py PROGRAM ...``: a child process that ends when standard input is closed.
 
 A server that is killed cannot end what it started; its end of the pipe is closed all the same. Only the standard
 library is imported, so that this starts quickly and without the packages of the server.

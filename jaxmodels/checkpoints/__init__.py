@@ -1,1 +1,1 @@
-"""Formats of policies on disk; each is read and written whole, nothing is skipped."""
+"""Checkpoint files that know no model: safetensors, JSON, Orbax, vision backbones."""

@@ -1,10 +1,11 @@
 """JSON and safetensors files, bounded and strictly read.
 
-A legal file of 67 MB can hold a header of a million empty tensors, which costs the library seconds and a gigabyte; so
-the length of the header and the number of tensors are bounded first.
-Format: https://github.com/huggingface/safetensors#format
+A legal safetensors file of 67 MB can hold a header of a million empty tensors, which costs the library seconds and a
+gigabyte; so the length of the header and the number of tensors are bounded first. Format:
+https://github.com/huggingface/safetensors#format
 
-Source: diffusers 0.42.1, models/modeling_utils.py (save_pretrained) and utils/hub_utils.py (_add_variant).
+Shards are named as diffusers names them. Source: diffusers 0.42.1, models/modeling_utils.py (save_pretrained) and
+utils/hub_utils.py (_add_variant).
 """
 
 import json

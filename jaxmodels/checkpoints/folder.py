@@ -1,4 +1,4 @@
-"""The one way to a policy's files: each is opened once, by descriptor, after it was proved to be a regular file.
+"""Files of a policy's folder, each opened once by descriptor after it was proved to be a regular file.
 
 A folder may be a stranger's, and may change while it is read. So nothing is asked of a name twice: whoever proves a
 file and whoever reads it have the same descriptor, and read as many bytes as it had when it was opened. A pipe or a

@@ -1,1 +1,1 @@
-"""Parts that more than one model is built of."""
+"""Layers that more than one model is built of."""

@@ -1,8 +1,8 @@
 """Attention kernels: batched, blocked CPU, cuDNN, TPU flash.
 
-In two-dimensional products, which XLA joins with the softmax to few and fast passes; and a block's scores stay in the
-cache between the first product and the second. The limits below were measured with 16 to 4096 queries and keys, on
-two cores with 1 MB of cache each.
+On a CPU attention is computed in two-dimensional products, which XLA joins with the softmax to few and fast passes; and
+a block's scores stay in the cache between the first product and the second. The limits below were measured with 16 to
+4096 queries and keys, on two cores with 1 MB of cache each.
 
 Source: https://arxiv.org/abs/2205.14135, jax.experimental.pallas.ops.tpu.flash_attention.
 """

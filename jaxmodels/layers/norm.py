@@ -1,4 +1,4 @@
-"""Normalisation layers with the constants and the order of operations that PyTorch uses."""
+"""Normalization layers with PyTorch's constants and order of operations."""
 
 import jax.numpy as jnp
 from einops import rearrange

@@ -1,9 +1,9 @@
-"""ResNet, small CNN, Winograd convolution.
+"""Vision backbones: ResNet, a small CNN, and 3x3 convolution by Winograd's algorithm.
 
 Source: torchvision/models/resnet.py (v1.5: the stride of a bottleneck sits in its 3x3 convolution).
 
-Every 2x2 tile of the output comes from a 4x4 tile of the input by adding and subtracting, sixteen small matrix
-products, and adding and subtracting again. The factors are 1 and 1/2, so float32 loses nothing worth mentioning
+Winograd: every 2x2 tile of the output comes from a 4x4 tile of the input by adding and subtracting, sixteen small
+matrix products, and adding and subtracting again. The factors are 1 and 1/2, so float32 loses nothing worth mentioning
 (1e-6 of the largest value); larger tiles would save more and lose more. It pays where the products are compute bound
 and the sixteen intermediate planes stay in the processor's cache; accelerators' libraries choose for themselves.
 Source: Lavin and Gray, https://arxiv.org/abs/1509.09308.

@@ -1,4 +1,4 @@
-"""The policies there are: each folder is a policy type, its name the registry name, its ``POLICY`` what it is."""
+"""Registry of policy types: a folder's name is the type, its ``POLICY`` what the type is."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """LeRobot's policy folder, read and written.
 
-``tokenizer.json`` where the policy reads language with a vocabulary.
-
 Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
 tensor that is there must be asked for.
 """

@@ -1,10 +1,9 @@
 """LeRobot's processor files, and older formats.
 
-Each lists steps in order. Steps that only move arrays about need nothing here; renaming and normalising are read;
-any other step would change numbers in a way this package does not know, so it is refused.
-Source: lerobot/processor/pipeline.py, lerobot/policies/act/processor_act.py (0.4.4).
-
-Source: lerobot/processor/migrate_policy_normalization.py (0.4.4), lerobot/common/policies/normalize.py (before 0.4).
+Each file lists steps in order. Steps that only move arrays about need nothing here; renaming and normalising are read;
+any other step would change numbers in a way this package does not know, so it is refused. Source:
+lerobot/processor/pipeline.py, lerobot/policies/act/processor_act.py (0.4.4). Older formats:
+lerobot/processor/migrate_policy_normalization.py (0.4.4), lerobot/common/policies/normalize.py (before 0.4).
 """
 
 import re

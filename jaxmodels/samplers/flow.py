@@ -1,4 +1,4 @@
-"""Flow matching: from noise to a sample along a velocity that a model predicts, by Euler's or Heun's method.
+"""Flow matching by Euler's and Heun's method.
 
 The convention is diffusers': sigma is 1 for noise and 0 for the sample, x is ``(1 - sigma) sample + sigma noise``, the
 model predicts ``noise - sample``, and is told sigma times num_train_timesteps. A model that was trained the other way

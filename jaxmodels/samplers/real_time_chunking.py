@@ -1,4 +1,4 @@
-"""Chunks that continue the executing plan.
+"""Real-time chunking: chunks that continue the plan that is being executed.
 
 At every step of a sampler the clean chunk that the model expects is pulled towards that plan by the gradient of that
 expectation: firmly where the robot will have moved before the chunk is there, ever less where it can still change its

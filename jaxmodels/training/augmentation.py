@@ -1,4 +1,4 @@
-"""Random changes of the pictures a policy is trained on, with LeRobot's names, ranges and way to choose among them."""
+"""Image augmentation for training, with LeRobot's names, ranges and random choice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How a training runs; nothing about what is trained."""
+"""TrainingConfig: how a training runs."""
 
 from dataclasses import dataclass, field
 

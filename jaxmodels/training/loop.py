@@ -1,4 +1,4 @@
-"""The training loop: batches in, checkpoints, metrics and a finished policy out; resumes where it was killed."""
+"""Training loop: batches in, checkpoints, metrics and a policy out; resumes where it stopped."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The arguments of a call, looked at before compiled code runs, where a wrong number would be clipped silently."""
+"""Checks of call arguments before compiled code, where a wrong number would be clipped silently."""
 
 import math
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Transformer block: adaptive norms, timestep modulation, prepared conditioning.
 
-They depend on nothing else, so that a sampler can make them for all of its steps before its loop.
+Modulations depend on timestep and class only, so that a sampler can make them for all of its steps before its loop.
 
 Source: diffusers/models/attention.py, BasicTransformerBlock.
 """

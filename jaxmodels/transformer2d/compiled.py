@@ -1,4 +1,4 @@
-"""A model's executables: made ahead of time for stated shapes, over a flat tuple of weights."""
+"""Ahead-of-time executables of a 2D transformer for stated shapes, over a flat tuple of weights."""
 
 import copy
 import threading

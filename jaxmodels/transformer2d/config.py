@@ -1,4 +1,4 @@
-"""Everything that shapes a 2D transformer: the constructor arguments of diffusers' Transformer2DModel."""
+"""Transformer2DConfig: the constructor arguments of diffusers' Transformer2DModel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

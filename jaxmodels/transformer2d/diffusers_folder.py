@@ -4,7 +4,7 @@ Files keep every layer, and queries, keys and values, apart; here layers are sta
 are one matrix, so that each tensor of theirs is a slice of an array of ours.
 Source: diffusers 0.42.1, models/transformers/transformer_2d.py, models/attention.py, models/normalization.py.
 
-For training, where arrays lie on many devices: each process writes and reads its own parts of them.
+An Orbax copy is for training, where arrays lie on many devices: each process writes and reads its own parts of them.
 
 Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
 tensor that is there must be asked for. Tensors are read one after the other into the arrays that they end in.

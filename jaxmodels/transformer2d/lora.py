@@ -3,8 +3,7 @@
 An adapter adds ``up @ down`` to weights it names. Here both factors lie as the arrays they belong to do: stacked by
 layer, queries, keys and values beside each other, zeros where an adapter has nothing.
 Source: peft 0.21 (utils/save_and_load.py), diffusers 0.42.1 (loaders/peft.py, loaders/lora_conversion_utils.py).
-
-Source: https://arxiv.org/abs/2106.09685; peft 0.21, tuners/lora/layer.py.
+Layers: https://arxiv.org/abs/2106.09685; peft 0.21, tuners/lora/layer.py.
 """
 
 import json

@@ -1,8 +1,6 @@
 """Embeddings, stacked blocks and output: what JAX traces.
 
 Source: diffusers/models/transformers/transformer_2d.py, the _operate_on_* and _get_output_for_* methods.
-
-Source: diffusers 0.42.1, models/transformers/transformer_2d.py.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a server answers, with types. Fields that a newer server adds are ignored."""
+"""Typed answers of the server; fields that a newer server adds are ignored."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What can go wrong between a client and its server."""
+"""Errors between a client and its server."""
 
 
 class ClientError(Exception):

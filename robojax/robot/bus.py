@@ -1,8 +1,7 @@
 """Bus of Feetech servos and its registers.
 
-Addresses are those of Feetech's memory table for the STS series; names are LeRobot's.
-
-The packets are those of the package ``feetech-servo-sdk`` (imported as ``scservo_sdk``).
+Register addresses are those of Feetech's memory table for the STS series, names are LeRobot's; the packets are those of
+the package ``feetech-servo-sdk`` (imported as ``scservo_sdk``).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Cameras through OpenCV, each on a thread of its own that keeps the newest picture."""
+"""OpenCV cameras, each on a thread of its own that keeps the newest picture."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What can be wrong with a robot: what was found, and what to do."""
+"""Errors of a robot: what was found, what to do."""
 
 
 class RobotError(Exception):

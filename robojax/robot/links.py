@@ -1,4 +1,4 @@
-"""How a robot is tied to its session: over the stream of a direct one, or through its rooms."""
+"""Links of a robot to its session: a direct stream, or rooms."""
 
 import asyncio
 import time

@@ -1,1 +1,1 @@
-"""The HTTP routes: parse, call, render."""
+"""HTTP API: routes that parse, call and render."""

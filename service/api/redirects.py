@@ -1,4 +1,4 @@
-"""Requests about sessions of other servers: sent on to those by 307, so that a client may ask any of them."""
+"""Redirects (307) of requests about sessions of other servers; emergency stops are passed on."""
 
 import asyncio
 import time

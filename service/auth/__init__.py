@@ -1,1 +1,1 @@
-"""Who may do what: keys, tokens, tickets and the roles behind them."""
+"""Authentication and roles: keys, tokens, tickets."""

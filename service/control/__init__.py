@@ -1,1 +1,1 @@
-"""From what a session hears and what a policy plans to one command a tick."""
+"""Control of one robot: from observations and chunks to one command per tick."""

@@ -1,1 +1,1 @@
-"""The page at /ui: its files, and the one socket that tells it what happens."""
+"""Dashboard at /ui: its files, and the socket that updates it."""

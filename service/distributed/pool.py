@@ -1,7 +1,7 @@
 """Makes, watches and scales engine actors.
 
-One actor for all fronts, which Ray restarts elsewhere when its machine fails; the engines go on meanwhile, and it finds
-them by their names.
+The pool is one actor for all servers, which Ray restarts elsewhere when its machine fails; the engines go on
+meanwhile, and it finds them by their names.
 
 What Ray does as well is Ray's: places for engines, this actor's restarts, news of processes that ended, and with
 KubeRay machines for engines that wait for one. What it does not do, or more slowly (`python benchmarks/ray_serve.py`,

@@ -1,4 +1,4 @@
-"""One connection to a PostgreSQL database, on a thread of its own: no event loop that keeps ticks ever waits for it."""
+"""PostgreSQL connection on a thread of its own, so that no event loop waits for it."""
 
 import asyncio
 import threading

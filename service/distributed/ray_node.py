@@ -1,4 +1,4 @@
-"""What ``robojax follow`` does: a node of Ray on this machine, as long as the server and the actor in it live.
+"""Ray nodes of one policy over several hosts, and what ``robojax follow`` runs.
 
 Ray's own token travels with every call, and whoever has it can run any code. So nothing of it is said in the open: all
 of Ray's connections use TLS, with certificates on both sides that are signed by a key made from the secret.

@@ -1,4 +1,4 @@
-"""The sessions of all servers in one PostgreSQL database: which server has each id, and what an adoption needs.
+"""Sessions of all servers in one PostgreSQL table: owner, heartbeat, latch, what an adoption needs.
 
 Each server is the one source of what its sessions do, keeps them on its own disk, and writes them here again and again;
 only whose an id is, is decided here. Every function is one transaction; rows are locked in one order, servers before

@@ -1,1 +1,1 @@
-"""Between the network and the app: connections, deadlines, addresses and folders that are allowed."""
+"""HTTP for all doors: protocol deadlines, limits, strict JSON, arrays, origins."""

@@ -1,4 +1,4 @@
-"""Fair queueing of what a server reads: of all sockets of an event loop together, a little in each of its turns.
+"""Fair queueing of what a server reads: all sockets of an event loop, a little of each per turn.
 
 Limits of each socket do not add up to one of the loop: sixty that stay below theirs keep it busy all the same, and
 control ticks, commands and emergency stops wait. So every connection reads in turns that are given out here. Those

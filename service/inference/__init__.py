@@ -1,1 +1,1 @@
-"""Policies in memory: loading, compiling, and the threads they run in."""
+"""Inference: policies in memory, batches, and the threads of devices."""

@@ -1,4 +1,4 @@
-"""How fast a policy or a model is on this machine, and whether that is fast enough for a rate."""
+"""Measured speed of a policy or a model on this machine, and whether it is enough for a rate."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -1,1 +1,1 @@
-"""Recordings of sessions: written while a robot moves, read again, turned into datasets, held against policies."""
+"""Recordings of sessions: written while a robot moves, read, exported as datasets, replayed against policies."""

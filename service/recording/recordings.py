@@ -1,4 +1,4 @@
-"""All recordings of a server: begun with the robot, ended with the session, and made into datasets afterwards."""
+"""All recordings of a server: start, stop, list, convert, delete."""
 
 import asyncio
 import logging

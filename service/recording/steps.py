@@ -1,4 +1,4 @@
-"""A recording as policies are trained on it: what was seen and what was done, one step per tick."""
+"""Steps of a recording: observation and action per tick."""
 
 import io
 from collections.abc import Iterator, Mapping

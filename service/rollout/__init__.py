@@ -1,1 +1,1 @@
-"""How a policy takes over in a running session, and is taken back."""
+"""Rollout: how a push becomes the policy of running sessions, and is taken back."""

@@ -1,1 +1,1 @@
-"""Sessions: what one is made of, which there are, and what survives the server."""
+"""Sessions: which exist, what each does, and what survives the process."""

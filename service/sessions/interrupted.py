@@ -1,4 +1,4 @@
-"""A session of a process that ended: what is known of it, until somebody restarts or forgets it."""
+"""Session of a process that ended: restart, reset or delete."""
 
 import time
 from collections.abc import Callable

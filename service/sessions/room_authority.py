@@ -1,4 +1,4 @@
-"""Who may command the robot of a room of this server, and the last check of what leaves for it.
+"""Authority over the robots of this server's rooms: who may command one, checked before a command leaves.
 
 The guard brings every command of a policy inside its limits long before this; what is wrong here is wrong because
 something else failed, so nothing is brought inside any more: it does not leave, is counted, and is logged.

@@ -1,1 +1,1 @@
-"""Doors for clients that need no rooms: act, stream, and openpi's protocol."""
+"""Streaming for clients without rooms: act, stream, openpi's protocol."""

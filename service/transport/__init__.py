@@ -1,1 +1,1 @@
-"""Rooms: how frames and joints come in and commands go out."""
+"""Transport: rooms in which frames and joints come in and commands go out."""

@@ -2,8 +2,7 @@
 
 A joined socket speaks ``Message`` in both directions; the one frame before that is ``Join``. ``timestamp`` is
 ISO-8601 in UTC and written by servers. None is left out on the wire, but for the fields in a class's ``nulls``. What
-is read is checked as the fields say, what is made here is not. ``service.transport.protocol`` turns messages into bytes
-and back.
+is read is checked as the fields say, what is made here is not.
 
 One WebSocket text frame is one JSON object. Its numbers are finite or the frame is refused: Python's JSON
 would let NaN through, and a browser cannot read it. A ``WireError`` carries the message type where there was

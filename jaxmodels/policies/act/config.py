@@ -1,4 +1,4 @@
-"""Everything that shapes an ACT policy: every field of LeRobot's configuration, and one more vision backbone."""
+"""ActConfig: every field of LeRobot's configuration, and one more vision backbone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

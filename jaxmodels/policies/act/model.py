@@ -1,4 +1,4 @@
-"""ACT itself: tokens of what is seen through an encoder, action queries through a decoder, a chunk of actions out.
+"""ACT model: encoder over observation tokens, decoder over action queries, CVAE latent.
 
 The order of the encoder's tokens is that of the checkpoints: latent, state, environment state, then each camera's
 feature map, row by row.

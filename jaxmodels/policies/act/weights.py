@@ -1,4 +1,4 @@
-"""LeRobot's name and layout for every weight of an ACT policy.
+"""ACT weights: LeRobot's tensor names and layouts, and their folding for serving.
 
 What does not depend on the observation is computed here, once per checkpoint, in float32:
 

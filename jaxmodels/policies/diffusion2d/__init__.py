@@ -1,4 +1,4 @@
-"""A chunk of actions by flow matching or diffusion, on the 2D transformer; continues a plan that is being executed.
+"""diffusion2d: action chunks by flow matching or diffusion on the 2D transformer.
 
 Sources: https://arxiv.org/abs/2303.04137 (diffusion policy), https://arxiv.org/abs/2310.00426 (the transformer's
 modulation), https://arxiv.org/abs/2506.07339 and https://arxiv.org/abs/2512.05964 (real-time chunking, without and

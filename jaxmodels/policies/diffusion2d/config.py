@@ -1,4 +1,4 @@
-"""Everything that shapes a diffusion2d policy."""
+"""Diffusion2dConfig: every field of a diffusion2d policy."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, cast

@@ -1,4 +1,4 @@
-"""The denoiser: what is seen as tokens, a noisy chunk as an image, and a 2D transformer between them.
+"""diffusion2d model: observation tokens, a noisy chunk as an image, a 2D transformer between them.
 
 The chunk (b, t, a) is an image of `a` channels, `t` high and 1 wide, each action a patch with a position of its own:
 the path of PixArt. (The path for whole images would normalise the scale of the actions away.)

@@ -1,4 +1,4 @@
-"""A chunk out of noise, sampled in one program; when there is a plan, one that continues it."""
+"""diffusion2d for serving: a chunk sampled from noise in one program, also one that continues a plan."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""A chunk of actions as tokens, decoded by confidence on the 2D transformer; continues a plan that is being executed.
+"""tokens2d: action chunks as tokens, decoded by confidence on the 2D transformer.
 
 Sources: https://arxiv.org/abs/2202.04200 (masked prediction and decoding by confidence),
 https://arxiv.org/abs/2508.20072 (the same for actions), https://arxiv.org/abs/2403.03950 (bins with a spread).

@@ -1,4 +1,4 @@
-"""Everything that shapes a tokens2d policy."""
+"""Tokens2dConfig: every field of a tokens2d policy."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar

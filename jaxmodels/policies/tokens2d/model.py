@@ -1,4 +1,4 @@
-"""The predictor of tokens: what is seen, a chunk of which some tokens are masked, and a 2D transformer between them.
+"""tokens2d model: observation tokens, a partly masked chunk, a 2D transformer between them.
 
 Classes that are neighbours are numbers that are neighbours. Training says so (`spread_over`), and a distribution over
 classes tells a number more finely than its class does (`expectation`).

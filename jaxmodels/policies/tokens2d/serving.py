@@ -1,4 +1,4 @@
-"""A chunk out of masked tokens, decoded in a few passes in one program; a plan's first actions are known tokens."""
+"""tokens2d for serving: masked tokens decoded in a few passes of one program; a plan's tokens are known."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Joint rooms of a session, and what its rooms have in common: joints that come in, commands that go out."""
+"""Joint rooms of a session: joints that come in, commands that go out."""
 
 import time
 from collections.abc import Callable

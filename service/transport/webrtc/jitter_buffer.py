@@ -1,4 +1,4 @@
-"""Jitter buffer: video packets to whole pictures as soon as they are complete, of sizes that H.264 and VP8 declare.
+"""Jitter buffer: video packets to whole pictures, and the sizes that H.264 and VP8 declare.
 
 aiortc's own buffer gives a picture out when the first packet of the next one arrives: a frame late (33 ms at
 30 fps), and never for the last picture before a pause. After a retransmission it gives out one picture for

@@ -1,0 +1,1 @@
+"""Transport server: rooms over REST and WebSocket, mounted in the service or alone."""

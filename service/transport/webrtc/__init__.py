@@ -1,0 +1,1 @@
+"""WebRTC: peer connections, video in and out; knows no rooms."""
