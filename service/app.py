@@ -159,7 +159,7 @@ def create_app(
         app.blueprint(doors_blueprint(prefix, origins))
         if context.table is not None:
             add_transport(app, context.table, rooms, prefix)
-    webhooks = Webhooks(settings)
+    webhooks = Webhooks(settings, settings, settings, settings.origins)
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
@@ -189,7 +189,7 @@ def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirement
     """What the routes share; its sessions, models, recordings and updates come with the start."""
     authority = Authority(lambda: getattr(context, "sessions", None))
     table = rooms.table(authority) if settings.embedded_transport else None
-    guard = guard_of(settings, APART)
+    guard = guard_of(settings, host=settings.host, origins=settings.origins, state=settings.state, rules=APART)
     places = PolicyPlaces(
         settings.policy_roots, settings.policy_owners, is_open=is_loopback(settings.host) and not guard.is_guarded
     )

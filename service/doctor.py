@@ -150,7 +150,7 @@ def _port(settings: Settings) -> Iterator[Finding]:
 
 def _keys(settings: Settings) -> Iterator[Finding]:
     try:
-        admissions = guard_of(settings).admissions
+        admissions = guard_of(settings, host=settings.host, origins=settings.origins, state=settings.state).admissions
         is_keyed = admissions.check()
     except (SettingsError, FileUnusable) as error:
         yield Finding("keys", "fail", str(error), "docs/access.md says how keys are made and kept")

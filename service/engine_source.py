@@ -125,7 +125,7 @@ class ClusterEngine:
                 f"engine: {settings.engine} needs Ray ({error.name} is not installed); pip install 'robojax[ray]'"
             ) from error
         self._app = app
-        self._joining = ClusterBootstrap(settings)
+        self._joining = ClusterBootstrap(settings, settings)
         self.load: LoadPolicy = self._joining.load
 
     @asynccontextmanager
@@ -174,7 +174,7 @@ def engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSou
         SettingsError: something is missing or makes no sense, or Ray is not installed.
     """
     settings = app.ctx.settings
-    options = host_options(settings)
+    options = host_options(settings, settings, settings.engine)
     if settings.engine != "here":
         return ClusterEngine(app)
     if options is not None and find_spec("ray") is None:

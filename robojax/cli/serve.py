@@ -127,7 +127,7 @@ def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
     from service.reloading_file import FileUnusable
 
     try:
-        guard = guard_of(settings)
+        guard = guard_of(settings, host=settings.host, origins=settings.origins, state=settings.state)
         is_keyed = guard.admissions.check()
     except (SettingsError, FileUnusable) as error:
         fail(Code.USAGE, "the server cannot start", str(error), "docs/access.md says how keys are made and kept")
@@ -290,7 +290,8 @@ def transport(
         fail(Code.USAGE, "the rooms server cannot start", str(error), "robojax transport --port 0 takes a free port")
     with listener:
         close_to_strangers(listener.getsockname()[0], access, "transport")
-        run_transport(listener, TransportSettings(origins=origins, is_odd=oddities), started, guard_of(access))
+        guard = guard_of(access, host=host, origins=origins, state=access.state)
+        run_transport(listener, TransportSettings(origins=origins, is_odd=oddities), started, guard)
 
 
 def follow(

@@ -13,14 +13,14 @@ from sanic import HTTPResponse, Request
 from service.auth import keys as api_keys
 from service.auth import keys as own_key
 from service.auth.caller import ANYBODY, STRANGER, Caller, Role
-from service.auth.config import is_loopback, keys_path, secret_path
+from service.auth.config import AccessSettings, is_loopback, keys_path, secret_path
 from service.auth.keys import Key, KeyFile, OwnKey
 from service.auth.tokens import BadToken, SecretFile, Tickets, TokenOver, Tokens
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
 from service.http.limits import Rates
 from service.http.origins import Origins
 from service.reloading_file import FileUnusable
-from service.settings import Settings, SettingsError
+from service.setting_types import SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -327,27 +327,28 @@ def _article(role: Role) -> str:
     return f"an {role}" if role >= Role.OPERATOR else f"a {role}"
 
 
-def guard_of(settings: Settings, rules: Sequence[Rule] = ()) -> Guard:
-    """The guard of a server.
+def guard_of(
+    access: AccessSettings, *, host: str, origins: Sequence[str], state: str | None, rules: Sequence[Rule] = ()
+) -> Guard:
+    """The guard of a server that listens on `host` and keeps its keys in the folder `state`.
 
     Raises:
         SettingsError: a file of keys or secrets cannot be used, or is named and not there.
     """
     for name in ("keys_file", "jwt_secret_file"):
-        named = getattr(settings, name)
+        named = getattr(access, name)
         if named is not None and not Path(named).expanduser().is_file():
             made = "robojax token new --keys-file" if name == "keys_file" else "robojax token jwt --jwt-secret-file"
             raise SettingsError(f"{name}: there is no file {named!r}; `{made} {named}` makes it")
-    keys, secret = keys_path(settings, settings.state), secret_path(settings, settings.state)
+    keys, secret = keys_path(access, state), secret_path(access, state)
     admissions = Admissions(
         None if keys is None else KeyFile(keys),
-        None if secret is None else SecretFile(secret, settings.jwt_hours * 3600),
+        None if secret is None else SecretFile(secret, access.jwt_hours * 3600),
         # A file that was named is meant: with no key in it, nobody gets in.
-        is_wanted=settings.keys_file is not None or settings.jwt_secret_file is not None,
+        is_wanted=access.keys_file is not None or access.jwt_secret_file is not None,
     )
     try:
         admissions.check()
     except FileUnusable as error:
         raise SettingsError(str(error)) from error
-    origins = Origins(settings.origins)
-    return Guard(admissions, origins=origins, is_local=is_loopback(settings.host), rules=rules)
+    return Guard(admissions, origins=Origins(origins), is_local=is_loopback(host), rules=rules)

@@ -4,16 +4,17 @@ import os
 import socket
 
 from service.distributed.cluster import Cluster
+from service.distributed.config import ClusterSettings
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.pool import Bounds
 from service.distributed.ray_connection import CannotJoin, address_of
 from service.distributed.remote_engine import RemoteLoader
 from service.errors import NoEngine
+from service.inference.config import PolicySettings
 from service.inference.engine import Engine
 from service.inference.policy_sources import opened_in
 from service.inference.progress import Durations
 from service.inference.sandbox import CheckpointSandbox
-from service.settings import Settings
 
 
 class ClusterBootstrap:
@@ -24,34 +25,32 @@ class ClusterBootstrap:
         load: loads policies into engines.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, policies: PolicySettings, cluster: ClusterSettings):
         """Nothing is connected yet."""
-        self._settings = settings
+        self._policies, self._settings = policies, cluster
         options = EngineOptions(
-            dtype=settings.dtype,
-            devices=settings.devices or ((settings.device,) if settings.device else ()),
-            together=settings.placement == "shard",
-            batch_sizes=settings.engine_batch_sizes,
-            stuck_after=settings.stuck_after,
-            load_memory=settings.load_memory,
-            resources=dict(settings.engine_resources),
+            dtype=policies.dtype,
+            devices=policies.devices or ((policies.device,) if policies.device else ()),
+            together=policies.placement == "shard",
+            batch_sizes=policies.engine_batch_sizes,
+            stuck_after=policies.stuck_after,
+            load_memory=policies.load_memory,
+            resources=dict(cluster.engine_resources),
         )
-        bounds = Bounds(
-            least=settings.engines, most=settings.engines_most or settings.engines, wait=settings.engine_wait
-        )
+        bounds = Bounds(least=cluster.engines, most=cluster.engines_most or cluster.engines, wait=cluster.engine_wait)
         # Until it listens, its port is not known; nobody is told of this name before.
         self.cluster = Cluster(
-            address_of(settings.engine),
+            address_of(cluster.engine),
             f"{socket.gethostname()}:{os.getpid()}",
             options,
             bounds,
-            stuck_after=settings.stuck_after,
+            stuck_after=policies.stuck_after,
         )
         self.load = RemoteLoader(
             self.cluster,
-            settings.policy_bytes,
-            roots=opened_in(settings),
-            inspect=CheckpointSandbox(settings.load_memory),
+            policies.policy_bytes,
+            roots=opened_in(policies),
+            inspect=CheckpointSandbox(policies.load_memory),
         )
 
     async def open(self, durations: Durations, name: str) -> Engine:
@@ -63,20 +62,20 @@ class ClusterBootstrap:
         Raises:
             NoEngine: the cluster cannot be joined, or has no engine.
         """
-        settings = self._settings
+        policies, cluster = self._policies, self._settings
         engine = Engine(
-            stuck_after=settings.stuck_after,
+            stuck_after=policies.stuck_after,
             durations=durations,
-            load=settings.engine_load,
+            load=policies.engine_load,
             are_elsewhere=True,
-            patience=settings.engine_patience,
+            patience=cluster.engine_patience,
         )
         self.cluster.front = name
         try:
             await self.cluster.open(engine)
         except CannotJoin as error:
             await self.cluster.close()
-            raise NoEngine(f"engine {settings.engine}: {error}") from error
+            raise NoEngine(f"engine {cluster.engine}: {error}") from error
         return engine
 
     async def close(self) -> None:

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # p
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
 from service.distributed.artifacts import listing_of, pack
+from service.distributed.config import HostSettings
 from service.distributed.host_group import (
     Arrays,
     Asked,
@@ -35,8 +36,9 @@ from service.distributed.host_group import (
 )
 from service.distributed.host_worker import GROUPS, MISSING, HostActor, versions
 from service.distributed.ray_node import FOR_EVER, RESOURCE, Credentials, RayNode, join_address, own_credentials
+from service.inference.config import PolicySettings
 from service.inference.policy_sources import copies_in
-from service.settings import Settings, SettingsError
+from service.setting_types import SettingsError
 
 if TYPE_CHECKING:
     pass
@@ -71,33 +73,31 @@ class HostOptions:
     policy_bytes: int | None = None
 
 
-def host_options(settings: Settings) -> HostOptions | None:
+def host_options(hosts: HostSettings, policies: PolicySettings, engine: str) -> HostOptions | None:
     """None where this server is alone.
 
     Raises:
         SettingsError: something is missing or makes no sense.
     """
-    if settings.hosts_count == 1:
+    if hosts.hosts_count == 1:
         return None
-    if settings.engine != "here":
-        raise SettingsError(
-            f"hosts_count: found {settings.hosts_count} with engine {settings.engine}; wanted one of the two"
-        )
-    host, port = read_address("hosts_address", settings.hosts_address)
-    if host in ANYWHERE and settings.hosts_coordinator is None:
-        raise SettingsError(f"hosts_address: found {settings.hosts_address}; wanted an address that other hosts reach")
-    coordinator = settings.hosts_coordinator or f"{host}:{port + 1}"
+    if engine != "here":
+        raise SettingsError(f"hosts_count: found {hosts.hosts_count} with engine {engine}; wanted one of the two")
+    host, port = read_address("hosts_address", hosts.hosts_address)
+    if host in ANYWHERE and hosts.hosts_coordinator is None:
+        raise SettingsError(f"hosts_address: found {hosts.hosts_address}; wanted an address that other hosts reach")
+    coordinator = hosts.hosts_coordinator or f"{host}:{port + 1}"
     if coordinator != AUTO:
         read_address("hosts_coordinator", coordinator)
     return HostOptions(
-        count=settings.hosts_count,
+        count=hosts.hosts_count,
         host=host.strip("[]"),
         port=port,
         coordinator=None if coordinator == AUTO else coordinator,
-        secret=read_secret(settings.hosts_secret_file),
-        patience=settings.hosts_wait,
-        dtype=settings.dtype,
-        policy_bytes=settings.policy_bytes,
+        secret=read_secret(hosts.hosts_secret_file),
+        patience=hosts.hosts_wait,
+        dtype=policies.dtype,
+        policy_bytes=policies.policy_bytes,
     )
 
 

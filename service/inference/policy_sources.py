@@ -21,7 +21,6 @@ from service.inference.engine import LoadPolicy, Policy
 from service.inference.model_server import LoadModel, Model
 from service.inference.policy_cache import cut
 from service.inference.sandbox import CheckpointSandbox, Load
-from service.settings import Settings
 from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
@@ -186,7 +185,7 @@ def _is_in(path: Path, roots: Iterable[Path]) -> bool:
 CHECK_PATIENCE = 15.0
 
 
-def policy_loader(settings: Settings, first_device: Callable[[], str | None]) -> LoadPolicy:
+def policy_loader(settings: PolicySettings, first_device: Callable[[], str | None]) -> LoadPolicy:
     """Loads to the first device that works, where devices are named."""
 
     def load(path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
@@ -206,7 +205,7 @@ def policy_loader(settings: Settings, first_device: Callable[[], str | None]) ->
     return load
 
 
-def requirements_reader(settings: Settings) -> ReadRequirements:
+def requirements_reader(settings: PolicySettings) -> ReadRequirements:
     """Finds out what a policy needs before it is loaded; a process of its own reads the files."""
     inspection = CheckpointSandbox(settings.load_memory, patience=CHECK_PATIENCE)
 
@@ -217,7 +216,7 @@ def requirements_reader(settings: Settings) -> ReadRequirements:
     return read
 
 
-def model_loader(settings: Settings) -> LoadModel:
+def model_loader(settings: PolicySettings) -> LoadModel:
     """Loads the models of the settings."""
 
     def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Model:
@@ -227,7 +226,7 @@ def model_loader(settings: Settings) -> LoadModel:
     return load
 
 
-def name_caches(settings: Settings) -> None:
+def name_caches(settings: PolicySettings) -> None:
     """Tell JAX and the Hub's library where they keep things."""
     # Both libraries read these when they are first used, which is after this, in a loader's thread.
     if settings.compile_cache is not None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sanic import Blueprint, HTTPResponse
+from sanic import Blueprint, HTTPResponse, Request
 
 import jaxmodels
 from hooks.errors import HooksError
@@ -21,21 +21,21 @@ from hooks.server.event_routes import blueprint as events_of
 from hooks.server.event_routes import is_here
 from hooks.server.pages import blueprint as pages_of
 from jaxmodels.errors import HubError
-from service.api.context import Request
 from service.auth.caller import caller_of
 from service.errors import PolicyError
 from service.http.bodies import answer
 from service.http.origins import Origins
+from service.inference.config import PolicySettings
 from service.inference.engine import LoadPolicy, Policy
 from service.inference.policy_sources import opened_in
-from service.rollout.config import DeploymentSettings
+from service.rollout.config import DeploymentSettings, UpdateSettings, WebhookSettings
 from service.rollout.deployments import Deployments, SessionUpdates
 from service.rollout.gates import Limits, ProbationSettings
 from service.rollout.rollout import Rollout, RolloutSettings
 from service.rollout.sources import FolderSource, HubLimits, HubSource, Source
 from service.rollout.triggers import is_pattern
 from service.sessions.store import Sessions
-from service.settings import Settings, SettingsError
+from service.setting_types import SettingsError
 from service.state import StateTaken, own_token, read_secrets, state_folder
 
 logger = logging.getLogger(__name__)
@@ -60,15 +60,17 @@ class Webhooks:
         registry: webhooks of this server's own, or None when it has none.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(
+        self, updates: UpdateSettings, webhooks: WebhookSettings, policies: PolicySettings, origins: Sequence[str]
+    ):
         """Read what the settings name.
 
         Raises:
             SettingsError: a file of the settings, or what is in it, cannot be used.
         """
-        self._settings = settings
-        self._state = state_folder(settings.state)
-        secrets = read_secrets("webhook_secret_file", settings.webhook_secret_file)
+        self._updates, self._settings, self._origins = updates, webhooks, tuple(origins)
+        self._state = state_folder(webhooks.state)
+        secrets = read_secrets("webhook_secret_file", webhooks.webhook_secret_file)
         if not secrets and os.environ.get(SECRET_VARIABLE):
             secrets = (os.environ[SECRET_VARIABLE],)
         try:
@@ -76,18 +78,18 @@ class Webhooks:
                 ReceiverSettings(secrets=secrets, database=self._file("events.sqlite3")), is_guarded=True
             )
             self.receiver.add(self._pushed, ENDPOINT)
-            self.registry = self._make_registry() if settings.registry else None
+            self.registry = self._make_registry() if webhooks.registry else None
         except HooksError as error:
             raise SettingsError(str(error)) from error
         self._hub = HubSource(
-            cache=None if settings.policy_cache is None else Path(settings.policy_cache).expanduser(),
-            limits=HubLimits(largest=settings.update_cache_bytes),
+            cache=None if policies.policy_cache is None else Path(policies.policy_cache).expanduser(),
+            limits=HubLimits(largest=updates.update_cache_bytes),
             bounded=jaxmodels.hub_limits,
         )
         self._folders = FolderSource(
             self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
-            largest=min(settings.policy_bytes, settings.update_cache_bytes),
-            roots=opened_in(settings),
+            largest=min(policies.policy_bytes, updates.update_cache_bytes),
+            roots=opened_in(policies),
         )
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
@@ -132,10 +134,10 @@ class Webhooks:
 
     def _receiving(self) -> Blueprint:
         made = self.receiver.blueprint()
-        origins = Origins(self._settings.origins)
+        origins = Origins(self._origins)
 
         @made.on_request
-        async def refuse(request: Request) -> HTTPResponse | None:
+        async def refuse(request: Request[Any, Any]) -> HTTPResponse | None:
             if self.receiver.settings.secrets or is_here(request):
                 return origins.refusal(request)
             detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
@@ -159,7 +161,7 @@ class Webhooks:
     @asynccontextmanager
     async def updating(self, sessions: Sessions) -> AsyncIterator[SessionUpdates]:
         """Bring pushes to sessions in here."""
-        settings = self._settings
+        settings = self._updates
         rollout = Rollout(
             sessions,
             RolloutSettings(

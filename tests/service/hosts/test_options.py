@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.distributed.host_coordinator import host_options, read_address
+from service.distributed.host_coordinator import HostOptions, host_options, read_address
 from service.settings import Settings, SettingsError, load_settings
 
 
@@ -23,16 +23,20 @@ def settings(secret: Path, **more: Any) -> Settings:
     return Settings(**(asked | more))
 
 
+def options_of(settings: Settings) -> HostOptions | None:
+    return host_options(settings, settings, settings.engine)
+
+
 def test_one_host_needs_nothing() -> None:
-    assert host_options(Settings()) is None
+    assert options_of(Settings()) is None
 
 
 def test_the_coordinator_is_on_the_next_port_or_somewhere_else_or_found_by_jax(secret: Path) -> None:
-    options = host_options(settings(secret))
+    options = options_of(settings(secret))
     assert options is not None
     assert (options.count, options.host, options.port, options.coordinator) == (2, "10.0.0.1", 8470, "10.0.0.1:8471")
     assert options.secret == b"sixteen letters!"
-    coordinators = [host_options(settings(secret, hosts_coordinator=said)) for said in ("10.0.0.2:99", "auto")]
+    coordinators = [options_of(settings(secret, hosts_coordinator=said)) for said in ("10.0.0.2:99", "auto")]
     assert [found and found.coordinator for found in coordinators] == ["10.0.0.2:99", None]
 
 
@@ -54,16 +58,16 @@ def test_addresses_may_be_of_the_new_kind() -> None:
 )
 def test_what_is_missing_is_said(secret: Path, more: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        host_options(settings(secret, **more))
+        options_of(settings(secret, **more))
 
 
 def test_a_secret_is_long_and_for_its_owner_only(secret: Path) -> None:
     secret.write_text("short")
     with pytest.raises(SettingsError, match="has 5 characters; wanted 16 or more"):
-        host_options(settings(secret))
+        options_of(settings(secret))
     secret.chmod(0o640)
     with pytest.raises(SettingsError, match="others may read or change"):
-        host_options(settings(secret))
+        options_of(settings(secret))
 
 
 def test_hosts_are_for_policies_that_are_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
