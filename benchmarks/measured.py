@@ -17,7 +17,7 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SHIPPED = ROOT / "service" / "demo" / "policy"
+SHIPPED = ROOT / "robojax" / "sim" / "policy"
 PERCENTS = (50.0, 99.0, 99.9)
 # Above this, in milliseconds, bare loops say that the machine does something else.
 QUIET_P99 = 5.0

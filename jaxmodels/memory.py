@@ -105,7 +105,7 @@ def layer_norm(width: int) -> int:
 
 
 def attention_scores(queries: int, keys: int, heads: int, batch: int = 1, *, platform: str = "cpu") -> int:
-    """Numbers of an attention's scores that are in memory at once, as jaxmodels/layers/kernels does it."""
+    """Numbers of an attention's scores that are in memory at once, as jaxmodels/layers/attention_kernels.py does it."""
     scores, every = queries * keys, batch * heads * queries * keys
     if platform != "cpu":
         return 2 * min(every, max(attention_kernels.WHOLE_SCORES, batch * heads * keys))

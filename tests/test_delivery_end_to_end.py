@@ -27,7 +27,7 @@ from tests.faults.meter import LOOK, PERIOD, Meter
 from tests.pauses import Pauses
 from tests.stub_hub import DeliveryPlan, StubHub
 
-POLICY = Path(__file__).parent.parent / "service" / "demo" / "policy"
+POLICY = Path(__file__).parent.parent / "robojax" / "sim" / "policy"
 REPO, SECRET, SESSION = "lab/pick", "a-secret-of-some-length", "demo-arm"
 RATE = 25  # ticks per second of the arm
 WITHHELD = 0.02  # seconds of waiting for a core, within a twentieth of a second, of which a tick may be late

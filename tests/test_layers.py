@@ -21,7 +21,8 @@ SERVER = {"sanic", "pydantic", "pydantic_settings", "asyncio", "aiohttp", "aiort
 FORBIDDEN: dict[str, set[str]] = {
     "jaxmodels": {"service", "hooks", "robojax", *SERVER},
     "hooks": {"service", "jaxmodels", "robojax", *ACCELERATOR},
-    "service": {*ACCELERATOR, "torch"},
+    "service": {"robojax", *ACCELERATOR, "torch"},
+    "robojax": {*ACCELERATOR, "torch"},
     # What stands beside a robot, or calls a server.
     "robojax.client": {"jaxmodels", "hooks", "sanic", "pydantic", *ACCELERATOR, "torch"},
     "robojax.robot": {"jaxmodels", "hooks", "sanic", "pydantic", *ACCELERATOR, "torch"},
@@ -137,7 +138,7 @@ def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
 def test_the_service_uses_only_public_names_of_jaxmodels() -> None:
     public = ("jaxmodels", "jaxmodels.errors", "jaxmodels.training", "jaxmodels.data", "jaxmodels.types")
     wrong = []
-    for path in (ROOT / "service").rglob("*.py"):
+    for path in [path for folder in ("service", "robojax") for path in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = (
                 [node.module or ""]

@@ -20,7 +20,7 @@ from tests.faults.processes import ROOT, Process, server
 from tests.faults.script import Script
 
 Make = Callable[..., Any]
-SHIPPED = ROOT / "service" / "demo" / "policy"
+SHIPPED = ROOT / "robojax" / "sim" / "policy"
 
 
 @pytest.mark.parametrize("mode", ["nan", "inf", "shape", "wild"])

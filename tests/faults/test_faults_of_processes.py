@@ -20,7 +20,7 @@ from tests.faults.script import Script
 
 Make = Callable[..., Any]
 PERIOD = 0.02
-SHIPPED = ROOT / "service" / "demo" / "policy"
+SHIPPED = ROOT / "robojax" / "sim" / "policy"
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]], ids=["SIGTERM", "SIGHUP"])

@@ -30,7 +30,7 @@ from service.testing import MemoryTransport, ScriptedPolicy
 from tests.waiting import lives, until
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "service" / "demo" / "policy"
+DEMO = ROOT / "robojax" / "sim" / "policy"
 STATE = "policy_preprocessor_step_3_normalizer_processor.safetensors"
 # What a child does that never comes to an end, in the folder of this name.
 STUCK = "import time; time.sleep(600)"

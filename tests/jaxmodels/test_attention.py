@@ -170,7 +170,7 @@ def test_dropout_leaves_probabilities_out_and_keeps_their_sum_on_average(shape: 
 def test_attention_in_parts_is_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(2, 11, 7, 3, 4)
     bias = bias_for(name, 2, 11, 7, 3)
-    monkeypatch.setattr(attention_kernels, "SCORES", 100)
+    monkeypatch.setattr(attention_kernels, "WHOLE_SCORES", 100)
     found = jax.jit(attention_kernels.attend_in_parts)(q * 0.5, k, v, bias)
     np.testing.assert_allclose(found, formula(q, k, v, bias), atol=2e-6)
 

@@ -21,21 +21,21 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 from jax.sharding import Mesh
-from jaxmodels.transformer2d import diffusers_folder as transformer2d_orbax
+from jaxmodels.transformer2d import diffusers_folder
 from jaxmodels.devices import shardings
 from jaxmodels.transformer2d import Transformer2DModel
 from jaxmodels.weights import flatten
 
 folder = Path(sys.argv[1])
-config, _ = transformer2d_orbax.restore(folder)
+config, _ = diffusers_folder.restore_orbax(folder)
 model = Transformer2DModel.from_config(config)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
 named = dict(zip(flatten(model), jax.tree.leaves(shardings(model, mesh)), strict=True))
-_, weights = transformer2d_orbax.restore(folder, shardings=named)
+_, weights = diffusers_folder.restore_orbax(folder, shardings=named)
 kernel = weights["transformer_blocks.attn1.to_qkv.kernel"]
 assert all(array.sharding == named[name] for name, array in weights.items())
 assert kernel.addressable_shards[0].data.shape == (2, 32, 3, 8), kernel.addressable_shards[0].data.shape
-transformer2d_orbax.save(folder.parent / "spread", config, weights)
+diffusers_folder.save_orbax(folder.parent / "spread", config, weights)
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 import jaxmodels
 from jaxmodels.errors import CheckpointError, ConfigError, HubError
 
-POLICY = Path(__file__).parents[2] / "service" / "demo" / "policy"
+POLICY = Path(__file__).parents[2] / "robojax" / "sim" / "policy"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-POLICY = str(Path(__file__).parents[3] / "service" / "demo" / "policy")
+POLICY = str(Path(__file__).parents[3] / "robojax" / "sim" / "policy")
 
 
 def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax, tmp_path):

@@ -23,7 +23,7 @@ from tests.pauses import Pauses
 
 pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 ROOT = Path(__file__).parents[3]
-POLICY = ROOT / "service" / "demo" / "policy"
+POLICY = ROOT / "robojax" / "sim" / "policy"
 
 
 class Server:

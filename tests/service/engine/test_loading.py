@@ -10,7 +10,7 @@ from service.inference.sandbox import CheckpointSandbox
 from service.testing import ScriptedLoader
 from tests.server import started
 
-DEMO = Path(__file__).parents[3] / "service" / "demo" / "policy"
+DEMO = Path(__file__).parents[3] / "robojax" / "sim" / "policy"
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -32,7 +32,7 @@ pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 # Processes that import JAX and compile: a busy machine takes minutes.
 pytestmark = pytest.mark.timeout(300)
 
-POLICY = Path(__file__).parents[3] / "service" / "demo" / "policy"
+POLICY = Path(__file__).parents[3] / "robojax" / "sim" / "policy"
 # What a front does, without a server; it starts its follower itself.
 SCRIPT = """
 import gc, os, subprocess, sys, threading, time

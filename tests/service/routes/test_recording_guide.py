@@ -51,7 +51,7 @@ async def test_the_commands_run(serve, tmp_path, monkeypatch):
     play(recorder, episodes=2, ticks=10)
     recorder.close()
     (tmp_path / "policies").mkdir()
-    (tmp_path / "policies/pick").symlink_to(ROOT / "service" / "demo" / "policy")
+    (tmp_path / "policies/pick").symlink_to(ROOT / "robojax" / "sim" / "policy")
     assert recorder.join(10)
     lines = [re.sub(r"\s+#.*", "", line) for text in BLOCK.findall(GUIDE.read_text()) for line in text.splitlines()]
     lines = [line for line in lines if not line.startswith("pip install")]
