@@ -94,7 +94,7 @@ _BRACKETS = re.compile(r"\[([^\]]+)\](?::(\d{1,5}))?")
 
 @dataclass(frozen=True)
 class AddressRules:
-    """What is known of addresses and names elsewhere (``hooks.sending``), and asked here.
+    """What is known of addresses and names elsewhere (``hooks.addresses``), and asked here.
 
     Attributes:
         danger: what an address is that is never meant (metadata server, link-local...), None for others.

@@ -461,7 +461,7 @@ async def test_a_poll_finds_a_push_whose_webhook_was_lost(world: World) -> None:
 
 
 async def test_a_hub_that_cannot_be_reached_is_said_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "hooks.deployment")
+    caplog.set_level(logging.INFO, "service.rollout")
     failing = world.hub.script("GET /api/models/", 500, times=3)
     for _ in range(5):
         await world.deployments.reconcile()
