@@ -308,17 +308,17 @@ FAULTS = (
     ),
     Fault(
         "a body may be longer than it may be",
-        "hooks/receiving/body.py",
+        "hooks/receiver/intake.py",
         "if count > most:",
         "if count > 64 * most:",
         _tests("hooks/receiving/test_receiver.py"),
     ),
     Fault(
         "an event of another repository is handled",
-        "hooks/receiving/filters.py",
+        "hooks/receiver/endpoint.py",
         'any(fnmatchcase(facts.repo or "", pattern) for pattern in self.repos)',
         "any(self.repos)",
-        _tests("hooks/receiving/test_filters.py"),
+        _tests("hooks/receiving/test_endpoint.py"),
     ),
     # Models.
     Fault(

@@ -128,6 +128,7 @@ def robot(
     """
     from robojax.robot.config import robot_config
     from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
+    from robojax.robot.runner import RobotRunner
 
     try:
         config = robot_config(

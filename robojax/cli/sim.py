@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from robojax.sim.tasks import Outcome, Score
 
 FIRST_SEED = 5000  # demonstrations begin at 0: these cubes were never seen
-DEMO = Path(__file__).parent.parent / "demo"
+DEMO = Path(__file__).parent.parent / "sim"
 
 WhichTask = Annotated[
     TaskName, typer.Option("--task", help="pick: one red cube. two-cubes: a red and a blue one, asked for in turn.")

@@ -48,7 +48,7 @@ _BEGINNING = f"""
 import ctypes, os, resource, signal, sys, threading
 {inspect.getsource(exit_with_parent)}
 parent, memory, seconds, told = map(int, sys.argv[1:5])
-end_with_parent(parent, signal.SIGKILL)
+exit_with_parent(parent, signal.SIGKILL)
 def end_when_alone():
     while os.read(0, 1):
         pass

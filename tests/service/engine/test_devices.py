@@ -11,6 +11,7 @@ import pytest
 
 from service.inference.engine import Engine
 from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.server import OBSERVATION
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +34,6 @@ from jaxmodels.policy import Policy
 from jaxmodels.weights import blueprint
 from service.inference.engine import Engine
 from tests.pauses import Pauses
-from tests.server import OBSERVATION
 
 seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
 small = dict(dim_model=128, n_heads=2, dim_feedforward=256, n_encoder_layers=1, n_decoder_layers=1, use_vae=False)
