@@ -10,11 +10,9 @@ from typing import Any
 
 from sanic import HTTPResponse, Request
 
-from service.auth import keys as api_keys
-from service.auth import keys as own_key
 from service.auth.caller import ANYBODY, STRANGER, Caller, Role
 from service.auth.config import AccessSettings, is_loopback, keys_path, secret_path
-from service.auth.keys import Key, KeyFile, OwnKey
+from service.auth.keys import OWN_KEY_FOR, OWN_KEY_HEADER, OWN_PREFIX, PREFIX, Key, KeyFile, OwnKey
 from service.auth.tokens import BadToken, SecretFile, Tickets, TokenOver, Tokens
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
 from service.http.limits import Rates
@@ -99,10 +97,10 @@ class Admissions:
             if ticket is None:
                 raise Unauthorized(f"a key is wanted here: {HOW}")
             return self._by_ticket(ticket)
-        if sent.startswith(api_keys.PREFIX):
+        if sent.startswith(PREFIX):
             return self._by_key(sent, is_stop)
-        if is_room and sent.startswith(own_key.OWN_PREFIX):
-            caller = self.own.caller(sent, request.headers.get(own_key.OWN_KEY_FOR))
+        if is_room and sent.startswith(OWN_PREFIX):
+            caller = self.own.caller(sent, request.headers.get(OWN_KEY_FOR))
             if caller is not None:
                 return Admission(caller, lambda: True)
         if "x-api-key" in request.headers:
@@ -111,7 +109,7 @@ class Admissions:
 
     def is_own(self, request: "Request[Any, Any]") -> bool:
         """Whether this process itself sent it."""
-        return self.own.caller(request.headers.get(own_key.OWN_KEY_HEADER, ""), None) is not None
+        return self.own.caller(request.headers.get(OWN_KEY_HEADER, ""), None) is not None
 
     def ticket(self, admission: Admission) -> str:
         """A new ticket for somebody who is in."""
