@@ -316,7 +316,7 @@ def follow(
     except SettingsError as error:
         fail(Code.USAGE, "this host cannot follow", str(error), "robojax follow ADDRESS:PORT --secret-file FILE")
     try:
-        from service.distributed.ray_node import follow_front
+        from service.distributed.follow import follow_front
     except ModuleNotFoundError as error:
         fail(Code.USAGE, "this host cannot follow", f"{error.name} is not installed", "pip install 'robojax[ray]'")
     typer.echo(f"Waiting for the server at {front}.")

@@ -1,4 +1,4 @@
-"""Ray nodes of one policy over several hosts, and what ``robojax follow`` runs.
+"""Ray nodes of one policy over several hosts, and their certificates.
 
 Ray's own token travels with every call, and whoever has it can run any code. So nothing of it is said in the open: all
 of Ray's connections use TLS, with certificates on both sides that are signed by a key made from the secret.
@@ -7,9 +7,7 @@ of Ray's connections use TLS, with certificates on both sides that are signed by
 import hashlib
 import hmac
 import ipaddress
-import json
 import os
-import queue
 import shutil
 import socket
 import subprocess
@@ -20,9 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
-import grpc  # pyright: ignore[reportMissingImports, reportMissingModuleSource] - an extra
 import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -235,73 +231,3 @@ def _general_name(address: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(address))
     except ValueError:
         return x509.DNSName(address)
-
-
-AGAIN = "start this again, and the server if it has ended"
-# gRPC would close a connection on which nothing is asked after half an hour.
-_NEVER_IDLE = ("grpc.client_idle_timeout_ms", 2**31 - 1)
-_LOOK_OFTEN = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 500))
-
-
-def follow_front(host: str, port: int, secret: bytes, patience: float, show: Callable[[str], None]) -> str | None:
-    """Do what the front says until it is over; why it is, None where the server simply ended.
-
-    Args:
-        patience: seconds in which the front has to be there.
-        show: called with each thing that a person may want to know.
-    """
-    address = join_address(host, port)
-    try:
-        own = own_address(host, port)
-        credentials = own_credentials(secret, host, port)
-    except OSError as error:
-        return f"the server at {address}: there is no way there ({error.strerror}); {AGAIN}"
-    ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    node = None
-    try:
-        channel = _connect(address, credentials)
-        try:
-            grpc.channel_ready_future(channel).result(patience)
-        except grpc.FutureTimeoutError:
-            return f"the server at {address}: none that knows this secret for {patience:g} s; {AGAIN}"
-        pipe = str(credentials.folder / "pipe")
-        os.mkfifo(pipe, 0o600)
-        threading.Thread(target=_read, args=(pipe, show, ends.put), name="pipe", daemon=True).start()
-        arguments = [f"--address={address}", f"--node-ip-address={own}", f"--resources={json.dumps({RESOURCE: 1})}"]
-        node = RayNode(
-            [*arguments, "--num-cpus=0", "--include-log-monitor=false", f"--temp-dir={credentials.folder}"],
-            dict(credentials.environment) | {PIPE: pipe, ADDRESS: own},
-            lambda last: ends.put(f"Ray ended on this machine ({last}); {AGAIN}"),
-        )
-
-        def watch(state: Any) -> None:
-            # It has been connected: whatever comes now is the end of it.
-            if state is not grpc.ChannelConnectivity.READY:
-                ends.put(f"the server at {address}: it closed the connection; {AGAIN}")
-
-        channel.subscribe(watch)
-        return ends.get()
-    finally:
-        if node is not None:
-            node.kill()
-        credentials.remove()
-
-
-def _connect(address: str, credentials: Credentials) -> Any:
-    files = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT")
-    secured = grpc.ssl_channel_credentials(*map(credentials.read, files))
-    return grpc.secure_channel(address, secured, options=[_NEVER_IDLE, *_LOOK_OFTEN])
-
-
-def _read(pipe: str, show: Callable[[str], None], end: Callable[[str | None], None]) -> None:
-    """What the actor has to say; the pipe's end is that of its process."""
-    with open(pipe, encoding="utf-8") as lines:
-        for line in lines:
-            match json.loads(line):
-                case {"say": text}:
-                    show(text)
-                case {"log": text}:
-                    sys.stderr.write(f"{text}\n")
-                case {"end": why}:
-                    end(why)
-    end(f"its process ended; {AGAIN}")

@@ -15,8 +15,9 @@ pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 from jaxmodels.errors import ObservationError
 from service.distributed import host_worker
 from service.distributed.artifacts import listing_of, pack
+from service.distributed.follow import follow_front
 from service.distributed.host_worker import MISSING, HostActor
-from service.distributed.ray_node import Credentials, RayNode, follow_front
+from service.distributed.ray_node import Credentials, RayNode
 
 SECRET, OTHER = b"a secret of some length", b"another one of that length"
 HERE = "127.0.0.1"
