@@ -15,8 +15,8 @@ from benchmarks.measured import SHIPPED, percentiles
 from benchmarks.processes import say
 from service.distributed.cluster import Cluster
 from service.distributed.engine_actor import EngineOptions
-from service.distributed.pool import Bounds
 from service.distributed.remote_engine import RemoteLoader
+from service.distributed.scaling import Bounds
 from service.inference.engine import Engine, LoadedPolicy
 
 ROBOTS = 16

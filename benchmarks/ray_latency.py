@@ -47,8 +47,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     # Here, so that main can say what is missing.
     from service.distributed.cluster import Cluster
     from service.distributed.engine_actor import EngineOptions
-    from service.distributed.pool import Bounds
     from service.distributed.remote_engine import RemoteLoader
+    from service.distributed.scaling import Bounds
 
     here = Engine()
     there = Engine(are_elsewhere=True)

@@ -21,8 +21,8 @@ from benchmarks.processes import say
 from benchmarks.ray_serve_load import Load
 from service.distributed.cluster import Cluster
 from service.distributed.engine_actor import EngineOptions
-from service.distributed.pool import Bounds
 from service.distributed.remote_engine import RemoteLoader
+from service.distributed.scaling import Bounds
 from service.inference.engine import Engine, LoadedPolicy
 
 ASKERS = 24

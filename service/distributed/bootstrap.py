@@ -6,9 +6,9 @@ import socket
 from service.distributed.cluster import Cluster
 from service.distributed.config import ClusterSettings
 from service.distributed.engine_actor import EngineOptions
-from service.distributed.pool import Bounds
 from service.distributed.ray_connection import CannotJoin, address_of
 from service.distributed.remote_engine import RemoteLoader
+from service.distributed.scaling import Bounds
 from service.errors import NoEngine
 from service.inference.config import PolicySettings
 from service.inference.engine import Engine

@@ -4,10 +4,9 @@ import asyncio
 import logging
 import time
 from asyncio import Task
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
@@ -17,10 +16,11 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # pyr
 
 from jaxmodels.errors import CheckpointError
 from service.distributed.engine_actor import EngineOptions
-from service.distributed.pool import Bounds, Listed, Listing, find_pool
+from service.distributed.pool import Listed, Listing, find_pool
 from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, ask, is_unanswered
 from service.distributed.remote_engine import RemoteWorker
-from service.distributed.replication import Copy
+from service.distributed.replication import Copy, RetryState
+from service.distributed.scaling import Bounds
 from service.errors import ServiceError
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
@@ -123,67 +123,6 @@ def _plain(error: BaseException) -> Exception:
         return error
     logger.error("an engine raised", exc_info=error)
     return RuntimeError(f"the engine raised {type(error).__name__}")
-
-
-# Seconds until a first try again; each that fails doubles them, up to the second number.
-FIRST_RETRY = 5.0
-LONGEST_RETRY = 300.0
-
-
-@dataclass
-class _Lack:
-    why: str
-    tries: int
-    failed_at: float
-    again_at: float
-
-
-class RetryState:
-    """Reads no clock and asks nobody."""
-
-    def __init__(self) -> None:
-        self._lacks: dict[tuple[str, str], _Lack] = {}
-
-    def failed(self, engine: str, handle: str, why: str, now: float) -> None:
-        """It could not have it."""
-        before = self._lacks.get((engine, handle))
-        tries = 1 if before is None else before.tries + 1
-        # After three days of tries the power alone would be more than a float can hold.
-        self._lacks[engine, handle] = _Lack(
-            why, tries, now, now + min(FIRST_RETRY * 2.0 ** min(tries - 1, 60), LONGEST_RETRY)
-        )
-
-    def has(self, engine: str, handle: str) -> None:
-        """It has it now."""
-        self._lacks.pop((engine, handle), None)
-
-    def keep(self, engines: Collection[str], handles: Collection[str]) -> None:
-        """Nothing is wanted of other engines than these, nor of policies that none of them has."""
-        for engine, handle in tuple(self._lacks):
-            if engine not in engines or handle not in handles:
-                del self._lacks[engine, handle]
-
-    def forget(self, engine: str, before: float) -> None:
-        """It tried all again; what was not heard of since then is not wanted any more."""
-        for key, lack in tuple(self._lacks.items()):
-            if key[0] == engine and lack.failed_at < before:
-                del self._lacks[key]
-
-    def due(self, now: float) -> Sequence[str]:
-        """Engines that should try again."""
-        return sorted({engine for (engine, _), lack in self._lacks.items() if now >= lack.again_at})
-
-    def words(self, now: float) -> str:
-        """What is wrong, for people; nothing when all is well."""
-        return "; ".join(
-            f"{engine} goes without policy {handle[:12]}, which others have: {lack.why} "
-            f"(tried {lack.tries} times, {_when(lack.again_at - now)})"
-            for (engine, handle), lack in sorted(self._lacks.items())
-        )
-
-
-def _when(seconds: float) -> str:
-    return f"again in {seconds:.0f} s" if seconds > 0 else "and now again"
 
 
 # Seconds between looks at the pool; that an answer of it may take, and its first one; that joining may take, and

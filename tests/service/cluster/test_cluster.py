@@ -20,15 +20,15 @@ pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from service.distributed import cluster as cluster_module
-from service.distributed import cluster as lacking
 from service.distributed import ray_connection
 from service.distributed.artifacts import Listing as Files
 from service.distributed.artifacts import PolicyArtifact
 from service.distributed.cluster import REJOINING, Cluster
 from service.distributed.engine_actor import Begun, EngineFacts, EngineOptions, Loaded, Refusal
-from service.distributed.pool import Bounds, Listed, Listing
+from service.distributed.pool import Listed, Listing
 from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, ask
 from service.distributed.remote_engine import RemoteLoader
+from service.distributed.scaling import Bounds
 from service.errors import PolicyError
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine, LoadedPolicy, Policy
@@ -256,7 +256,7 @@ async def test_an_update_is_loaded_into_one_after_the_other(begin: Any, folder: 
 async def test_an_update_that_one_engine_cannot_have_is_refused_and_what_runs_goes_on(
     begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr(replication, "FIRST_RETRY", 0.05)
     front = await begin(House(3))
     first = await front.load(folder)
     front.house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
@@ -278,7 +278,7 @@ async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> N
 async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr(replication, "FIRST_RETRY", 0.05)
     house = House(3)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 4
     front = await begin(house)
@@ -305,7 +305,7 @@ async def test_whichever_engine_cannot_have_it_the_others_do(begin: Any, folder:
 async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_again(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "FIRST_RETRY", 0.02)
+    monkeypatch.setattr(replication, "FIRST_RETRY", 0.02)
     house = House(2)
     house.refusals = {name: [Refusal("policy", "config.json: no such type")] * 1000 for name in house.names}
     front = await begin(house)
@@ -319,7 +319,7 @@ async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_
 async def test_what_nobody_wants_any_more_is_neither_tried_nor_spoken_of(
     begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "FIRST_RETRY", 0.3)
+    monkeypatch.setattr(replication, "FIRST_RETRY", 0.3)
     house = House(2)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
     front = await begin(house)

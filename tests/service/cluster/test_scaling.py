@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from service.distributed.engine_actor import EngineFacts
-from service.distributed.pool import NO_PLACE, SLOW, Bounds, Scaling, lack
+from service.distributed.scaling import NO_PLACE, SLOW, Bounds, Scaling, lack
 
 BOUNDS = Bounds(least=1, most=4)
 
