@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxmodels import PolicyFolder, Requirements, find_policy
 from service.distributed.engine_actor import EngineFacts, Refusal, Sizes
-from service.distributed.ray_connection import hand_over, is_heard, settle
 from service.distributed.replication import Copy, Engines, PolicyReplication, answered
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
@@ -20,6 +19,7 @@ from service.inference.latency_model import LatencyModel
 from service.inference.loaded_policy import Frames, InferenceResult, InferenceStuck, Replica, frames_of
 from service.inference.policy_sources import copies_in
 from service.inference.sandbox import begin_building
+from service.threads import hand_over, is_heard, settle
 
 
 class RemotePolicy:

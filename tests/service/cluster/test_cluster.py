@@ -20,7 +20,7 @@ pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from service.distributed import cluster as cluster_module
-from service.distributed import ray_connection
+from service.distributed import ray_connection, replication
 from service.distributed.artifacts import Listing as Files
 from service.distributed.artifacts import PolicyArtifact
 from service.distributed.cluster import REJOINING, Cluster
