@@ -19,6 +19,9 @@ from collections.abc import Sequence
 # Seconds from the first signal until the event loop has to have begun the end, and until the end has to be over.
 REACTION = 2.0
 END = 8.0
+# Seconds that an event loop which runs may take to hear of a signal. Where a terminal is closed, SIGHUP comes twice at
+# once; only what did not react to the first of two signals is ended by the second.
+HEARING = 0.3
 LEAVE = 0.5  # seconds that an orderly end waits for the guard
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What faulthandler writes first at each signal; what the event loop writes when it has heard of one.
@@ -91,7 +94,9 @@ def guard(server: int) -> None:
         poll.register(process, select.POLLIN)
     written, caught_at, limit = b"", 0.0, None
     while True:
-        left = None if limit is None else caught_at + limit - time.monotonic()
+        # A second signal ends at once what did not react to the first.
+        is_asked_again = limit == REACTION and written.count(_CAUGHT) > 1
+        left = None if limit is None else caught_at + (HEARING if is_asked_again else limit) - time.monotonic()
         ready = dict(poll.poll(None if left is None else max(0.0, left) * 1e3))
         if (process is not None and process in ready) or os.getppid() != server:
             return
@@ -104,9 +109,8 @@ def guard(server: int) -> None:
             caught_at, limit = time.monotonic(), REACTION
         if limit == REACTION and _HEARD in written:
             limit = END
-        # A second signal ends at once what did not react to the first.
         is_asked_again = limit == REACTION and written.count(_CAUGHT) > 1
-        if limit is not None and (is_asked_again or time.monotonic() >= caught_at + limit):
+        if limit is not None and time.monotonic() >= caught_at + (HEARING if is_asked_again else limit):
             why = "its event loop is blocked" if limit == REACTION else "its end takes too long"
             if is_asked_again:
                 why += ", and it was asked again"
