@@ -41,8 +41,12 @@ def test_resources_are_read_from_a_flag() -> None:
     assert load_settings({"engine_resources": "TPU=4, CPU=8"}).engine_resources == {"TPU": 4.0, "CPU": 8.0}
 
 
+# What imports a driver, and is imported only by servers that need one.
+NEEDING = ("service.distributed", "service.api.redirects")
+
+
 def test_without_its_driver_a_database_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("service.distributed")]:
+    for name in [name for name in sys.modules if name.startswith(NEEDING)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "asyncpg", None)
     with pytest.raises(SettingsError, match=r"database: PostgreSQL needs asyncpg.*pip install 'robojax\[postgres\]'"):
@@ -50,7 +54,7 @@ def test_without_its_driver_a_database_says_how_to_get_it(monkeypatch: pytest.Mo
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("service.distributed")]:
+    for name in [name for name in sys.modules if name.startswith(NEEDING)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SettingsError, match=r"engine: ray-local needs Ray .*pip install 'robojax\[ray\]'"):
