@@ -373,7 +373,7 @@ _WHOLE = 1 << 63
 
 
 async def act(consultation: DirectInference, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to an act; ``docs/direct.md`` has the fields.
+    """The answer to an act; ``docs/robots/direct.md`` has the fields.
 
     Raises:
         InvalidRequest: something of it cannot be used.
