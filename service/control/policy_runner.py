@@ -96,7 +96,7 @@ class PolicyRunner:
         self.frame_age.add(time.monotonic() - request.snapshot.seen_at)
         inputs = _Inputs(loaded, instruction, features, observation)
         try:
-            result = await self._engine.submit(loaded, observation, due=request.due, asker=self)
+            result = await self._engine.infer(loaded, observation, due=request.due, asker=self)
         except PolicyFailed as error:
             self.errors += 1
             code = STUCK if isinstance(error, InferenceStuck) else "policy_failed"
