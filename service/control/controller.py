@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from service.control.limits import MotionLimits, motion_limits
 from service.control.observation_buffer import NotReady, ObservationBuffer
 from service.control.watchdog import HOLDS, InputTimes, Watchdog, WatchdogTimeouts
 from service.stage import Move
-from service.stats import Recent
+from service.stats import Recent, Tally
 from service.transport.link import BadInput, LinkDown, LinkEvent, LinkUp, RobotLeft
 
 # An absolute grid is computed with floats: a tick may come this much early and still be that tick.
@@ -338,13 +338,10 @@ class Controller:
             return TickResult(failure=answer.error)
         if answer.error is not None:
             return self._note_failure("policy_failed", answer.error[1], now, answer.error)
-        wrong = self.guard.check_shape(answer.chunk)
-        if wrong is None:
-            assert isinstance(answer.chunk, np.ndarray)
-            plan, wrong = self._plan(answer.chunk[0], request, now, answer.fade)
-        if wrong is not None:
+        plan = self._plan(answer.chunk, request, now, answer.fade)
+        if isinstance(plan, tuple):
             self.rejected += 1
-            return self._note_failure("policy_invalid", wrong[1], now, wrong)
+            return self._note_failure("policy_invalid", plan[1], now, plan)
         self._failures = 0
         self.scheduler.measure(request, self.queue, now)
         if answer.fade is not None:
@@ -365,13 +362,16 @@ class Controller:
         return TickResult(is_accepted=True)
 
     def _plan(
-        self, chunk: np.ndarray, request: PolicyRequest, now: float, fade: int | None
-    ) -> tuple[np.ndarray, tuple[str, str] | None]:
-        """The plan (t, 2 a) for a chunk (t, a) of finite floats, or why it is refused.
+        self, chunk: object, request: PolicyRequest, now: float, fade: int | None
+    ) -> np.ndarray | tuple[str, str]:
+        """The plan (t, 2 a) for a policy's chunk (1, t, a); or code and text of why it is refused.
 
         Each action stands in it as the guard lets it pass, and beside that as the policy wanted it.
         """
-        queue, width, seen_at = self.queue, chunk.shape[1], request.snapshot.seen_at
+        if (wrong := self.guard.check_shape(chunk)) is not None:
+            return wrong
+        assert isinstance(chunk, np.ndarray)
+        queue, width, seen_at = self.queue, chunk.shape[2], request.snapshot.seen_at
         # The first action that can still be done, and what it follows.
         first, share = queue.first_after(self._clock.next_deadline(now) - self.period, seen_at)
         first = min(first, self.config.chunk)
@@ -380,18 +380,18 @@ class Controller:
         motion = self._history.motion(
             self._keep_grip(pose), ahead=(1 - share) * queue.period, is_between=queue.is_between
         )
-        target = np.clip(chunk, -_LARGEST_TARGET, _LARGEST_TARGET).astype(np.float32)
+        target = np.clip(chunk[0], -_LARGEST_TARGET, _LARGEST_TARGET).astype(np.float32)
         plan = np.concatenate([target, target], axis=1)
         plan = queue.aggregate(plan, seen_at, first) if fade is None else queue.crossfade(plan, seen_at, now, fade)
         judged = self.guard.judge(plan[:, :width], motion, first)
         if judged.actions is None:
-            return plan, (judged.reason or "", judged.text)
+            return judged.reason or "", judged.text
         if judged.clamped:
             plan[:, :width] = judged.actions
             if queue.is_between and first:
                 # Ticks take points between the action before and this one, so that one is where the motion comes from.
                 plan[first - 1, :width] = motion.position
-        return plan, None
+        return plan
 
     def _note_failure(self, code: str, text: str, now: float, failure: tuple[str, str]) -> TickResult:
         """Hold the robot after an answer that was no use; too many of them in a row end its motion."""
@@ -538,9 +538,9 @@ class Controller:
         return self._hold_state.hold
 
     @property
-    def holds(self) -> Mapping[str, int]:
+    def holds(self) -> Tally:
         """How often each reason held the robot."""
-        return self._hold_state.counts.by_reason()
+        return self._hold_state.counts
 
     @property
     def latency(self) -> Recent:

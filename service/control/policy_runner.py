@@ -96,7 +96,7 @@ class PolicyRunner:
         self.frame_age.add(time.monotonic() - request.snapshot.seen_at)
         inputs = _Inputs(loaded, instruction, features, observation)
         try:
-            result = await self._engine.infer(loaded, observation, due=request.due, asker=self)
+            result = await self._engine.infer(loaded, observation, due=request.due, caller=self)
         except PolicyFailed as error:
             self.errors += 1
             code = STUCK if isinstance(error, InferenceStuck) else "policy_failed"
@@ -193,7 +193,5 @@ class PolicyRunner:
             async with asyncio.timeout(COMPILE_WAIT):
                 await self._engine.rest()
         except TimeoutError:
-            logger.warning(
-                "a program has been compiled for more than %g s; the robot moves beside that", COMPILE_WAIT
-            )
+            logger.warning("a program has been compiled for more than %g s; the robot moves beside that", COMPILE_WAIT)
         self._has_waited = True

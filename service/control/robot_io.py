@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import numpy as np
 
-from service.control.config import ControlConfig
-from service.control.controller import COMPILING, ControlEvent, Controller, PolicyAnswer, TickResult
 from service.control.chunk_scheduler import PolicyRequest
+from service.control.config import ControlConfig
+from service.control.controller import COMPILING, ControlEvent, Controller, TickResult
 from service.control.joints import JointTable
 from service.control.observers import SessionObservers, Tick
 from service.control.policy_runner import PolicyRunner

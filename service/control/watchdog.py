@@ -158,9 +158,7 @@ class Watchdog:
         """Code to text of what is unusual but neither holds nor stops the robot."""
         if not self.frozen:
             return {}
-        names = ", ".join(
-            f"{camera!r} for {now - self._stills[camera].since:.1f} s" for camera in sorted(self.frozen)
-        )
+        names = ", ".join(f"{camera!r} for {now - self._stills[camera].since:.1f} s" for camera in sorted(self.frozen))
         return {"camera_frozen": f"camera {names}: the same picture"}
 
     def bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
