@@ -245,7 +245,9 @@ class WebhooksClient:
             if existing is not None:
                 break
             try:
-                existing = self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
+                existing = self._request_webhook(
+                    "POST", body=_add_default_domains(body), token=token, is_repeatable=False
+                )
             except HubTrouble as trouble:
                 wait = wait_before_retry(trouble, attempt, now=time.time())
                 if wait is None or wait > self.timeout:

@@ -1,0 +1,50 @@
+"""What the guide for operators names is there: settings, figures, labels, stages, routes."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from service.api.blueprint import ROUTES
+from service.settings import Settings
+from service.stage import Stage
+
+GUIDE = (Path(__file__).parents[3] / "docs" / "operate" / "operating.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_settings_file_is_one() -> None:
+    (text,) = blocks("toml")
+    found = tomllib.loads(text)
+    settings = Settings(**found)
+    assert {name: str(getattr(settings, name)) for name in ("state", "log_format")} == {
+        "state": "/var/lib/robojax",
+        "log_format": "json",
+    }
+
+
+async def test_the_alarms_are_of_figures_that_there_are(server) -> None:
+    async with server.http.get("/metrics") as answer:
+        text = await answer.text()
+    families = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
+    alarms = "\n".join(blocks("yaml"))
+    for name in re.findall(r"\b(robojax_\w+)", alarms):
+        assert name.removesuffix("_bucket") in families, name
+    (stages,) = re.findall(r'stage=~"([^"]+)"', alarms)
+    assert set(stages.split("|")) <= {str(stage) for stage in Stage}
+
+
+def test_the_routes_are_there() -> None:
+    routes = {f"{route.method} {route.path}" for route in ROUTES}
+    for method, path in re.findall(r"`(GET|DELETE|POST) (/\S+?)`", GUIDE):
+        assert f"{method} {path}" in routes
+
+
+def test_the_commands_are_there() -> None:
+    from robojax.cli.app import Commands
+
+    names = set(Commands(name="robojax").list_commands(None))  # pyright: ignore[reportArgumentType]
+    for name in re.findall(r"(?:^|bin/)robojax ([a-z]+)", GUIDE, re.MULTILINE):
+        assert name in names, name

@@ -1,0 +1,308 @@
+"""The guard alone: what leaves it is inside the limits, what was inside is untouched, and what is wrong is named."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.control.guard import Clamping, Guard, Motion
+from service.control.joints import SO100, Joint, JointTable
+from service.control.limits import Asked, LimitsFile, Mode, MotionLimits, Said, motion_limits
+
+TABLE = JointTable(SO100)
+HOME = np.array([0, 0, 0, 0, 0, 50], np.float32)
+REST = Motion(HOME, np.zeros(6), np.zeros(6))
+STEPS = 20
+
+
+def limits(mode: Mode = "clamp", **said: float) -> MotionLimits:
+    """At 20 actions a second, 25 units per action (the jaw: 12.5), unless ``said`` says otherwise."""
+    joints = {}
+    for name in TABLE.names:
+        numbers: dict[str, Any] = {"velocity": 250.0 if name == "Jaw" else 500.0} | said
+        joints[name] = Said(**numbers, origin="f")
+    return motion_limits(TABLE, Asked(mode=mode, file=LimitsFile("f", joints)))
+
+
+def guard(found: MotionLimits | None = None, *, rate: float = 20, action_rate: float = 20) -> Guard:
+    return Guard(found or limits(), rate=rate, action_rate=action_rate, chunk=STEPS)
+
+
+def line(step: float, joint: int = 0, chunk: int = STEPS) -> np.ndarray:
+    plan = np.repeat(HOME[None], chunk, axis=0)
+    plan[:, joint] += step * np.arange(1, chunk + 1, dtype=np.float32)
+    return plan
+
+
+def test_a_chunk_that_is_inside_passes_as_it_is() -> None:
+    plan = line(2.0)
+    judged = guard().judge(plan, REST)
+    assert judged.actions is plan
+    assert judged.clamped == ()
+
+
+@pytest.mark.parametrize(
+    ("plan", "said", "reasons"),
+    [
+        (line(2.0, joint=5) + 21, {}, {"position", "seam"}),
+        (line(30.0, chunk=3), {}, {"seam", "velocity"}),
+        (line(3.0), {"step": 2.0}, {"seam", "step"}),
+        (line(3.0), {"velocity": 50.0}, {"seam", "velocity"}),
+        (line(3.0), {"acceleration": 500.0}, {"acceleration"}),
+        (line(3.0), {"jerk": 20_000.0}, {"jerk"}),
+    ],
+)
+def test_what_leaves_the_limits_is_brought_inside_and_counted_by_reason(plan, said, reasons) -> None:
+    judging = guard(limits(**said))
+    judged = judging.judge(plan, REST)
+    assert set(judged.clamped) == reasons
+    assert judging.clamped.by_reason() == dict.fromkeys(sorted(reasons), 1)
+    assert judged.actions is not None
+    again = judging.judge(judged.actions, REST)
+    assert set(again.clamped) <= {"jerk"}, "what it makes of a chunk is inside"
+    assert judging.stats()["clamped"]
+
+
+def test_only_the_joints_that_are_outside_are_changed() -> None:
+    judging = guard()
+    plan = line(1.0)
+    plan[:, 2] = 99
+    judged = judging.judge(plan, REST)
+    assert judged.actions is not None
+    assert np.array_equal(np.delete(judged.actions, 2, axis=1), np.delete(plan, 2, axis=1))
+    assert judging.joints.by_reason() == {"Elbow": 1}
+    assert np.diff(judged.actions[:, 2], prepend=0)[:4] == pytest.approx([25, 25, 25, 24])
+
+
+def test_the_seam_is_measured_from_the_motion_before_and_from_the_first_action_that_is_still_done() -> None:
+    plan = line(10.0, chunk=10)  # 10, 20, ... 100
+    moving = Motion(np.array([52, 0, 0, 0, 0, 50.0]), np.array([200.0, 0, 0, 0, 0, 0]), None, is_at_rest=False)
+    assert guard().judge(plan, moving, 5).actions is plan
+    judged = guard().judge(plan, moving, 9)
+    assert judged.clamped == ("seam",)
+    assert judged.actions is not None
+    assert judged.actions[9, 0] == 77
+    turned = guard(limits(acceleration=3000.0)).judge(plan, moving, 3)
+    assert turned.clamped == ("acceleration",)
+    assert turned.actions is not None
+    assert turned.actions[3, 0] == pytest.approx(54.5), "at most 7.5 less than the 10 that it moved before"
+
+
+REFUSED = {
+    "position": (line(2.0, joint=5) + 25, {}, "position of joint 'Rotation' (and"),
+    "velocity": (line(26.0, chunk=3), {}, "velocity of joint 'Rotation': changes by 26, the limit is 25 per action"),
+    "step": (line(3.0), {"step": 2.0}, "step of joint"),
+    "acceleration": (line(3.0) * np.where(np.arange(STEPS) % 2, 1, 1.1)[:, None], {"acceleration": 900.0}, "accel"),
+    "jerk": (line(3.0) + np.where(np.arange(STEPS) % 2, 1, -1)[:, None], {"jerk": 900.0}, "jerk of joint"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusing_refuses_the_whole_chunk_and_names_a_joint_and_its_figures(reason: str) -> None:
+    plan, said, words = REFUSED[reason]
+    if reason == "position":
+        plan = np.repeat(HOME[None], STEPS, axis=0)
+        plan[7, :2] = 120
+        said = {"velocity": 1e6}
+    judging = guard(limits("refuse", **said))
+    judged = judging.judge(plan.astype(np.float32), REST)
+    assert judged.actions is None
+    assert judged.reason == reason
+    assert words in judged.text
+    assert judging.refused[reason] == 1
+    assert judging.clamped.total == 0
+
+
+def test_refusing_brings_in_what_is_a_little_outside_and_leads_a_robot_away_from_where_it_stands() -> None:
+    judging = guard(limits("refuse"))
+    near = line(0.0)
+    near[:, 0] = 104
+    judged = judging.judge(near, REST)
+    assert judged.reason is None
+    assert judged.actions is not None
+    assert judged.actions[:, 0].max() == 100
+    assert judged.actions[0, 0] == 25, "it stood at 0"
+    moving = replace(REST, is_at_rest=False)
+    assert judging.judge(near, moving).reason == "seam"
+
+
+def test_refusing_judges_what_is_over_too() -> None:
+    plan = line(0.0)
+    plan[1, 0] = 90
+    assert guard(limits("refuse")).judge(plan, REST, 5).reason == "velocity"
+    assert guard().judge(plan, REST, 5).actions is plan, "it is never done"
+
+
+FORMS = {
+    "a list": ([[0.0] * 6], "shape"),
+    "too wide": (np.zeros((1, STEPS, 7), np.float32), "shape"),
+    "no batch": (np.zeros((STEPS, 6), np.float32), "shape"),
+    "whole numbers": (np.zeros((1, STEPS, 6), np.int64), "shape"),
+    "a NaN": (np.full((1, STEPS, 6), np.nan), "not_finite"),
+    "infinite in float32": (np.full((1, STEPS, 6), 1e300), "not_finite"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["clamp", "refuse"])
+def test_what_is_no_chunk_is_refused_in_every_mode(form: str, mode: Mode) -> None:
+    answer, reason = FORMS[form]
+    judging = guard(limits(mode))
+    wrong = judging.form(answer)
+    assert wrong is not None
+    assert wrong[0] == reason
+    assert judging.refused[reason] == 1
+    assert judging.form(np.zeros((1, STEPS, 6), np.float32)) is None
+
+
+def test_a_command_is_held_to_the_step_and_the_range_of_its_tick() -> None:
+    judging = guard(rate=100)
+    assert judging.limit(HOME + 4, HOME) is not HOME
+    assert np.array_equal(judging.limit(HOME + 4, HOME)[:5], np.full(5, 4, np.float32))
+    assert np.array_equal(judging.limit(HOME + 40, HOME), HOME + np.array([5, 5, 5, 5, 5, 2.5]))
+    over = judging.limit(np.array([101, 0, 0, 0, 0, 50], np.float32), np.array([99, 0, 0, 0, 0, 50], np.float32))
+    assert over[0] == 100
+    poisoned = judging.limit(np.full(6, np.nan, np.float32), HOME)
+    assert np.array_equal(poisoned, HOME)
+    assert judging.clamped["tick"] == 5
+
+
+def test_a_joint_that_is_outside_is_led_back_and_never_pushed_further() -> None:
+    judging = guard(limits(low=-10.0, high=10.0, velocity=40.0, acceleration=200.0))
+    outside = Motion(np.array([30, -30, 0, 0, 0, 9.0]), np.zeros(6), np.zeros(6))
+    plan = np.tile(np.array([90, -90, 0, 0, 0, 9], np.float32), (STEPS, 1))
+    judged = judging.judge(plan, outside)
+    assert judged.actions is not None
+    assert judged.actions[:8, 0] == pytest.approx([29.5, 28.5, 27, 25, 23, 21, 19, 17]), "ever faster, up to 2 a tick"
+    assert judged.actions[:, 0].max() < 30
+    assert judged.actions[:, 1].min() > -30
+    assert judged.actions[-1, :2] == pytest.approx([10, -10])
+    command = outside.position.astype(np.float32)
+    assert judging.limit(plan[0], command)[:2] == pytest.approx([28, -28])
+
+
+def test_a_hundred_thousand_random_chunks_leave_inside_position_step_velocity_and_acceleration() -> None:
+    """All at once: a joint does not care how many others there are, so a chunk of many joints is many chunks."""
+    random = np.random.default_rng(7)
+    count, steps = 100_000, 24
+    low = random.uniform(-100, 0, count)
+    high = low + random.uniform(0.1, 200, count)
+    speed = (high - low) * 10 ** random.uniform(-3, 0.5, count)
+    acceleration = np.where(random.random(count) < 0.5, np.inf, speed * 10 ** random.uniform(-1.5, 0.5, count))
+    jerk = np.where(random.random(count) < 0.5, np.inf, speed * 10 ** random.uniform(-1.5, 0.5, count))
+    start = random.uniform(low, high)
+    wild = start + (high - low) * np.cumsum(
+        random.normal(0, 10 ** random.uniform(-3, 1, count), (steps, count)), axis=0
+    )
+    rest = np.zeros(count)
+    for bent in (acceleration, np.full(count, np.inf)):
+        made = Clamping(low, high, speed, bent, jerk if bent is acceleration else bent).clamp(wild, start, rest, rest)
+        tiny = 1e-9 * (high - low) + 1e-9
+        changes = np.diff(np.concatenate([[start], made]), axis=0)
+        bends = np.diff(np.concatenate([[rest], changes]), axis=0)
+        assert np.isfinite(made).all()
+        assert (made <= high + tiny).all()
+        assert (made >= low - tiny).all()
+        assert (np.abs(changes) <= speed + tiny).all()
+        assert (np.abs(bends) <= bent + 4 * tiny).all()
+        inside = (wild == made).all(axis=0)
+        assert 0 < inside.sum() < count, "some were inside, some were not"
+
+
+def test_motion_that_was_inside_comes_out_the_same() -> None:
+    random = np.random.default_rng(8)
+    count, steps = 5000, 30
+    calm = np.cumsum(np.cumsum(random.uniform(-1, 1, (steps, count)), axis=0), axis=0)
+    reach = 1e3 * np.ones(count)
+    rest = np.zeros(count)
+    made = Clamping(-reach, reach, np.full(count, 40.0), np.ones(count), np.full(count, 2.0)).clamp(
+        calm, rest, rest, rest
+    )
+    assert np.allclose(made, calm, rtol=0, atol=1e-6)
+
+
+def test_judging_costs_little() -> None:
+    """Generous bounds for a loaded machine, of this process's own time; docs/robots/safety.md has the figures."""
+    table = JointTable([replace(SO100[0], name=f"j{place}", alias=None) for place in range(14)])
+    judging = Guard(motion_limits(table), rate=50, action_rate=50, chunk=100)
+    rest = Motion(np.zeros(14), np.zeros(14), np.zeros(14))
+    random = np.random.default_rng(9)
+    calm = np.cumsum(random.normal(0, 0.5, (100, 14)), axis=0).astype(np.float32)
+    wild = random.normal(0, 90, (100, 14)).astype(np.float32)
+
+    def cost(call, *arguments) -> float:
+        for _ in range(5):
+            call(*arguments)
+        began = time.process_time()
+        for _ in range(50):
+            call(*arguments)
+        return (time.process_time() - began) / 50
+
+    assert judging.judge(calm, rest).actions is calm
+    assert cost(judging.limit, calm[0], calm[1]) < 60e-6
+    assert cost(judging.judge, calm, rest) < 300e-6
+    assert cost(judging.judge, wild, rest) < 3e-3
+
+
+@pytest.mark.parametrize("mode", ["clamp", "refuse"])
+@pytest.mark.parametrize(("joint", "value"), [(0, 301.0), (3, -301.0), (5, 201.0), (5, -101.0), (2, 1e30)])
+def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, joint: int, value: float) -> None:
+    guarding = guard(limits(mode))
+    plan = line(0.0)
+    plan[-1, joint] = value
+    form = guarding.form(plan[None])
+    assert form is not None
+    assert form[0] == "wild"
+    assert TABLE.names[joint] in form[1]
+    assert guarding.refused.by_reason() == {"wild": 1}
+
+
+def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
+    # It may keep a joint to a small part of what its policy rightly asks for.
+    narrow = motion_limits(TABLE, Asked(file=LimitsFile("f", {"Rotation": Said(low=-1.0, high=1.0, origin="f")})))
+    plan = line(0.0)
+    plan[:, 0] = 90.0
+    assert guard(narrow).form(plan[None]) is None
+
+
+def test_without_any_known_range_nothing_is_unbelievable() -> None:
+    table = JointTable([Joint("a", 0), Joint("b", 1)])
+    unlimited = motion_limits(table, Asked())
+    assert Guard(unlimited, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 1e9, np.float32)) is None
+    of_data = motion_limits(table, Asked(), ([-1.0, 0.0], [1.0, 2.0]))
+    assert Guard(of_data, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 1e9, np.float32)) is not None
+    assert Guard(of_data, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 2.5, np.float32)) is None
+
+
+def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:
+    random, judging = np.random.default_rng(0), guard()
+    seen = set()
+    for _ in range(300):
+        steps = np.full((STEPS, 6), 0.9)
+        steps[random.integers(STEPS), random.integers(6)] = random.choice(
+            [0.999, 1.0, np.nextafter(1, 2), 1.0001, 1.01]
+        )
+        plan = HOME + np.cumsum(steps * 12.5 * random.choice([-1, 1], (STEPS, 6)) * [2, 2, 2, 2, 2, 1], axis=0)
+        plan = np.clip(plan, judging.limits.low - random.choice([0, 1e-4]), judging.limits.high).astype(np.float32)
+        is_inside = not judging._outside(plan.astype(np.float64), REST, 0)
+        assert judging._is_plainly_inside(plan, HOME) == is_inside
+        seen.add(is_inside)
+    assert seen == {True, False}
+
+
+def test_a_float32_is_believed_where_it_would_be_as_a_float64() -> None:
+    judging = guard()
+    assert judging.limits.believable is not None
+    believed = []
+    for end in judging.limits.believable.flat:
+        near = np.float32(end)
+        for value in (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))):
+            for joint in range(6):
+                chunk = np.repeat(HOME[None, None], STEPS, axis=1)
+                chunk[0, -1, joint] = value
+                verdict = judging.form(chunk)
+                assert verdict == judging.form(chunk.astype(np.float64))
+                believed.append(verdict is None)
+    assert {True, False} == set(believed)
