@@ -68,7 +68,7 @@ lint: setup-dev ## ruff: style and formatting
 # An allowed word is not enough where another licence is added to it.
 LICENCES := MIT;Apache;BSD;PSF;Python Software Foundation;ISC;MPL;Mozilla;Unlicense;Zlib;CC0;Public Domain
 REFUSED := GPL;Affero;Proprietary;UNKNOWN
-licences: setup-dev ## whether all that is installed may be used by everybody (docs/dependencies.md)
+licences: setup-dev ## whether all that is installed may be used by everybody (docs/reference/dependencies.md)
 	@$(BIN)/pip-licenses --from=mixed --partial-match --allow-only='$(LICENCES)' >/dev/null
 	@$(BIN)/pip-licenses --from=mixed --partial-match --fail-on='$(REFUSED)' >/dev/null
 

@@ -9,7 +9,7 @@ policy takes; delays are the same for every chunk, so that the tables differ in 
 up to so much at random, seeded. Jerk is of the arm's joints as simulated, in rad/s^3 (norm over six joints, third
 difference of 25 Hz samples), mean over all ticks of all episodes, and the mean over episodes of the largest.
 
-Target: no delay up to 300 ms costs the default more than 2 lifts of 20. Latest: see docs/motion.md.
+Target: no delay up to 300 ms costs the default more than 2 lifts of 20. Latest: see docs/robots/motion.md.
 """
 
 import argparse

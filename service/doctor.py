@@ -153,7 +153,7 @@ def _keys(settings: Settings) -> Iterator[Finding]:
         admissions = guard_of(settings, host=settings.host, origins=settings.origins, state=settings.state).admissions
         is_keyed = admissions.check()
     except (SettingsError, FileUnusable) as error:
-        yield Finding("keys", "fail", str(error), "docs/access.md says how keys are made and kept")
+        yield Finding("keys", "fail", str(error), "docs/operate/access.md says how keys are made and kept")
         return
     path = keys_path(settings, settings.state)
     if is_keyed:

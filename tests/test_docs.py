@@ -19,7 +19,7 @@ from jaxmodels.transformer2d.diffusers_config import read_block_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from tests.compiling import compiling_quickly
 
-GUIDE = Path(__file__).parent.parent / "docs" / "transformer2d.md"
+GUIDE = Path(__file__).parent.parent / "docs" / "policies" / "transformer2d.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 USUAL = "http://127.0.0.1:8001"
 UNET: dict[str, Any] = {

@@ -38,8 +38,7 @@ def test_the_page_of_the_dependencies_lists_each_of_them_with_the_extras_that_ha
         for name in (Requirement(text).name for text in texts):
             if name not in wanted or wanted[name]:  # not what is always installed, and has an extra of its own
                 wanted.setdefault(name, set()).add(extra)
-    rows = re.findall(
-        r"^\| ([\w.-]+) \| ([^|]*)(?:\|[^|]*){4}\|$", (ROOT / "docs" / "dependencies.md").read_text(), re.M
-    )
+    page = (ROOT / "docs" / "reference" / "dependencies.md").read_text()
+    rows = re.findall(r"^\| ([\w.-]+) \| ([^|]*)(?:\|[^|]*){4}\|$", page, re.M)
     told = {name: set(re.findall(r"`(\w+)`", why)) & set(extras) for name, why in rows if name != "Package"}
     assert told == wanted

@@ -161,7 +161,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     names_of = {extra: {canonicalize_name(Requirement(text).name) for text in texts} for extra, texts in wanted.items()}
     declared = set().union(*(names for extra, names in names_of.items() if extra != "dev"))
     installed = dict(packages_distributions()) | DISTRIBUTIONS
-    beside = [path for folder in ("tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
+    beside = [path for folder in ("tests", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
     wrong, used = [], set(TOOLS)
     for path in (*modules(), *beside):
         for line, name in imports(path):

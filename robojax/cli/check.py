@@ -96,7 +96,8 @@ def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
         found = motion_limits(table, asked, requirements.action_range)
         return {"limits": found.as_json(), "unmatched": list(found.unmatched)}
     except ServiceError as error:
-        fail(Code.USAGE, "the limits do not fit this policy", str(error), "docs/safety.md says where limits come from")
+        then = "docs/robots/safety.md says where limits come from"
+        fail(Code.USAGE, "the limits do not fit this policy", str(error), then)
 
 
 def _show_limits(limits: dict[str, dict[str, object]], unmatched: list[str]) -> None:

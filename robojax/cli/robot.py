@@ -121,7 +121,7 @@ def robot(
     """Tie an SO-100 or SO-101 arm and its cameras to a session; flags are named as LeRobot's.
 
     The arm follows the session's commands and is held whenever none come, at an emergency stop (space), and at the
-    end (q or Ctrl-C). --robot.type=simulated needs no hardware. docs/robot.md goes through it step by step.
+    end (q or Ctrl-C). --robot.type=simulated needs no hardware. docs/robots/robot.md goes through it step by step.
 
     Exit code 1 when a check fails or the arm is lost, 2 when a flag or the robot cannot be used, 4 when the server
     cannot.

@@ -68,18 +68,21 @@ def serve(config: Path | None, **flags: Any) -> None:
             app.ctx.loop_watchdog,
         )
     except FrontNameTaken as error:
-        then = "end that server, or give this one another --front-name; docs/cluster.md says more of several fronts"
+        then = (
+            "end that server, or give this one another --front-name; "
+            "docs/operate/cluster.md says more of several fronts"
+        )
         fail(Code.USAGE, "the server cannot start", str(error), then)
     except NoDatabase as error:
         then = "start the database, or correct --database; without it sessions are this server's own"
         fail(Code.USAGE, "the server cannot start", str(error), then)
     except NoEngine as error:
-        then = "docs/cluster.md says how a cluster is made; without --engine policies run here"
+        then = "docs/operate/cluster.md says how a cluster is made; without --engine policies run here"
         fail(Code.USAGE, "the server cannot start", str(error), then)
     except NoDevice as error:
         then = "robojax serve --devices all takes those there are"
         if settings.hosts_count > 1:
-            then = "docs/several_hosts.md says how several hosts are started"
+            then = "docs/operate/several_hosts.md says how several hosts are started"
         fail(Code.USAGE, "the server cannot start", str(error), then)
     except ModelError as error:
         fail(Code.POLICY, "the server cannot start", str(error), "robojax check PATH says more about a model")
@@ -130,7 +133,9 @@ def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
         guard = guard_of(settings, host=settings.host, origins=settings.origins, state=settings.state)
         is_keyed = guard.admissions.check()
     except (SettingsError, FileUnusable) as error:
-        fail(Code.USAGE, "the server cannot start", str(error), "docs/access.md says how keys are made and kept")
+        fail(
+            Code.USAGE, "the server cannot start", str(error), "docs/operate/access.md says how keys are made and kept"
+        )
     if is_loopback(bound) or is_keyed:
         return
     if not settings.insecure:

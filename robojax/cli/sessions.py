@@ -182,7 +182,7 @@ def credentials(key: str | None) -> dict[str, str]:
         fail(Code.USAGE, "the key cannot be used", str(error), "robojax token new makes one")
 
 
-# docs/safety.md says so too.
+# docs/robots/safety.md says so too.
 _BLOCKED = (
     "if it is blocked, no command leaves it and the stop is done before the next; robots hold by themselves after "
     "0.5 s. To stop them now, use the robot's own stop, or end the server: kill its process, or systemctl stop robojax"

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmodels import Requirements
 
-# Seconds; see docs/motion.md.
+# Seconds; see docs/robots/motion.md.
 CROSSFADED = 0.24
 # ACT's own.
 COEFFICIENT = 0.01

@@ -441,7 +441,8 @@ def _check_unit(joint: Joint, said: Said, file: str) -> None:
     if said.is_unscaled_urdf and joint in SO100:
         raise InvalidRequest(
             f"limits file {file!r}, joint {joint.name!r}: a URDF counts in radians, this joint in {joint.low:g}.."
-            f"{joint.high:g} on the wire; wanted a TOML file that gives its scale and offset (docs/safety.md shows one)"
+            f"{joint.high:g} on the wire; wanted a TOML file that gives its scale and offset (docs/robots/safety.md "
+            "shows one)"
         )
 
 

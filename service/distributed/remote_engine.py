@@ -204,7 +204,7 @@ class RemoteWorker:
         """As the engine said last."""
         return self.facts.load
 
-    async def ask(
+    async def submit(
         self,
         replica: Replica,
         observation: Mapping[str, np.ndarray],
@@ -213,7 +213,7 @@ class RemoteWorker:
         is_alone: bool = False,
         may_move: bool = False,
     ) -> InferenceResult:
-        """See `DeviceWorker.ask`; whether it runs alone is the engine's business."""
+        """See `DeviceWorker.submit`; whether it runs alone is the engine's business."""
         if self._is_closed:
             raise WorkerClosed("the server is ending")
         if self._gone is not None:

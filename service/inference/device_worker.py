@@ -83,7 +83,7 @@ class DeviceWorker(Protocol):
         """Share of the newest seconds that the device was used."""
         ...
 
-    async def ask(
+    async def submit(
         self,
         replica: Replica,
         observation: Mapping[str, np.ndarray],
@@ -273,7 +273,7 @@ class InferenceWorker:
             since = spent[0][0]  # there were more before them
         return min(sum(ended - max(began, since) for began, ended in spent) / max(now - since, 1e-9), 1.0)
 
-    async def ask(
+    async def submit(
         self,
         replica: Replica,
         observation: Mapping[str, np.ndarray],

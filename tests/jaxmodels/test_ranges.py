@@ -21,7 +21,7 @@ from jaxmodels.transformer2d import Transformer2DConfig
 from jaxmodels.transformer2d.lora import ALPHA
 from jaxmodels.types import CAMERAS, PIXELS, Feature
 
-DOCS = Path(__file__).parents[2] / "docs" / "policies.md"
+DOCS = Path(__file__).parents[2] / "docs" / "policies" / "policies.md"
 HUGE = 10**30
 ENOUGH = 1 << 20  # bytes: what a config may take while it is refused
 VALUES: dict[str, Any] = {

@@ -40,7 +40,7 @@ class CommandRefused(Exception):
     """A command, or a producer, that a room does not take, because the room is a session's.
 
     Attributes:
-        code: stable, as ``docs/safety.md`` lists.
+        code: stable, as ``docs/robots/safety.md`` lists.
     """
 
     def __init__(self, code: str, text: str):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.stub_hub import StubHub
 
-PAGE = Path(__file__).parents[3] / "docs" / "webhooks_management.md"
+PAGE = Path(__file__).parents[3] / "docs" / "operate" / "webhooks_management.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 

@@ -12,7 +12,7 @@ from hooks.registry.jobs import load_jobs
 from hooks.registry.registry import RegistrySettings
 from hooks.registry.sender import SenderSettings
 
-PAGE = (Path(__file__).parents[3] / "docs" / "webhooks_registry.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "operate" / "webhooks_registry.md").read_text()
 
 
 def block(language: str) -> str:

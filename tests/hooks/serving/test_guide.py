@@ -1,4 +1,4 @@
-"""What docs/webhooks.md shows is run: Python as scripts of its own, commands beside a server and a stub Hub."""
+"""What docs/operate/webhooks.md shows is run: Python as scripts of its own, commands beside a server and a stub Hub."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from hooks.payload import sample
 from tests.hooks.serving.conftest import ask, end
 from tests.stub_hub import StubHub
 
-GUIDE = Path(__file__).parents[3] / "docs" / "webhooks.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "operate" / "webhooks.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
 USUAL = "http://127.0.0.1:7860"
 PYTHON = [text for language, text in BLOCKS if language == "python"]

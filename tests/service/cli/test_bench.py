@@ -12,7 +12,7 @@ from benchmarks import report
 from benchmarks.catalogue import ALL, FOLDER, Benchmark, wanted
 from robojax.cli import bench
 
-DOCS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "benchmarks.md"
 HERE = [one for one in ALL if one.script.is_file()]
 
 

@@ -286,7 +286,7 @@ async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there
     assert where(served) == ["1", "3"]
     await until(lambda: "2 goes without policy" in front.trouble)
     assert "which others have: out of memory (tried" in front.trouble
-    assert (await front.engine.submit(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+    assert (await front.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
     await until(lambda: where(served) == ["1", "2", "3"])
     await until(lambda: front.trouble == "")
     assert house.loads.count("2") == 5
@@ -350,7 +350,7 @@ async def test_a_pool_that_does_not_answer_is_said_and_engines_go_on(begin: Any,
     served = await front.load(folder)
     house.silence = RayError("the head is gone")
     await until(lambda: front.trouble == "the pool of engines does not answer")
-    assert (await front.engine.submit(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+    assert (await front.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
     house.silence = None
     await until(lambda: front.trouble == "")
 
@@ -429,7 +429,7 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
     monkeypatch.setattr(cluster_module, "GONE", 0.3)
     await until(lambda: front.trouble == REJOINING)
     assert front.cluster.facts()["engines"] == []
-    robot = asyncio.create_task(front.engine.submit(served, OBSERVATION))
+    robot = asyncio.create_task(front.engine.infer(served, OBSERVATION))
     with pytest.raises(PolicyError, match="the cluster is lost; it is joined again as soon as its head answers"):
         await front.load(update)
     await until(lambda: "cannot be joined again yet: nothing answers at head:6379" in caplog.text)

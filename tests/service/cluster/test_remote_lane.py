@@ -82,7 +82,7 @@ async def lane(engine: Engine) -> AsyncIterator[RemoteWorker]:
 async def test_an_answer_is_handed_on_and_the_way_counts_as_waiting(
     engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
-    asking = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
+    asking = asyncio.create_task(lane.submit(replica, OBSERVATION, None))
     await engine.until_asked()
     assert lane.asked == 1
     await asyncio.sleep(0.12)
@@ -101,14 +101,14 @@ async def test_what_an_answer_took_counts_for_pictures_of_its_size(
 ) -> None:
     for height, seconds in ((48, 0.001), (480, 0.004)):
         engine.answers = [answered(compute=seconds)]
-        await lane.ask(replica, {"observation.images.front": np.zeros((1, height, 64, 3), np.uint8)}, None)
+        await lane.submit(replica, {"observation.images.front": np.zeros((1, height, 64, 3), np.uint8)}, None)
     assert replica.costs(replica.trained).usual(4) == 0.001
     assert replica.costs(frozenset({("front", (480, 64))})).usual(4) == 0.004
 
 
 async def test_a_chunk_may_be_written_to(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
     engine.answers = [answered()]
-    found = await lane.ask(replica, OBSERVATION, None)
+    found = await lane.submit(replica, OBSERVATION, None)
     found.chunk[0, 0] = 7.0
 
 
@@ -116,8 +116,8 @@ async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
     engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
     engine.answers = [answered(), answered()]
-    await lane.ask(replica, OBSERVATION, None)
-    await lane.ask(replica, OBSERVATION, lane.asked_at + 3600)
+    await lane.submit(replica, OBSERVATION, None)
+    await lane.submit(replica, OBSERVATION, lane.asked_at + 3600)
     (method, (handle, observation, none)), (_, (_, _, due)) = engine.asked
     assert (method, handle, list(observation), none) == ("act", "handle", ["observation.state"], None)
     assert 3590 < due <= 3600
@@ -140,7 +140,7 @@ async def test_each_refusal_is_the_error_that_it_is(
 ) -> None:
     engine.answers = [Refusal(kind, "why")]
     with pytest.raises(error, match="why") as found:
-        await lane.ask(replica, OBSERVATION, None)
+        await lane.submit(replica, OBSERVATION, None)
     assert found.type is error
     assert lane.asked == 0
 
@@ -148,9 +148,9 @@ async def test_each_refusal_is_the_error_that_it_is(
 async def test_an_error_on_the_way_is_raised(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
     engine.answers = [DeviceGone("its process ended"), RuntimeError("the engine raised ValueError")]
     with pytest.raises(DeviceGone):
-        await lane.ask(replica, OBSERVATION, None)
+        await lane.submit(replica, OBSERVATION, None)
     with pytest.raises(RuntimeError):
-        await lane.ask(replica, OBSERVATION, None)
+        await lane.submit(replica, OBSERVATION, None)
 
 
 async def test_where_another_engine_may_be_asked_it_soon_is(
@@ -158,7 +158,7 @@ async def test_where_another_engine_may_be_asked_it_soon_is(
 ) -> None:
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     with pytest.raises(Overdue, match=r"one has not answered for 0.02 s"):
-        await lane.ask(replica, OBSERVATION, None, may_move=True)
+        await lane.submit(replica, OBSERVATION, None, may_move=True)
     assert lane.asked == 1, "it owes an answer"
     await engine.until_asked()
     engine.done[0](answered())
@@ -171,7 +171,7 @@ async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_firs
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     assert not lane.is_late
     with pytest.raises(Overdue) as late:
-        await lane.ask(replica, OBSERVATION, None, may_move=True)
+        await lane.submit(replica, OBSERVATION, None, may_move=True)
     assert lane.is_late
     await engine.until_asked()
     engine.done[0](answered())
@@ -187,7 +187,7 @@ async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     lane._stuck_after = 0.3
     with pytest.raises(Overdue) as late:
-        await lane.ask(replica, OBSERVATION, None, may_move=True)
+        await lane.submit(replica, OBSERVATION, None, may_move=True)
     assert late.value.answer is not None
     with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
         await late.value.answer
@@ -201,47 +201,47 @@ async def test_what_it_usually_takes_says_what_is_late(
     monkeypatch.setattr(remote_engine, "UNKNOWN", 60.0)
     engine.answers = [answered() for _ in range(8)]
     for _ in range(8):
-        await lane.ask(replica, OBSERVATION, None)
+        await lane.submit(replica, OBSERVATION, None)
     with pytest.raises(Overdue):
-        await lane.ask(replica, OBSERVATION, None, may_move=True)
+        await lane.submit(replica, OBSERVATION, None, may_move=True)
 
 
 async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
     lane._stuck_after = 0.3
     with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
-        await lane.ask(replica, OBSERVATION, None)
+        await lane.submit(replica, OBSERVATION, None)
 
 
 async def test_of_an_engine_that_is_gone_whoever_waits_is_told_at_once(
     engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
-    waiting = [asyncio.create_task(lane.ask(replica, OBSERVATION, None)) for _ in range(3)]
+    waiting = [asyncio.create_task(lane.submit(replica, OBSERVATION, None)) for _ in range(3)]
     await engine.until_asked(3)
     lane.fail("it ended")
     for one in waiting:
         with pytest.raises(DeviceGone, match="it ended"):
             await one
     with pytest.raises(DeviceGone, match="it ended"):
-        await lane.ask(replica, OBSERVATION, None)
+        await lane.submit(replica, OBSERVATION, None)
     assert len(engine.asked) == 3
     engine.done[0](answered())  # too late
 
 
 async def test_whoever_waits_is_told_that_the_server_ends(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
-    waiting = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
+    waiting = asyncio.create_task(lane.submit(replica, OBSERVATION, None))
     await engine.until_asked()
     assert await lane.close(1.0)
     with pytest.raises(WorkerClosed):
         await waiting
     with pytest.raises(WorkerClosed):
-        await lane.ask(replica, OBSERVATION, None)
+        await lane.submit(replica, OBSERVATION, None)
 
 
 @pytest.mark.parametrize("end", ["fail", "close"])
 async def test_what_nobody_waits_for_any_more_ends_without_a_word(
     end: str, engine: Engine, lane: RemoteWorker, replica: Replica
 ) -> None:
-    asking = asyncio.create_task(lane.ask(replica, OBSERVATION, None))
+    asking = asyncio.create_task(lane.submit(replica, OBSERVATION, None))
     await engine.until_asked()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -263,7 +263,7 @@ async def test_what_waits_to_be_sent_to_an_engine_that_is_gone_is_not_sent(
         send(*arguments)
 
     lane._send = slow
-    asking = [asyncio.create_task(lane.ask(replica, OBSERVATION, None)) for _ in range(5)]
+    asking = [asyncio.create_task(lane.submit(replica, OBSERVATION, None)) for _ in range(5)]
     await until(begun.is_set)
     lane.fail("it ended")
     gate.set()

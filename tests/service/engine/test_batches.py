@@ -88,7 +88,7 @@ async def all_waiting(
     begun = policy.begun
     asking = []
     for seen, asker in asks:
-        asking.append(asyncio.create_task(engine.submit(served, seen, asker=asker)))
+        asking.append(asyncio.create_task(engine.infer(served, seen, caller=asker)))
         if len(asking) == 1:
             await until(lambda: policy.begun == begun + 1)
     await until(lambda: engine.facts()["inferences_waiting"] == len(asks) - 1)
@@ -115,7 +115,7 @@ async def test_who_comes_while_the_device_is_busy_is_answered_together_each_with
             assert chunk.shape == (1, 20, 6)
             assert chunk[0, 0, 0] == pytest.approx(place + 0.1)
         # Alone again: nobody waits for anybody.
-        assert (await engine.submit(served, seen())).batch == 1
+        assert (await engine.infer(served, seen())).batch == 1
 
 
 async def test_one_that_fails_fails_alone_and_runs_alone_until_it_is_trusted() -> None:
@@ -127,7 +127,7 @@ async def test_one_that_fails_fails_alone_and_runs_alone_until_it_is_trusted() -
         assert "refused its input" in str(chunks[4])
         bad = asyncio.Lock()
         with pytest.raises(PolicyFailed, match="ValueError"):
-            await engine.submit(served, seen(13), asker=bad)
+            await engine.infer(served, seen(13), caller=bad)
         asking = await all_waiting(engine, served, policy, [(seen(), who) for who in [None, bad, None, None]])
         policy.gate.set()
         assert sorted([one.batch for one in await asyncio.gather(*asking)]) == [1, 1, 2, 2]
@@ -150,7 +150,7 @@ async def test_a_batch_that_does_not_come_back_is_left_and_only_who_it_is_due_to
     async with running(policy, stuck_after=2.0) as (engine, served):
         chunks = await together(engine, served, policy, [0, 1, 666, 3])
         assert [type(chunk) for chunk in chunks] == [np.ndarray, np.ndarray, InferenceStuck, np.ndarray]
-        assert (await engine.submit(served, seen(5))).chunk[0, 0, 0] == pytest.approx(5.1)
+        assert (await engine.infer(served, seen(5))).chunk[0, 0, 0] == pytest.approx(5.1)
         policy.never.set()
 
 
@@ -167,8 +167,8 @@ async def test_one_asker_has_one_place() -> None:
     policy, busy = Held(), asyncio.Lock()
     async with running(policy) as (engine, served):
         first = await all_waiting(engine, served, policy, [(seen(), None)])
-        asking = [asyncio.create_task(engine.submit(served, seen(), asker=busy)) for _ in range(4)]
-        other = asyncio.create_task(engine.submit(served, seen()))
+        asking = [asyncio.create_task(engine.infer(served, seen(), caller=busy)) for _ in range(4)]
+        other = asyncio.create_task(engine.infer(served, seen()))
         await until(lambda: engine.facts()["inferences_waiting"] == 2)
         policy.gate.set()
         await asyncio.gather(*first, other, *asking)
@@ -199,7 +199,7 @@ async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
     engine = Engine(switch_interval=None, batch_sizes=(1, 2))
     engine.has_running_robot = lambda: True
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
-        await engine.submit(served, seen())
+        await engine.infer(served, seen())
         engine.has_running_robot = lambda: False
         await until(lambda: policy.batches)
         assert time.monotonic() >= engine._asked_at + 0.2
@@ -257,7 +257,7 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     async with running(policy) as (engine, served):
         assert {batch for batch, _ in policy.batches} == {2}
         assert served.replicas[0].can(frozenset({("front", (4, 6))})) == (1, 2)
-        assert await engine.submit(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
+        assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
 
 
 async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_quickly_beside_one() -> None:

@@ -55,7 +55,7 @@ class House:
         return self.served
 
     async def ask(self, asker: object | None = None) -> None:
-        assert (await self.engine.submit(self.served, OBSERVATION, asker=asker)).chunk.shape == (1, 20, 6)
+        assert (await self.engine.infer(self.served, OBSERVATION, caller=asker)).chunk.shape == (1, 20, 6)
 
     def acted(self, device: str) -> int:
         return self.on[device].acted

@@ -88,7 +88,7 @@ async def robots() -> None:
     async def ride(robot, served):
         asker = asyncio.Event()
         while not end.is_set():
-            inference = await engine.submit(served, observation, due=time.monotonic() + 0.05, asker=asker)
+            inference = await engine.infer(served, observation, due=time.monotonic() + 0.05, caller=asker)
             assert np.array_equal(inference.chunk, chunk)
             answered[robot].append(time.monotonic())
             await asyncio.sleep(0.02)
@@ -153,10 +153,10 @@ async def test_the_device_with_the_least_to_do_is_asked_and_each_has_its_own_thr
     engine = Engine(switch_interval=None, devices=("a", "b"), batch_sizes=(1, 2))
     async with engine.policy(ScriptedLoader(make), "p", None, lambda word: None) as served:
         made[1].failures.clear()
-        held = asyncio.create_task(engine.submit(served, OBSERVATION))
+        held = asyncio.create_task(engine.infer(served, OBSERVATION))
         await until(lambda: made[0].acted, within=30.0)
         for _ in range(3):
-            await engine.submit(served, OBSERVATION)
+            await engine.infer(served, OBSERVATION)
         assert (made[0].acted, made[1].acted) == (1, 3)
         gate.set()
         await held

@@ -37,7 +37,7 @@ class ScriptedLane:
     def load(self, now: float) -> float:
         return 0.0
 
-    async def ask(
+    async def submit(
         self,
         replica: Replica,
         observation: Mapping[str, np.ndarray],
@@ -119,7 +119,7 @@ class House:
 
     async def ask(self, served: LoadedPolicy, times: int = 1) -> None:
         for _ in range(times):
-            assert (await self.engine.submit(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+            assert (await self.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
 
     def acted(self) -> dict[str, int]:
         return {device: lane.acted for device, lane in self.lanes.items()}
@@ -244,7 +244,7 @@ class LateLane(ScriptedLane):
         super().__init__()
         self.said: asyncio.Future[InferenceResult] = asyncio.get_running_loop().create_future()
 
-    async def ask(self, *args: object, **more: object) -> InferenceResult:
+    async def submit(self, *args: object, **more: object) -> InferenceResult:
         self.acted += 1
         late = Overdue("a is slow")
         late.is_counted, late.answer = True, self.said
@@ -275,7 +275,7 @@ async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(hous
         house.lanes["b"].failures = [
             {"waits": never, "is stuck": InferenceStuck("did not return"), "is gone": DeviceGone("b ended")}[what]
         ]
-    asking = asyncio.create_task(house.engine.submit(served, OBSERVATION))
+    asking = asyncio.create_task(house.engine.infer(served, OBSERVATION))
     for _ in range(50):  # no thread has a part in it
         await asyncio.sleep(0)
     assert not asking.done()
@@ -310,7 +310,7 @@ async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: Hou
     served = await house.load_on("a", "b")
 
     class Slow(ScriptedLane):
-        async def ask(self, *args: object, **more: object) -> InferenceResult:
+        async def submit(self, *args: object, **more: object) -> InferenceResult:
             house.engine.leave("b", "it ended")
             await house.engine.forget("b")
             raise Overdue("a is slow")

@@ -47,7 +47,7 @@ class Compiling(ScriptedPolicy):
 async def test_an_inference_runs_on_the_device_thread_and_says_where_its_time_went(engine: Engine) -> None:
     policy = ScriptedPolicy(latency=0.01)
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
-        inference = await engine.submit(served, OBSERVATION)
+        inference = await engine.infer(served, OBSERVATION)
     assert inference.chunk.shape == (1, 20, 6)
     assert policy.threads == {"device"}
     assert 0.01 <= inference.compute <= inference.total
@@ -149,7 +149,7 @@ async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(en
         policy.gate = threading.Event()
         compiling = asyncio.create_task(engine.compile(served, sizes))
         await until(policy.begun.is_set)
-        await engine.submit(served, OBSERVATION)
+        await engine.infer(served, OBSERVATION)
         assert not compiling.done()
         policy.gate.set()
         await compiling
@@ -202,10 +202,10 @@ async def test_an_exception_of_the_policy_is_told_by_its_kind_only(engine: Engin
     policy = ScriptedPolicy(failures=[failure])
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="the policy raised") as caught:
-            await engine.submit(served, OBSERVATION)
+            await engine.infer(served, OBSERVATION)
         assert not isinstance(caught.value, InferenceStuck)
         assert "secret" not in str(caught.value)
-        assert (await engine.submit(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+        assert (await engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
 
 
 OUT_OF_MEMORY = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70368744177664 bytes.")  # XLA's words
@@ -219,9 +219,9 @@ async def test_memory_that_runs_out_is_told_as_that_and_others_go_on(engine: Eng
         engine.policy(ScriptedLoader(lambda: ScriptedPolicy(failures=[failure])), "p", None, ignore) as served,
     ):
         with pytest.raises(PolicyFailed, match="out of memory"):
-            await engine.submit(served, OBSERVATION)
-        assert (await engine.submit(other, OBSERVATION)).chunk.shape == (1, 20, 6)
-        assert (await engine.submit(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+            await engine.infer(served, OBSERVATION)
+        assert (await engine.infer(other, OBSERVATION)).chunk.shape == (1, 20, 6)
+        assert (await engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
         with pytest.raises(PolicyError, match="out of memory"):
             async with engine.policy(ScriptedLoader(lambda: policy), "third", None, ignore):
                 pass
@@ -238,7 +238,7 @@ async def test_memory_that_really_runs_out_in_jax_is_the_same() -> None:
     engine = Engine(stuck_after=60)  # JAX begins in it
     async with engine.policy(ScriptedLoader(Greedy), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="out of memory"):
-            await engine.submit(served, OBSERVATION)
+            await engine.infer(served, OBSERVATION)
     await engine.close()
 
 
@@ -262,7 +262,7 @@ async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, ca
 async def test_a_refused_observation_is_told_with_its_text(engine: Engine) -> None:
     async with engine.policy(ScriptedLoader(), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="refused its input: observation has"):
-            await engine.submit(served, {})
+            await engine.infer(served, {})
 
 
 async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread() -> None:
@@ -272,9 +272,9 @@ async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread(
         engine.policy(ScriptedLoader(lambda: stuck), "stuck", None, ignore) as first,
         engine.policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
     ):
-        hanging = asyncio.create_task(engine.submit(first, OBSERVATION))
+        hanging = asyncio.create_task(engine.infer(first, OBSERVATION))
         await until(lambda: stuck.acted)
-        other = asyncio.create_task(engine.submit(second, OBSERVATION))
+        other = asyncio.create_task(engine.infer(second, OBSERVATION))
         with pytest.raises(InferenceStuck, match=r"did not return in 1 s"):
             await hanging
         await asyncio.wait_for(other, 30)
@@ -282,7 +282,7 @@ async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread(
         assert engine.facts()["threads_replaced"] == 1
         # When it comes back after all, its thread ends and its result is nobody's.
         never.set()
-        assert (await engine.submit(first, OBSERVATION)).chunk.shape == (1, 20, 6)
+        assert (await engine.infer(first, OBSERVATION)).chunk.shape == (1, 20, 6)
         assert stuck.threads == {"device", "device-2"}
     await engine.close()
 
@@ -295,12 +295,12 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
         engine.policy(ScriptedLoader(lambda: first_policy), "held", None, ignore) as first,
         engine.policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
     ):
-        took = (await engine.submit(first, OBSERVATION)).total
+        took = (await engine.infer(first, OBSERVATION)).total
         first_policy.failures.append(held)
-        hanging = asyncio.create_task(engine.submit(first, OBSERVATION))
+        hanging = asyncio.create_task(engine.infer(first, OBSERVATION))
         await until(lambda: first_policy.acted == 2)
         # 0.1 s is far longer than usual here, and long before it is given up as stuck.
-        await asyncio.wait_for(engine.submit(second, OBSERVATION), 30)
+        await asyncio.wait_for(engine.infer(second, OBSERVATION), 30)
         assert not hanging.done()
         assert (engine.facts()["threads_replaced"], fine.threads) == (1, {"device-2"})
         held.set()
@@ -316,14 +316,14 @@ async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.M
     engine, never = Engine(stuck_after=60, switch_interval=None), threading.Event()
     policy = ScriptedPolicy(failures=[never])
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
-        waiting = [asyncio.create_task(engine.submit(served, OBSERVATION)) for _ in range(3)]
+        waiting = [asyncio.create_task(engine.infer(served, OBSERVATION)) for _ in range(3)]
         await asyncio.sleep(0.05)
         await engine.close()
         async with asyncio.timeout(30):
             answers = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(answer) for answer in answers] == [WorkerClosed] * 3
         with pytest.raises(WorkerClosed, match="the server is ending"):
-            await engine.submit(served, OBSERVATION)
+            await engine.infer(served, OBSERVATION)
     never.set()
 
 
@@ -337,9 +337,9 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: p
         engine.policy(ScriptedLoader(lambda: slow), "slow", None, ignore) as first,
         engine.policy(ScriptedLoader(lambda: quick), "quick", None, ignore) as second,
     ):
-        asking = [asyncio.create_task(engine.submit(first, OBSERVATION))]
+        asking = [asyncio.create_task(engine.infer(first, OBSERVATION))]
         await until(lambda: slow.acted)
-        asking += [asyncio.create_task(engine.submit(served, OBSERVATION)) for served in (*[first] * 9, second)]
+        asking += [asyncio.create_task(engine.infer(served, OBSERVATION)) for served in (*[first] * 9, second)]
         await until(lambda: engine.facts()["inferences_waiting"] == 10)
         gate.set()
         _, *slow_ones, quick_one = await asyncio.gather(*asking)
@@ -362,7 +362,7 @@ async def test_policies_of_several_sessions_take_turns(engine: Engine, monkeypat
         async with engine.policy(ScriptedLoader(lambda: policies[name]), name, None, ignore) as served:
             await both.wait()
             for _ in range(10):
-                await engine.submit(served, OBSERVATION)
+                await engine.infer(served, OBSERVATION)
                 order.append(name)
 
     await asyncio.gather(ask("a"), ask("b"))
@@ -373,14 +373,14 @@ async def test_an_unwanted_request_that_has_not_begun_is_skipped(engine: Engine)
     gate = threading.Event()
     policy = ScriptedPolicy(failures=[gate])
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
-        first = asyncio.create_task(engine.submit(served, OBSERVATION))
+        first = asyncio.create_task(engine.infer(served, OBSERVATION))
         await until(lambda: policy.acted)
-        second = asyncio.create_task(engine.submit(served, OBSERVATION))
+        second = asyncio.create_task(engine.infer(served, OBSERVATION))
         await asyncio.sleep(0)
         second.cancel()
         gate.set()
         await first
-        await engine.submit(served, OBSERVATION)
+        await engine.infer(served, OBSERVATION)
     assert policy.acted == 2
 
 
@@ -404,7 +404,7 @@ async def test_a_policy_is_tried_out_even_when_robots_never_leave_the_device_alo
     gate, policy = threading.Event(), ScriptedPolicy()
     async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.failures.append(gate)
-        robot = asyncio.create_task(engine.submit(served, OBSERVATION))
+        robot = asyncio.create_task(engine.infer(served, OBSERVATION))
         while not policy.acted:  # noqa: ASYNC110 - it is another thread's
             await asyncio.sleep(0.001)
         async with asyncio.timeout(30):
@@ -464,7 +464,7 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
     never = threading.Event()
     engine = Engine(stuck_after=60, switch_interval=None)
     async with engine.policy(ScriptedLoader(lambda: ScriptedPolicy(failures=[never])), "p", None, ignore) as served:
-        asking = asyncio.create_task(engine.submit(served, OBSERVATION))
+        asking = asyncio.create_task(engine.infer(served, OBSERVATION))
         await asyncio.sleep(0.01)
         given: list[float] = []
         close = InferenceWorker.close

@@ -79,7 +79,7 @@ async def test_each_size_of_pictures_has_its_own_figures() -> None:
             "4": {"p50": 2.0, "p90": 2.0},
         }, "of what it was trained with"
         for _ in range(5):
-            await engine.submit(served, LARGE_SEEN)
+            await engine.infer(served, LARGE_SEEN)
         assert served.costs.usual(1) == 0.001
         large = served.replicas[0].costs(LARGE_FRAMES)
         assert large.usual(4) == 0.4
@@ -113,7 +113,7 @@ async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
     gate, policy = threading.Event(), Sized()
     async with asked_with_both(policy) as (engine, served):
         policy.failures.append(gate)
-        asking = asyncio.create_task(engine.submit(served, observation))
+        asking = asyncio.create_task(engine.infer(served, observation))
         (lane,) = engine._devices.lanes.values()
         assert isinstance(lane, InferenceWorker)
 
@@ -143,10 +143,10 @@ async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_
     async with asked_with_both(policy) as (engine, served):
         policy.failures.append(gate)
         due = asyncio.get_running_loop().time() + 0.9
-        asking = [asyncio.create_task(engine.submit(served, LARGE_SEEN))]
+        asking = [asyncio.create_task(engine.infer(served, LARGE_SEEN))]
         await until(lambda: order)
         for observation in (SMALL_SEEN, LARGE_SEEN):
-            asking.append(asyncio.create_task(engine.submit(served, observation, due=due)))
+            asking.append(asyncio.create_task(engine.infer(served, observation, due=due)))
         await until(lambda: engine.facts()["inferences_waiting"] == 2)
         gate.set()
         await asyncio.gather(*asking)
@@ -158,7 +158,7 @@ async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
         counted = served.replicas[0].costs(LARGE_FRAMES)._samples[1].seconds
         before = len(counted)
         (lane,) = engine._devices.lanes.values()
-        await lane.ask(served.replicas[0], LARGE_SEEN, None, is_alone=True)
+        await lane.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
         assert len(counted) == before + 1
         assert served.costs.usual(1) == 0.001
 
@@ -167,7 +167,7 @@ async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_
     async with asked_with_both(Sized()) as (engine, served):
         (lane,) = engine._devices.lanes.values()
         with pytest.raises(Exception, match="observation has"):
-            await lane.ask(served.replicas[0], {"observation.images.front": [[[[1]]]]}, None)
+            await lane.submit(served.replicas[0], {"observation.images.front": [[[[1]]]]}, None)
         assert list(milliseconds(engine)[0][0]) == ["1", "1 of 480x640 frames"]
 
 

@@ -128,7 +128,7 @@ async def test_robots_with_pictures_of_another_size_are_answered_at_once(rig: Ri
     later = rig.policy.pushed(latency=0.0)
     async with rig.engine.policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         assert served.is_compiled(LARGE)
-        assert (await rig.engine.submit(served, SEEN)).chunk.shape == (1, 20, 6)
+        assert (await rig.engine.infer(served, SEEN)).chunk.shape == (1, 20, 6)
 
 
 async def test_a_push_of_another_architecture_takes_nothing_over(rig: Rig) -> None:

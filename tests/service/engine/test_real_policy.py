@@ -171,7 +171,7 @@ async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compile
                 "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
                 "observation.state": np.array([list(POSE.values())], np.float32),
             }
-            answers = [await engine.submit(served, seen) for served in (first, second)]
+            answers = [await engine.infer(served, seen) for served in (first, second)]
             assert np.array_equal(answers[0].chunk, answers[1].chunk)
     await engine.close()
 

@@ -180,8 +180,8 @@ async def test_a_pass_waits_for_the_inferences_of_sessions(rig_of):
     rig = await rig_of()
     hold = threading.Event()
     rig.policy.failures.append(hold)
-    inferring = asyncio.create_task(rig.engine.submit(rig.served_policy, OBSERVATION))
-    waiting = asyncio.create_task(rig.engine.submit(rig.served_policy, OBSERVATION))
+    inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
+    waiting = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
     await until(lambda: rig.policy.acted, within=30.0)
     waits = asyncio.Event()
     until_idle = rig.engine.until_idle
@@ -207,7 +207,7 @@ async def test_an_inference_does_not_queue_behind_a_pass_that_runs(rig_of):
     rig.model.gate = threading.Event()
     forward = asyncio.create_task(rig.forward())
     await event(rig.model.began)
-    inference = await asyncio.wait_for(rig.engine.submit(rig.served_policy, OBSERVATION), 15)
+    inference = await asyncio.wait_for(rig.engine.infer(rig.served_policy, OBSERVATION), 15)
     assert inference.queue < 1
     assert not forward.done()
     rig.model.gate.set()
@@ -229,7 +229,7 @@ async def test_a_robot_that_starts_while_a_long_pass_waits_keeps_it_out(rig_of):
     rig = await rig_of(ScriptedModel(seconds=0.5), beside_robots=0.1)
     hold = threading.Event()
     rig.policy.failures.append(hold)
-    inferring = asyncio.create_task(rig.engine.submit(rig.served_policy, OBSERVATION))
+    inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
     await asyncio.sleep(0.02)
     forward = asyncio.create_task(rig.forward())
     await asyncio.sleep(0.05)
@@ -311,7 +311,7 @@ async def test_a_pass_that_waits_for_robots_too_long_is_given_up_and_never_runs(
     rig = await rig_of(seconds=0.2)
     hold = threading.Event()
     rig.policy.failures.append(hold)
-    inferring = asyncio.create_task(rig.engine.submit(rig.served_policy, OBSERVATION))
+    inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
     await asyncio.sleep(0.02)
     with pytest.raises(ModelBusy, match="not done in"):
         await rig.forward()

@@ -8,7 +8,7 @@ from service.api.blueprint import ROUTES
 from service.settings import Settings
 from service.stage import Stage
 
-GUIDE = (Path(__file__).parents[3] / "docs" / "operating.md").read_text()
+GUIDE = (Path(__file__).parents[3] / "docs" / "operate" / "operating.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

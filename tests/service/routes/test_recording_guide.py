@@ -20,7 +20,7 @@ from service.recording.recorder import Recorder
 from tests.service.recording.robot import RATE, play, subject
 
 ROOT = Path(__file__).parents[3]
-GUIDE = ROOT / "docs" / "recording.md"
+GUIDE = ROOT / "docs" / "robots" / "recording.md"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 USUAL = "http://127.0.0.1:8001"
 

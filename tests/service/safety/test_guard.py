@@ -224,7 +224,7 @@ def test_motion_that_was_inside_comes_out_the_same() -> None:
 
 
 def test_judging_costs_little() -> None:
-    """Generous bounds for a loaded machine, of this process's own time; docs/safety.md has the figures."""
+    """Generous bounds for a loaded machine, of this process's own time; docs/robots/safety.md has the figures."""
     table = JointTable([replace(SO100[0], name=f"j{place}", alias=None) for place in range(14)])
     judging = Guard(motion_limits(table), rate=50, action_rate=50, chunk=100)
     rest = Motion(np.zeros(14), np.zeros(14), np.zeros(14))

@@ -21,7 +21,7 @@ from service.testing import SO100_REQUIREMENTS
 
 TABLE = JointTable(SO100)
 UNKNOWN = table_for(3, requested=["waist", "elbow", "finger"])
-GUIDE = Path(__file__).parents[3] / "docs" / "safety.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "robots" / "safety.md"
 URDF = """<?xml version="1.0"?>
 <robot name="two">
   <link name="base"/>

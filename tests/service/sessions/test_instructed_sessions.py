@@ -112,7 +112,7 @@ async def test_robots_with_different_instructions_are_inferred_for_together() ->
                 )
 
             tasks = [RED, BLUE, "put it down", RED + " and " + BLUE]
-            answers = await asyncio.gather(*(engine.submit(served, seen(task)) for task in tasks))
+            answers = await asyncio.gather(*(engine.infer(served, seen(task)) for task in tasks))
         batches = [told for told in policy.told if len(told) > 1]
         assert batches, "somebody waited while the first one ran"
         assert sorted({text for told in policy.told for text in told}) == sorted(set(tasks))

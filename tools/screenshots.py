@@ -1,4 +1,4 @@
-"""Pictures of the page with the demo's arm at work: ``python docs/screenshots.py FOLDER`` at the repository's root."""
+"""Pictures of the page with the demo's arm at work: ``python tools/screenshots.py FOLDER`` at the repository's root."""
 
 import asyncio
 import contextlib
