@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxmodels.transformer2d.diffusers_config import read_block_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
-from tests.compiling import compiling_quickly
+from tests.testing.compiling import compiling_quickly
 
 GUIDE = Path(__file__).parent.parent / "docs" / "policies" / "transformer2d.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -27,7 +27,7 @@ from service.inference.policy_sources import requirements_reader
 from service.inference.sandbox import CheckpointSandbox, Places
 from service.settings import Settings
 from service.testing import MemoryTransport, ScriptedPolicy
-from tests.waiting import lives, until
+from tests.testing.waiting import lives, until
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "robojax" / "sim" / "policy"

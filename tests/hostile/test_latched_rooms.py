@@ -21,7 +21,7 @@ from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, JointValue, Rooms
 from service.transport.server.app import serve_transport
-from tests.waiting import until
+from tests.testing.waiting import until
 
 POSE = {"Rotation": 1.0, "Pitch": 2.0, "Elbow": 3.0, "Wrist_Pitch": 4.0, "Wrist_Roll": 5.0, "Jaw": 6.0}
 EVIL = [{"name": "Rotation", "value": 340.0}]
